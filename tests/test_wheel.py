@@ -6,6 +6,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from coat_vlm.config.load import list_builtin_recipes
 
@@ -81,3 +83,16 @@ def test_the_wheel_contains_the_files_that_the_packages_read(installed: Path, tm
         "    assert (files(package) / name).read_text()\n"
     )
     run([installed / "python", "-c", code], tmp_path)
+
+
+def test_the_extra_all_names_every_extra_but_the_tools(installed: Path, tmp_path: Path):
+    """As pip reads it from the installed wheel, whose own extras it then resolves."""
+    code = (
+        "from importlib.metadata import metadata, requires\n"
+        "print(*metadata('coat-vlm').get_all('Provides-Extra'), sep='\\n')\n"
+        "print(*(one for one in requires('coat-vlm') if 'extra == \"all\"' in one), sep='\\n')\n"
+    )
+    *extras, line = run([installed / "python", "-c", code], tmp_path).splitlines()
+    requirement = Requirement(line)
+    assert canonicalize_name(requirement.name) == "coat-vlm"
+    assert requirement.extras == set(extras) - {"all", "dev"}

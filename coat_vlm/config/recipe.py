@@ -164,8 +164,8 @@ class Recipe:
     """Evaluation sets by name."""
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
-    (also at the end of each stage); 0 turns them off. For validation losses see
-    ``eval_every_steps`` of a stage."""
+    (also at the end of each stage); 0 turns them off. Some answers are shown in TensorBoard and
+    Weights & Biases. For validation losses see ``eval_every_steps`` of a stage."""
     eval_samples: Positive = 64
     """Questions per set in an evaluation during training: evenly spaced, the same each time."""
 
@@ -193,6 +193,7 @@ class Recipe:
             self._check_graphs(self.fp8)
         self._check_low_bits()
         self._check_dora()
+        self._check_quantize()
         self._check_sequence_parallel()
         self._check_dpo()
         self._check_choose()
@@ -233,6 +234,24 @@ class Recipe:
                 raise ValueError(
                     f"stages.{name}.lora.dora reads the whole base weight, which peft does not "
                     "gather with zero_stage: 3; set zero_stage to 0, 1 or 2, or remove dora"
+                )
+
+    def _check_quantize(self) -> None:
+        """Reject NF4 weights in blocks that compute in FP8, and where ZeRO partitions them."""
+        for name, stage in self.stages.items():
+            if stage.lora is None or stage.lora.quantize is None:
+                continue
+            key = f"stages.{name}.lora.quantize: {stage.lora.quantize}"
+            if self.precision in FP8_PRECISIONS:
+                raise ValueError(
+                    f"{key} has no effect with precision: {self.precision}, whose blocks compute "
+                    "in FP8 (coat and coat_lean store frozen weights in FP8, 1 byte per "
+                    "parameter); remove quantize, or set precision to bf16"
+                )
+            if self.zero_stage == 3:
+                raise ValueError(
+                    f"{key} is not supported with zero_stage: 3, which partitions the weights; set "
+                    "zero_stage to 0, 1 or 2, or remove quantize"
                 )
 
     def _check_sequence_parallel(self) -> None:

@@ -111,12 +111,22 @@ class LoraTraining:
     dora: bool = False
     """Train the length of each row of W + scale * B A as a parameter (DoRA, Liu et al. 2024,
     arXiv:2402.09353), peft's ``use_dora``; not with ``zero_stage: 3``."""
+    quantize: Literal["nf4"] | None = None
+    """``nf4``: compute with the frozen linear layers of ``modules`` in NF4 through bitsandbytes
+    (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), 0.52 bytes per parameter; with precision
+    ``bf16`` or ``fp32`` and ``zero_stage`` 0 to 2. Without it, ``coat`` stores frozen weights in
+    FP8."""
 
     def __post_init__(self) -> None:
         if not self.modules or len(set(self.modules)) < len(self.modules):
             raise ValueError(
                 f"modules is {self.modules}; name each of vision, projector, language at most "
                 "once, and at least one"
+            )
+        if self.quantize is not None and self.dora:
+            raise ValueError(
+                f"dora reads the whole base weight, which quantize: {self.quantize} does not keep; "
+                "remove one of them"
             )
         if self.targets is not None and not self.targets:
             raise ValueError(

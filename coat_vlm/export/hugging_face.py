@@ -39,6 +39,7 @@ from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm
+from coat_vlm.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coat_vlm.model.compressed import (
     SCHEMES,
     WeightFormat,
@@ -55,9 +56,6 @@ _DESCRIPTION = "model"
 _BASE = "base"
 _ADAPTER = "adapter"
 """Name of the adapter folder next to a model's config.json."""
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_PREFIX = "base_model.model."
-"""Prefix of all names in peft's files."""
 
 Layout = Literal["coat", "llava", "vila", "language"]
 """Layout of a model folder; determines the programs that can read it."""
@@ -289,7 +287,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
                     f"({base_folder}); export a checkpoint of the stage, "
                     "which contains them (RUN/sft/checkpoints/step-...)"
                 )
-            stored = load_file(described / _ADAPTER / _ADAPTER_WEIGHTS)
+            stored = load_file(described / _ADAPTER / ADAPTER_WEIGHTS)
             weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
             return _write(
                 target, lambda temporary: _save_adapter(temporary, config, weights), lock.check
@@ -311,7 +309,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
 
 def _read_adapter(described: Path) -> dict[str, Any] | None:
     """Read adapter_config.json of a model folder; None without adapters."""
-    path = described / _ADAPTER / _ADAPTER_CONFIG
+    path = described / _ADAPTER / ADAPTER_CONFIG
     return read_json(path) if path.is_file() else None
 
 
@@ -327,7 +325,7 @@ def _collect_adapter_weights(
     """
     whole = tuple(f"{name}." for name in config["modules_to_save"] or ())
     others = {name: tensor for name, tensor in base.items() if f"{name}.".startswith(whole)}
-    return {_PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
+    return {PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
 
 
 def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -338,9 +336,9 @@ def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str,
     """
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / _ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_tensors(tensors, folder / _ADAPTER_WEIGHTS, {"format": "pt"})
+    save_tensors(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 def _check_folders(source: Path, target: Path) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from coat_data.limits import Network
-from coat_data.media.image import open_image
-from coat_data.sample import DataError, Media
+from coat_data.media.pictures import read_pictures
+from coat_data.sample import Media
 from coat_data.tools.html_page import data_address, sample_evenly
 
 BASELINES = ("chance", "majority")
@@ -251,21 +251,6 @@ def render_media(
     Returns:
         The addresses, and the problems of media that cannot be shown.
     """
-    images: list[str] = []
-    problems: list[str] = []
-    for entry in entries:
-        try:
-            media = Media(**entry, network=network)
-            if media.kind == "image":
-                read = [open_image(media)]
-            else:
-                from coat_data.media.video import read_frames  # only videos need a decoder
-
-                read = read_frames(media, MEDIA_PER_CARD)
-            images += [data_address(picture, LONGEST_SIDE) for picture in read]
-        except (DataError, OSError) as error:
-            problems.append(str(error))
-    hidden = len(images) - MEDIA_PER_CARD
-    if hidden > 0:
-        problems.append(f"{hidden} more images are not shown")
-    return images[:MEDIA_PER_CARD], problems
+    media = [Media(**entry, network=network) for entry in entries]
+    pictures, problems = read_pictures(media, MEDIA_PER_CARD)
+    return [data_address(picture, LONGEST_SIDE) for picture in pictures], problems

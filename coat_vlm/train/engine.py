@@ -37,6 +37,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
+from coat_vlm.train.nf4 import quantize_frozen_weights
 
 TESTED_DEEPSPEED = ">=0.19.8,<0.20"
 """Versions whose private attributes were tested; pyproject.toml requires the same."""
@@ -199,6 +200,7 @@ def build_engine(
     if arithmetic.low_bits and world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy gradients into a buffer and back
     store_frozen_weights(model)
+    quantize_frozen_weights(model, stage.lora)
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     return engine

@@ -18,6 +18,7 @@ from coat_vlm.distributed import World
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.run.signals import SIGNALS
+from coat_vlm.train.sample_tables import AnsweredSample
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 16
@@ -34,6 +35,8 @@ class EvalSubset:
     samples: Sequence[Sample]
     score: Callable[[Sequence[str]], Mapping[str, float]]
     """Computes metrics in percent from one answer per sample, in order."""
+    find_correct: Callable[[Sequence[str]], Sequence[bool]]
+    """Returns for one answer per sample, in order, whether it is right."""
 
 
 class LiveEvaluation:
@@ -80,7 +83,9 @@ class LiveEvaluation:
         if problems:
             raise ValueError(problems[0])
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any] | None:
+    def __call__(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Any], dict[str, list[AnsweredSample]]] | None:
         """Generate answers to all questions with greedy decoding and score them.
 
         Args:
@@ -88,13 +93,13 @@ class LiveEvaluation:
                 by layer.
 
         Returns:
-            ``metrics``, in percent by set, the headline metric first and without categories;
-            ``headline``, the name of the headline metric by set; ``samples``, the number of
-            questions by set; ``eval_s``, the duration in seconds. None on all ranks if one of them
-            received a signal.
+            The row for metrics.jsonl: ``metrics``, in percent by set, the headline metric first and
+            without categories; ``headline``, the name of the headline metric by set; ``samples``,
+            the number of questions by set; ``eval_s``, the duration in seconds. Then the answered
+            questions of each set. None on all ranks if one of them received a signal.
         """
         started = time.perf_counter()
-        metrics = {}
+        metrics, answered = {}, {}
         for subset in self._subsets:
             answers = self._answers(model, subset)
             if answers is None:
@@ -102,12 +107,16 @@ class LiveEvaluation:
             values = subset.score(answers)
             names = dict.fromkeys([subset.headline, *values])
             metrics[subset.name] = {name: values[name] for name in names if "." not in name}
-        return {
+            marks = subset.find_correct(answers)
+            rows = zip(subset.samples, answers, marks, strict=True)
+            answered[subset.name] = [AnsweredSample(*row) for row in rows]
+        row = {
             "metrics": metrics,
             "headline": {subset.name: subset.headline for subset in self._subsets},
             "samples": {subset.name: len(subset.samples) for subset in self._subsets},
             "eval_s": round(time.perf_counter() - started, 2),
         }
+        return row, answered
 
     def _answers(self, model: PreTrainedModel, subset: EvalSubset) -> list[str] | None:
         """Return the answers to all questions, or None if a rank received a signal."""

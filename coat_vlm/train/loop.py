@@ -150,7 +150,9 @@ class StageLoop:
             found = evaluation(self.step.model)
             if found is None:
                 return False
-            self._write("eval", **found)
+            values, answered = found
+            self.step.metrics.write_samples(self.step.name, self.step.finished, answered)
+            self._write("eval", **values)
         return True
 
     def validate(self) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.sequence_parallel import check_sequence_parallel
 from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.train.nf4 import check_bitsandbytes
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
@@ -74,6 +75,8 @@ def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
         ValueError: ``lora`` names a layer that does not exist.
     """
     if stage.lora is not None:
+        if stage.lora.quantize is not None:
+            check_bitsandbytes()
         add_adapters(model, stage.lora)  # freezes all but the adapters
     for name, part in module_parameters(model).items():
         if stage.lora is None or name not in stage.lora.modules:
@@ -121,7 +124,14 @@ def prepare_model(
 
 
 def require_composed(recipe: Recipe, command: str) -> None:
-    """Raise ValueError if a command does not support the recipe's published model."""
+    """Raise ValueError if a command does not support the recipe's model or its NF4 weights."""
+    for name, stage in recipe.stages.items():
+        if stage.lora is not None and stage.lora.quantize is not None:
+            raise ValueError(
+                f"{command} does not know the memory and speed of stages.{name}.lora.quantize: "
+                f"{stage.lora.quantize}; train a few steps and read peak_memory_mb and "
+                "tokens_per_s in metrics.jsonl"
+            )
     if recipe.model.pretrained is not None:
         raise ValueError(
             f"{command} supports models composed of model.vision and model.language, not "

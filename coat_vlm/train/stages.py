@@ -50,6 +50,7 @@ from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
+from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.preference import build_preference
 from coat_vlm.train.prepare import (
     describe_missing_start,
@@ -223,6 +224,7 @@ def _run_stage(
     if found.path is not None:
         done = _load_progress(found.path, engine, new, total_steps, world)
         store_frozen_weights(model)
+        quantize_frozen_weights(model, stage.lora)
     if world.is_main:
         lock.check()
         reset_stage(run_dir, name, done.step, fresh=found.path is None)

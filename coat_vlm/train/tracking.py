@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ from tqdm import tqdm
 from coat_data.saved_files import write_text
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
+from coat_vlm.train.sample_tables import (
+    AnsweredSample,
+    add_to_tensorboard,
+    build_rows,
+    make_wandb_table,
+)
 from coat_vlm.train.steady import average_rates, format_apart, split_steps
 
 logger = logging.getLogger(__name__)
@@ -84,6 +90,27 @@ class Metrics:
             if self._wandb is not None:
                 # W&B's own step must increase, but the steps of every stage start at 1.
                 self._wandb.log({**numbers, f"{row['stage']}/step": row["step"]})
+
+    def write_samples(
+        self, stage: str, step: int, answered: Mapping[str, Sequence[AnsweredSample]]
+    ) -> None:
+        """Show some answered questions of each evaluation set in TensorBoard and W&B.
+
+        Args:
+            stage: the stage's name.
+            step: the step of the weights that answered.
+            answered: all answered questions by set.
+        """
+        if self._board is None and self._wandb is None:
+            return
+        self._check()
+        for name, questions in answered.items():
+            rows = build_rows(questions)
+            if self._board is not None:
+                add_to_tensorboard(self._board, f"{stage}/samples/{name}", step, rows)
+            if self._wandb is not None:
+                table = {f"{stage}/samples/{name}": make_wandb_table(rows)}
+                self._wandb.log({**table, f"{stage}/step": step})
 
     def rewind(self, stage: str, step: int) -> None:
         """Delete the rows after ``step`` of ``stage``, see :func:`rewind`."""

@@ -43,6 +43,11 @@ class ModelAdapter(Protocol):
     """A model that answers batches greedily and computes the loss of given answers."""
 
     @property
+    def model(self) -> Any:
+        """The model, in evaluation mode."""
+        ...
+
+    @property
     def encoder(self) -> PromptEncoder:
         """Encoder that makes the model's inputs."""
         ...

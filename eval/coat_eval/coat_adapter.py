@@ -26,6 +26,7 @@ class CoatAdapter:
     Attributes:
         encoder: makes inputs as in training; caches the last decoded video.
         device: device of the model.
+        model: the model, in evaluation mode.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class CoatAdapter:
             weights: returns the identity of the weights as plain JSON; called once, on one rank,
                 because it may hash all weights.
         """
-        self._model = model
+        self.model = model
         self._weights = weights
         self.encoder = PromptEncoder(processor)
         self.encoder.keep_last_clip()
@@ -55,8 +56,8 @@ class CoatAdapter:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        blocks = fp8_blocks(self._model)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        blocks = fp8_blocks(self.model)
         return {
             **self._weights(),
             "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
@@ -76,17 +77,17 @@ class CoatAdapter:
 
     def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """See :class:`coat_eval.adapter.ModelAdapter`."""
-        return generate_batch(self._model, self.encoder, batch, max_new_tokens)
+        return generate_batch(self.model, self.encoder, batch, max_new_tokens)
 
     def compute_losses(self, batch: Batch) -> list[float]:
         """See :class:`coat_eval.adapter.ModelAdapter`."""
-        device = self._model.device
+        device = self.model.device
         inputs = {
             "input_ids": batch["input_ids"].to(device),
             "attention_mask": batch["attention_mask"].to(device),
-            **media_inputs(self._model, batch),
+            **media_inputs(self.model, batch),
         }
-        return compute_answer_losses(self._model, inputs, batch["labels"])
+        return compute_answer_losses(self.model, inputs, batch["labels"])
 
 
 def load_run_or_model(

@@ -38,11 +38,12 @@ class HubAdapter:
     Attributes:
         encoder: formats prompts with the chat template and makes batches with the processor.
         device: device of the model.
+        model: the model, in evaluation mode.
     """
 
     def __init__(self, model: Any, processor: Any, name: str, num_frames: int) -> None:
         """Wrap a loaded model; ``name`` is its folder or Hub name."""
-        self._model = model
+        self.model = model
         self._name = name
         self._num_frames = num_frames
         self.encoder = HubEncoder(processor, num_frames)
@@ -59,11 +60,11 @@ class HubAdapter:
         weights = (
             {"model_sha256": folder_sha256(folder)}
             if folder.is_dir()
-            else {"model": self._name, "commit": getattr(self._model.config, "_commit_hash", None)}
+            else {"model": self._name, "commit": getattr(self.model.config, "_commit_hash", None)}
         )
         return {
             **weights,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "num_frames": self._num_frames,
             "videos_as": self.encoder.videos_as,
         }
@@ -102,7 +103,7 @@ class HubAdapter:
         """See :class:`coat_eval.adapter.ModelAdapter`."""
         inputs = self._copy_to_device(batch)
         tokenizer = self.encoder.tokenizer
-        output = self._model.generate(
+        output = self.model.generate(
             **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **GREEDY
         )
         answers = output[:, inputs["input_ids"].shape[1] :]
@@ -115,17 +116,17 @@ class HubAdapter:
         Raises:
             ValueError: the model is an encoder-decoder, whose answers are not part of the inputs.
         """
-        if self._model.config.is_encoder_decoder:
+        if self.model.config.is_encoder_decoder:
             raise ValueError(
                 f"{self._name} is an encoder-decoder model, which cannot rank answers here; "
                 "generate letters instead: --tasks seedbench"
             )
         inputs = self._copy_to_device(batch)
-        return compute_answer_losses(self._model, inputs, inputs.pop("labels"))
+        return compute_answer_losses(self.model, inputs, inputs.pop("labels"))
 
     def _copy_to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy a batch to the model's device; only pixels get the model's dtype."""
-        device, dtype = self._model.device, self._model.dtype
+        device, dtype = self.model.device, self.model.dtype
         return {
             name: value.to(device, dtype) if name.startswith("pixel_values") else value.to(device)
             for name, value in batch.items()

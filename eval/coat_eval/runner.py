@@ -292,6 +292,7 @@ def _make_identity(
             "model_sha256": model["model_sha256"],
             "max_new_tokens": generation.max_new_tokens,
             "dtype": f"{model['dtype']}{batches}",
+            **{key: model[key] for key in ("adapter_sha256",) if key in model},
             **({"precision": model["precision"]} if model.get("precision") else {}),
         }
     identity = {
@@ -512,6 +513,7 @@ def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
                 headline=task.headline[0],
                 samples=[one.details["sample"] for one in chosen],
                 score=partial(task.evaluate, chosen),
+                find_correct=partial(task.find_correct, chosen),
             )
         )
     return subsets

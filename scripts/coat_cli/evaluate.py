@@ -47,6 +47,9 @@ def _add_eval(commands: Commands) -> None:
   coat-vlm eval --model runs/my_vlm --tasks pope,gqa --data benchmarks --out out/official
   coat-vlm eval --model runs/my_vlm/sft/model --tasks textvqa_no_ocr,vqav2,mmmu --data benchmarks \\
       --out out/limited --limit 100
+  coat-vlm eval --model runs/my_lora/align/model --adapter first=runs/my_lora/sft/model/adapter \\
+      --adapter second=runs/my_lora_1/sft/model/adapter --tasks pope \\
+      --data benchmarks --out out/lora
   torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
       --tasks videomme,videomme_subtitles --data benchmarks --out out/llava
 
@@ -91,6 +94,11 @@ continues an interrupted evaluation. With torchrun, the questions are divided am
         "--precision", choices=PRECISIONS,
         help="default: the run's precision for a run folder, the dtype of the weights for a model "
         "folder (FP32 on a CPU)",
+    )  # fmt: skip
+    model.add_argument(
+        "--adapter", metavar="[NAME=]DIR", action="append", default=[],
+        help="LoRA adapter folder in peft's layout that was trained on --model; may be repeated: "
+        "the model is loaded once, and results go to --out/NAME (default: the folder's name)",
     )  # fmt: skip
     model.add_argument(
         "--device", help="e.g. cpu; also with --run; default: the process's GPU, or the CPU"
@@ -145,6 +153,7 @@ _NOT_WITH_TASK: dict[str, str] = dict.fromkeys(
 _NOT_WITH_RUN = {
     **_NOT_WITH_TASK,
     **dict.fromkeys(("media_root", "precision", "num_workers"), _FROM_RECIPE),
+    "adapter": "is for --model; a run's own adapters are merged into its model",
     "overwrite": "is for --model; a run's answers of an earlier model are always replaced",
 }
 _NOT_WITH_TASKS = {
@@ -160,7 +169,7 @@ def _check(args: argparse.Namespace, mode: str, without_effect: Mapping[str, str
     """Raise ValueError for a flag that has no effect, or for a number that is too small."""
     for name, why in without_effect.items():
         value = getattr(args, name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and value != []:
             raise ValueError(f"{_flag(name)} has no effect with {mode}: it {why}; drop it")
     for name, least in _SIZES.items():
         value = getattr(args, name, None)
@@ -207,10 +216,10 @@ def _eval_run(args: argparse.Namespace) -> int:
 
 def _eval_model(args: argparse.Namespace) -> int:
     """Evaluate a model on one question set, or on benchmarks one after the other."""
+    from coat_eval.adapted_model import adapted, name_adapters
     from coat_eval.benchmark import Settings
     from coat_eval.coat_adapter import CoatAdapter
     from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
-    from coat_eval.report import format_headline
     from coat_eval.runner import EvalTask, load_adapter, make_eval_task, run_benchmark
     from coat_eval.tasks import get_task
     from coat_vlm.run.lock import LOCK, lock_folder
@@ -237,42 +246,59 @@ def _eval_model(args: argparse.Namespace) -> int:
         workers = 0 if own_set else choose_num_workers(device.type, processes)
     tokens = args.max_new_tokens or (_SET_TOKENS if own_set else 128)
     generation = Generation(batch_size=args.batch_size, max_new_tokens=tokens, num_workers=workers)
-    outs = [args.out if own_set else args.out / eval_task.name for eval_task in eval_tasks]
+    adapters: dict[str, Path | None] = {**name_adapters(args.adapter)} or {"": None}
+    outs = {
+        (name, eval_task.name): args.out / name / ("" if own_set else eval_task.name)
+        for name in adapters
+        for eval_task in eval_tasks
+    }
     with join_ranks() as world, ExitStack() as locks:
         checks = {
             out: locks.enter_context(lock_folder(out / LOCK, "eval", world)).check
-            for out in dict.fromkeys(outs)
+            for out in dict.fromkeys(outs.values())
         }
         if own_set:
-            adapter = CoatAdapter.load(args.model, device, args.precision)
+            base = CoatAdapter.load(args.model, device, args.precision)
         else:
-            adapter = load_adapter(args.model, device, args.precision, args.num_frames or 8)
-        for eval_task, out in zip(eval_tasks, outs, strict=True):
-            report = run_benchmark(
-                adapter,
-                eval_task,
-                args.data,
-                out,
-                generation,
-                world=world,
-                model_name=args.model,
-                judge=judge if eval_task.benchmark.judged else None,
-                check=checks[out],
-            )
-            if world.is_main:
-                _warn(report, f"{eval_task.name}: ")
-            if world.is_main and own_set:
-                say(json.dumps(report["metrics"], indent=2))
-            elif world.is_main:
-                say(f"{out.name}\n{format_headline(report)}")
-                if report["n_media_problems"]:
-                    say(
-                        f"{report['n_media_problems']} questions were skipped and count as wrong, "
-                        f"because an image or video cannot be read; {out / 'media_problems.jsonl'} "
-                        "lists them"
+            base = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+        for name, folder in adapters.items():
+            with adapted(base, folder, args.model) as model:
+                for eval_task in eval_tasks:
+                    out = outs[name, eval_task.name]
+                    report = run_benchmark(
+                        model,
+                        eval_task,
+                        args.data,
+                        out,
+                        generation,
+                        world=world,
+                        model_name=f"{args.model} with {folder}" if folder else args.model,
+                        judge=judge if eval_task.benchmark.judged else None,
+                        check=checks[out],
                     )
-                say(f"{out / 'report.json'} has all metrics and items\n")
+                    if world.is_main:
+                        title = "" if out == args.out else out.relative_to(args.out).as_posix()
+                        _say_result(report, eval_task.name, out, title, own_set=own_set)
     return 0
+
+
+def _say_result(
+    report: Mapping[str, Any], task: str, out: Path, title: str, *, own_set: bool
+) -> None:
+    """Print the result of a question set or benchmark below ``title``, the folder below --out."""
+    from coat_eval.report import format_headline
+
+    _warn(report, f"{task}: ")
+    if own_set:
+        say("\n".join(filter(None, (title, json.dumps(report["metrics"], indent=2)))))
+        return
+    say(f"{title}\n{format_headline(report)}")
+    if report["n_media_problems"]:
+        say(
+            f"{report['n_media_problems']} questions were skipped and count as wrong, because an "
+            f"image or video cannot be read; {out / 'media_problems.jsonl'} lists them"
+        )
+    say(f"{out / 'report.json'} has all metrics and items\n")
 
 
 def _warn(report: Mapping[str, Any], name: str = "") -> None:

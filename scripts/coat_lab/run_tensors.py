@@ -225,9 +225,10 @@ def make_evaluation(run: OpenRun) -> Callable[[], dict[str, float]]:
     def evaluate() -> dict[str, float]:
         found = evaluation(run.model)
         assert found is not None  # only a handler of signals makes it None
+        row, _ = found
         return {
-            f"{name}, {headline}": found["metrics"][name][headline]
-            for name, headline in found["headline"].items()
+            f"{name}, {headline}": row["metrics"][name][headline]
+            for name, headline in row["headline"].items()
         }
 
     return evaluate

@@ -208,3 +208,4 @@ def _make_runs(folder: Path) -> None:
         "stages.sft.lora.rank=4 stages.sft.lora.alpha=8",
         folder,
     )
+    shutil.copytree(folder / "runs/my_lora", folder / "runs/my_lora_1")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import started
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coat_data.sample import Sample
 from coat_eval.tasks import get_task
@@ -16,7 +17,7 @@ from coat_vlm.generate import generate, load
 STEPS, EVERY, QUESTIONS = 45, 15, 24
 ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}
 RUNS: dict[str, dict[str, Any]] = {
-    "0": {"zero_stage": 0, "eval_every": EVERY},
+    "0": {"zero_stage": 0, "eval_every": EVERY, "tracking": {"tensorboard": True}},
     "3": {"zero_stage": 3, "eval_every": EVERY},
     "not asked": {"zero_stage": 3},
 }
@@ -119,8 +120,8 @@ def metric_rows(run: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple[float, set[int]]:
-    """Accuracy of an exported checkpoint asked one by one, and the answers' numbers of words."""
+def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple[float, list[str]]:
+    """Accuracy of an exported checkpoint asked one by one, and its answers."""
     settings = recipe["eval_sets"]["colors"]
     items = get_task("short_answer", settings["media_root"]).load(Path(settings["path"]))
     chosen = items[::2]
@@ -128,7 +129,17 @@ def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple
     samples: list[Sample] = [item.details["sample"] for item in chosen]
     answers = [generate(model, processor, [sample], 16)[0] for sample in samples]
     right = sum(answer.lower() == item.answer for answer, item in zip(answers, chosen, strict=True))
-    return round(100 * right / QUESTIONS, 2), {len(answer.split()) for answer in answers}
+    return round(100 * right / QUESTIONS, 2), answers
+
+
+def predictions_on_board(run: Path, step: int) -> list[str]:
+    """Return the predictions in TensorBoard's table of a step, eight of 24 questions."""
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    events = board.Tensors("sft/samples/colors/text_summary")
+    assert [event.step for event in events] == [15, 30, 45]
+    (table,) = [event.tensor_proto.string_val[0] for event in events if event.step == step]
+    return [line.split(" | ")[3] for line in table.decode().splitlines()[2:]]
 
 
 @pytest.mark.parametrize("zero_stage", ["0", "3"])
@@ -140,11 +151,13 @@ def test_live_weights_answer_as_the_checkpoint_of_that_step(
     found, words = [], set()
     for row in asked:
         checkpoint = runs[zero_stage] / f"sft/checkpoints/step-{row['step']:08d}"
-        accuracy, lengths = asked_again(recipe, checkpoint, tmp_path / str(row["step"]))
+        accuracy, answers = asked_again(recipe, checkpoint, tmp_path / str(row["step"]))
         assert row["metrics"]["colors"]["accuracy"] == accuracy
         assert (row["headline"], row["samples"]) == ({"colors": "accuracy"}, {"colors": QUESTIONS})
         found.append(accuracy)
-        words |= lengths
+        words |= {len(answer.split()) for answer in answers}
+        if zero_stage == "0":
+            assert predictions_on_board(runs["0"], row["step"]) == answers[::3]
     assert len(set(found)) > 1, found  # otherwise a mix-up of steps or questions would pass
     assert len(words) > 1, words
 

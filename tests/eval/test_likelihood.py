@@ -33,7 +33,7 @@ def loss_alone(adapter: CoatAdapter, folder: Path, text: str, image: Media, answ
     turns = (Turn("user", shown), Turn("assistant", (Part("text", answer),)))
     sample = Sample(id="x", turns=turns, media=(image,))
     encoded = CoatVlmProcessor.from_pretrained(folder).encoder(train=False)(sample)
-    model, ids = adapter._model, encoded.input_ids
+    model, ids = adapter.model, encoded.input_ids
     assert isinstance(model, CoatVlm)
     with torch.no_grad():
         embeds = model.embed(ids[None], encoded.pixel_values)  # pyright: ignore[reportArgumentType]

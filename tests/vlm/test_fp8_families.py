@@ -209,7 +209,7 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
         if precision != "fp8_linear":
             measured = block_error(block, given, round_linears=False)
             both = measured.output_error or 0.0, measured.input_gradient_error or 0.0
-            record_property(name, "{:.3f}, {:.3f}".format(*both))  # docs/guides/fp8.md has these
+            record_property(name, "{:.3f}, {:.3f}".format(*both))  # docs/guides/huggingface.md
             assert 0.01 < both[0] <= 0.09, name
             assert 0.01 < both[1] <= 0.15, name
 

@@ -31,7 +31,7 @@ def pictures(folder: Path, number: int) -> list[Media]:
 
 def alone(adapter: HubAdapter, text: str, media: list[Media]) -> str:
     """One prompt as transformers' documentation asks it."""
-    model, processor = adapter._model, adapter.encoder._processor
+    model, processor = adapter.model, adapter.encoder._processor
     content = [{"type": "image", "image": Image.open(str(one.path))} for one in media]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
@@ -64,7 +64,7 @@ def test_a_left_padded_batch_says_what_one_prompt_alone_says(
 
 def loss_alone(adapter: HubAdapter, text: str, media: list[Media], answer: str) -> float:
     """The mean loss of an answer's words and the end token, as transformers computes it."""
-    model, processor = adapter._model, adapter.encoder._processor
+    model, processor = adapter.model, adapter.encoder._processor
     content = [{"type": "image"} for _ in media]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],

@@ -20,7 +20,7 @@ Load = Callable[[Path], HubAdapter]
 def test_a_video_is_handed_over_with_its_times(load: Load, video_folder: Path, benchmarks: Path):
     """Frames, rate and numbers of frames as transformers would have them, by hand."""
     adapter = load(video_folder)
-    model, encoder = adapter._model, adapter.encoder
+    model, encoder = adapter.model, adapter.encoder
     assert adapter.identity["videos_as"] == "video"
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     texts = ["what is this ?", "is this dog ? " * 4 + "yes no ?", "no"]

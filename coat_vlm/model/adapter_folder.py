@@ -1,0 +1,146 @@
+"""Merges an adapter folder in peft's layout into a loaded model, and takes it out again.
+
+The folder has adapter_config.json and adapter_model.safetensors: LoRA or DoRA matrices, and the
+full weights of other trained modules (peft's ``modules_to_save``).
+"""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from coat_vlm.model.lora import find_scale, merge
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""Prefix of all names in peft's files."""
+_LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight")
+_UNSUPPORTED = (
+    *("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
+    *("alora_invocation_tokens", "target_parameters", "use_qalora"),
+)
+"""Settings of peft's LoRA that :func:`coat_vlm.model.lora.merge` does not compute."""
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base weights as they are."""
+
+
+@contextmanager
+def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
+    """Merge an adapter into a model's weights; at the end of the context they are as before.
+
+    The merged weights are those of ``coat-vlm export`` and of peft's ``merge_and_unload``, so a
+    model with FP8 blocks computes as the merged model would. The replaced weights wait in host
+    memory.
+
+    Args:
+        model: the model that the adapter was trained on, without adapters; on any device.
+        folder: the adapter folder.
+        base: the folder or name that the model was loaded from. A warning follows if
+            adapter_config.json names another one.
+
+    Raises:
+        ValueError: there is no adapter, it was not trained on this model, or it is of a kind that
+            cannot be merged here.
+    """
+    config = read_adapter_config(folder)
+    named = config.get("base_model_name_or_path")
+    if named and named != base and Path(named).resolve() != Path(base).resolve():
+        logger.warning("%s was trained on %s and is evaluated on %s", folder, named, base)
+    layers, others = _read_weights(folder)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    changed = [f"{layer}.weight" for layer in layers] + list(others)
+    missing = [name for name in changed if name not in parameters]
+    if missing:
+        raise ValueError(f"{folder} does not fit {base}, which has no {missing[0]}; {_REMEDY}")
+    before = {name: parameters[name].detach().to("cpu", copy=True) for name in changed}
+    try:
+        with torch.no_grad():
+            for layer, adapter in layers.items():
+                _merge_layer(parameters[f"{layer}.weight"], layer, adapter, config, folder)
+            for name, tensor in others.items():
+                _check_shape(parameters[name], tensor.shape, name, folder)
+                parameters[name].copy_(tensor)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in before.items():
+                parameters[name].copy_(tensor)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json.
+
+    Raises:
+        ValueError: the folder has none, or it describes an adapter that cannot be merged here.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        inner = folder / "adapter"
+        hint = f"; did you mean {inner}?" if (inner / ADAPTER_CONFIG).is_file() else ""
+        raise ValueError(f"{folder} is not an adapter folder: it has no {ADAPTER_CONFIG}{hint}")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    wrong = {name: config[name] for name in _UNSUPPORTED if config.get(name)}
+    if config.get("peft_type") != "LORA":
+        wrong["peft_type"] = config.get("peft_type")
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        wrong["init_lora_weights"] = config["init_lora_weights"]
+    if wrong:
+        found = ", ".join(f"{name}: {value!r}" for name, value in wrong.items())
+        raise ValueError(f"{path} has {found}, which cannot be merged here; {_MERGE}")
+    return config
+
+
+_MERGE = "merge it with peft's merge_and_unload, and give the merged folder as the model"
+_REMEDY = "give the folder that the adapter was trained on as the model"
+
+
+def _read_weights(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Read the adapters by layer, and the full weights of other modules by name."""
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    others: dict[str, Tensor] = {}
+    for saved, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
+        name = saved.removeprefix(PEFT_PREFIX)
+        # peft saves the lengths of DoRA without this ending.
+        name += ".weight" if name.endswith(".lora_magnitude_vector") else ""
+        layer, _, kind = name.partition(".lora_")
+        if not kind:
+            others[name] = tensor
+        elif f"lora_{kind}" in _LORA:
+            layers[layer][name] = tensor
+        else:
+            raise ValueError(f"{folder} has {saved}, which cannot be merged here; {_MERGE}")
+    return layers, others
+
+
+def _merge_layer(
+    weight: Tensor,
+    layer: str,
+    adapter: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Replace a layer's weight [N, K] by its sum with an adapter."""
+    a, b = (adapter.get(f"{layer}.{name}") for name in _LORA[:2])
+    if a is None or b is None:
+        raise ValueError(f"{folder} is incomplete: {layer} has only {', '.join(adapter)}")
+    _check_shape(weight, torch.Size((len(b), a.shape[1])), layer, folder)
+    state = {f"{layer}.weight": weight}
+    merge(state, {name: one.to(weight.device) for name, one in adapter.items()}, find_scale(config))
+    weight.copy_(state[f"{layer}.weight"])
+
+
+def _check_shape(weight: Tensor, shape: torch.Size, name: str, folder: Path) -> None:
+    if weight.shape != shape:
+        raise ValueError(
+            f"{folder}: {name} is for a weight of {tuple(shape)}, and the model's has "
+            f"{tuple(weight.shape)}; {_REMEDY}"
+        )

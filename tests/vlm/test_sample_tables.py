@@ -1,0 +1,153 @@
+"""Tables of answered questions, as TensorBoard and Weights & Biases read them back."""
+
+import io
+import json
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.config import TrackingConfig
+from coat_vlm.train.sample_tables import COLUMNS, AnsweredSample
+from coat_vlm.train.tracking import Metrics
+
+HARD = "a | b *c* <b>d</b> [e](http://f) `g` h_i_j\nsecond \\| line 1. - # ![k](l) &lt;"
+ORANGE, BLUE = (255, 128, 0), (0, 0, 255)
+
+
+def save(path: Path, color: tuple[int, int, int], size: tuple[int, int]) -> Media:
+    Image.new("RGB", size, color).save(path)
+    return Media(kind="image", path=str(path))
+
+
+def ask(number: int, text: str, reference: str, *media: Media) -> Sample:
+    parts = (*(Part("image") for _ in media), Part("text", text))
+    turns = (Turn("user", parts), Turn("assistant", (Part("text", reference),)))
+    return Sample(id=str(number), turns=turns, media=media)
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> list[AnsweredSample]:
+    """Sixteen questions, of which those with even numbers are in the table."""
+    small = save(tmp_path / "small.png", ORANGE, (40, 30))
+    large = save(tmp_path / "large.png", BLUE, (512, 1024))
+    rows = [
+        AnsweredSample(ask(0, "Which color?", "orange", small), "orange", True),
+        AnsweredSample(ask(2, "What differs?", "the size", small, large), HARD, False),
+        AnsweredSample(ask(4, "No image?", "none"), "", False),
+        AnsweredSample(
+            ask(6, "Gone?", "yes", Media(kind="image", path=str(tmp_path / "gone.png"))),
+            "no",
+            False,
+        ),
+        *(AnsweredSample(ask(n, f"Question {n}", "yes"), "yes", True) for n in (8, 10, 12, 14)),
+    ]
+    unseen = AnsweredSample(ask(99, "Never shown", "never"), "never", False)
+    return [one for row in rows for one in (row, unseen)]
+
+
+def write(folder: Path, answered: list[AnsweredSample], **tracking: object) -> None:
+    metrics = Metrics(folder, TrackingConfig(**tracking), "run", enabled=True)  # type: ignore[arg-type]
+    for step in (10, 20):
+        metrics.write_samples("sft", step, {"colors": answered})
+    metrics.close()
+
+
+class _Cells(HTMLParser):
+    """Collects the texts of a table's cells, and all other elements of the page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells and data.strip():
+            self.cells[-1] += data
+
+
+def test_tensorboard_shows_the_texts_as_they_are(
+    tmp_path: Path, answered: list[AnsweredSample]
+) -> None:
+    write(tmp_path, answered)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    events = board.Tensors("sft/samples/colors/text_summary")
+    assert [event.step for event in events] == [10, 20]
+    page = _Cells(markdown_to_safe_html(events[1].tensor_proto.string_val[0]))
+    assert page.tags == {"table", "thead", "tbody", "tr", "td", "th"}
+    rows = [page.cells[start : start + 5] for start in range(0, len(page.cells), 5)]
+    assert rows[0] == ["#", "question", "reference", "prediction", "right or wrong"]
+    assert rows[1] == ["1", "Which color?", "orange", "orange", "right"]
+    assert rows[2] == ["2", "What differs?", "the size", HARD.replace("\n", " "), "wrong"]
+    assert rows[3] == ["3", "No image?", "none", "", "wrong"]
+    assert rows[4][1].startswith("Gone? (")
+    assert "gone.png" in rows[4][1]
+    assert [row[1] for row in rows[5:]] == [f"Question {n}" for n in (8, 10, 12, 14)]
+
+
+def test_tensorboard_shows_each_row_s_images_beside_each_other(
+    tmp_path: Path, answered: list[AnsweredSample]
+) -> None:
+    write(tmp_path, answered)
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0})
+    board.Reload()
+    assert set(board.Tags()["images"]) == {f"sft/samples/colors/{number}" for number in (1, 2)}
+    pictures = []
+    for number in (1, 2):
+        events = board.Images(f"sft/samples/colors/{number}")
+        assert [event.step for event in events] == [10, 20]
+        encoded = events[0].encoded_image_string
+        pictures.append(np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB")))
+    first, second = pictures
+    assert first.shape == (30, 40, 3)
+    assert (first == ORANGE).all()
+    assert second.shape == (256, 40 + 128, 3)  # 512 x 1024 is scaled to 128 x 256
+    assert (second[:30, :40] == ORANGE).all()
+    assert (second[30:, :40] == 0).all()
+    assert (second[:, 40:] == BLUE).all()
+
+
+def test_without_a_logger_no_image_is_read(tmp_path: Path) -> None:
+    missing = Media(kind="image", path=str(tmp_path / "gone.png"))
+    write(tmp_path, [AnsweredSample(ask(0, "?", "!", missing), "", False)], tensorboard=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_wandb_stores_the_table_with_its_images(
+    tmp_path: Path, answered: list[AnsweredSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    folders = {name: str(tmp_path / name.lower()) for name in ("DATA_DIR", "CACHE_DIR")}
+    for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", **folders}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    write(tmp_path, answered, tensorboard=False, wandb_project="mine")
+    # The files that "wandb sync" uploads: one table for each step, and the pictures by their hash.
+    staged = [path.read_bytes() for path in (tmp_path / "data_dir/artifacts/staging").iterdir()]
+    pictures = {sha256(data).hexdigest(): data for data in staged if data.startswith(b"\x89PNG")}
+    tables = [json.loads(data) for data in staged if data.startswith(b"{")]
+    for table in tables:
+        assert table["columns"] == ["image", "question", *COLUMNS[1:]]
+        first, second, *others = table["data"]
+        assert first[1:] == ["Which color?", "orange", "orange", "right"]
+        assert second[1:] == ["What differs?", "the size", HARD, "wrong"]
+        assert [row[0] for row in others] == [None] * 6
+        with Image.open(io.BytesIO(pictures[second[0]["sha256"]])) as picture:
+            assert picture.size == (40 + 128, 256)
+            assert picture.convert("RGB").getpixel((0, 0)) == ORANGE
+            assert picture.convert("RGB").getpixel((100, 200)) == BLUE
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/files")
+    names = {path.name[:8] for path in (run / "media/table/sft/samples").iterdir()}
+    assert names == {"colors_0", "colors_1"}
