@@ -1,4 +1,4 @@
-"""Documents to train on as a whole: one text per row, or sentences with images between them.
+"""Documents to train on as a whole: one text per row, or texts with images between them.
 
 A document becomes the answer to an empty question: the template ``plain`` supervises the text and
 its end token. C4, the Pile, FineWeb and plain files have one text per row. A row of mmc4 has
@@ -9,12 +9,20 @@ sentences, and images that each belong to one of the sentences::
 
 An image precedes its sentence; VILA's copies have ``image_base64`` instead of a name
 (allenai/mmc4, README; NVlabs/VILA, llava/data/dataset.py, ``LazyMMC4Dataset``).
+
+OBELICS has web pages as two lists of equal length, in which images and texts take turns. At each
+place one of the two is null (HuggingFaceM4/OBELICS, dataset card). Images may be links, paths or
+embedded files::
+
+    {"images": ["https://.../a.jpg", null], "texts": [null, "A paragraph."], "metadata": "[...]"}
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
+from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
     Place,
     Reader,
@@ -30,6 +38,8 @@ from coat_data.readers.reader import (
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 _FIELDS = ("text", "content")
+_BETWEEN_TEXTS = "\n\n"
+"""Between texts without an image between them, as between the paragraphs of a text."""
 
 
 def _from_text(row: Any, place: Place) -> Sample:
@@ -101,6 +111,42 @@ def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[in
     return images
 
 
+def _is_page(row: Any) -> bool:
+    if not isinstance(row, Mapping) or not isinstance(row.get("images"), list):
+        return False
+    texts = row.get("texts")
+    return isinstance(texts, list) and all(text is None or isinstance(text, str) for text in texts)
+
+
+def _from_page(row: Any, place: Place) -> Sample:
+    """Convert a page.
+
+    Raises:
+        DataError: the lists differ in length, or a place has both or neither.
+    """
+    row = as_object(row, place.where)
+    images = as_list(row.get("images"), "images", place.where)
+    texts = as_list(row.get("texts"), "texts", place.where)
+    parts: list[Part] = []
+    media: list[Media] = []
+    for number, (image, text) in enumerate(zip_longest(images, texts)):
+        if is_missing(image) == (text is None):
+            both = "both null or missing" if text is None else "both set"
+            raise DataError(
+                place.where,
+                f"images[{number}] and texts[{number}] are {both}",
+                "give lists of equal length, in which one of the two is null at each place",
+            )
+        if text is None:
+            media.append(to_media(image, "image", f"images[{number}]", place))
+            parts.append(Part("image"))
+            continue
+        between = _BETWEEN_TEXTS if parts and parts[-1].kind == "text" else ""
+        parts.append(Part("text", between + as_string(text, f"texts[{number}]", place.where)))
+    turns = (Turn("user", ()), Turn("assistant", tuple(parts)))
+    return place.sample(row_id(row, place), turns, media)
+
+
 TEXTS = Reader(
     "documents",
     "a text per row (text or content), or plain .txt files: documents to train on as a whole",
@@ -112,4 +158,7 @@ INTERLEAVED = Reader(
     "interleaved documents (mmc4): text_list and image_info",
     has_fields("text_list"),
     _interleaved,
+)
+OBELICS = Reader(
+    "obelics", "interleaved documents (OBELICS): images and texts with nulls", _is_page, _from_page
 )
