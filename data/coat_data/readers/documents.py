@@ -26,16 +26,12 @@ from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
     Place,
     Reader,
-    as_list,
-    as_object,
-    as_string,
     caption_turns,
     continued,
     has_fields,
-    row_id,
     to_media,
 )
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import Media, Part, Sample, Turn
 
 _FIELDS = ("text", "content")
 _BETWEEN_TEXTS = "\n\n"
@@ -48,18 +44,17 @@ def _from_text(row: Any, place: Place) -> Sample:
     Raises:
         DataError: the text is missing or empty.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"there is no text (fields: {', '.join(map(str, row)) or 'none'})",
             f"name the field one of {', '.join(_FIELDS)}, or map it: columns: {{text: FIELD}}",
         )
-    text = as_string(row[name], name, place.where)
+    text = place.as_string(row[name], name)
     if not text.strip():
-        raise DataError(place.where, f"{name} is empty", "fill it or remove the row")
-    return continued(place.sample(row_id(row, place), caption_turns([], text)), row)
+        raise place.error(f"{name} is empty", "fill it or remove the row")
+    return continued(place.sample(place.row_id(row), caption_turns([], text)), row)
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
@@ -68,10 +63,10 @@ def _interleaved(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a field is missing or of the wrong type, or an image has no sentence.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     sentences = [
-        as_string(text, f"text_list[{number}]", place.where)
-        for number, text in enumerate(as_list(row.get("text_list"), "text_list", place.where))
+        place.as_string(text, f"text_list[{number}]")
+        for number, text in enumerate(place.as_list(row.get("text_list"), "text_list"))
     ]
     shown = _images(row, len(sentences), place)
     parts: list[Part] = []
@@ -83,26 +78,24 @@ def _interleaved(row: Any, place: Place) -> Sample:
         parts.append(Part("text", sentence if last else f"{sentence} "))
     seen = tuple(part for part in parts if part.kind != "text" or part.text)
     turns = (Turn("user", ()), Turn("assistant", seen))
-    return place.sample(row_id(row, place), turns, media)
+    return place.sample(place.row_id(row), turns, media)
 
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
     """Return the images of each sentence."""
     images: dict[int, list[Media]] = defaultdict(list)
-    for number, info in enumerate(as_list(row.get("image_info") or [], "image_info", place.where)):
+    for number, info in enumerate(place.as_list(row.get("image_info") or [], "image_info")):
         name = f"image_info[{number}]"
-        info = as_object(info, place.where, name, "give it image_name")
+        info = place.as_object(info, name, "give it image_name")
         index = info.get("matched_text_index")
         if not isinstance(index, int) or not 0 <= index < num_sentences:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"{name}.matched_text_index is {index!r}",
                 f"give the number of one of the {num_sentences} sentences",
             )
         file, data = info.get("image_name"), info.get("image_base64")
         if file is None and data is None:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"{name} has neither image_name nor image_base64",
                 "download the images (raw_url is their address) and name the files",
             )
@@ -124,16 +117,15 @@ def _from_page(row: Any, place: Place) -> Sample:
     Raises:
         DataError: the lists differ in length, or a place has both or neither.
     """
-    row = as_object(row, place.where)
-    images = as_list(row.get("images"), "images", place.where)
-    texts = as_list(row.get("texts"), "texts", place.where)
+    row = place.as_object(row)
+    images = place.as_list(row.get("images"), "images")
+    texts = place.as_list(row.get("texts"), "texts")
     parts: list[Part] = []
     media: list[Media] = []
     for number, (image, text) in enumerate(zip_longest(images, texts)):
         if is_missing(image) == (text is None):
             both = "both null or missing" if text is None else "both set"
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"images[{number}] and texts[{number}] are {both}",
                 "give lists of equal length, in which one of the two is null at each place",
             )
@@ -142,9 +134,9 @@ def _from_page(row: Any, place: Place) -> Sample:
             parts.append(Part("image"))
             continue
         between = _BETWEEN_TEXTS if parts and parts[-1].kind == "text" else ""
-        parts.append(Part("text", between + as_string(text, f"texts[{number}]", place.where)))
+        parts.append(Part("text", between + place.as_string(text, f"texts[{number}]")))
     turns = (Turn("user", ()), Turn("assistant", tuple(parts)))
-    return place.sample(row_id(row, place), turns, media)
+    return place.sample(place.row_id(row), turns, media)
 
 
 TEXTS = Reader(
