@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from coat_data.saved_files import sync
-from coat_vlm.checkpoint.manifest import Entry, hash_file, list_files
+from coat_data.saved_files import hash_file, sync
+from coat_vlm.checkpoint.manifest import Entry, list_files
 
 _CHUNK = 1 << 24
 

@@ -101,12 +101,6 @@ def find_wrong_size(folder: Path, name: str, entry: Entry) -> str | None:
     return None if size == entry.size else f"{name} has {size} bytes, not {entry.size}"
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def list_files(folder: Path) -> list[str]:
     """Return the files below a folder, relative to it; for a folder that one process writes."""
     return sorted(

@@ -16,12 +16,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from coat_data.saved_files import hash_file
 from coat_vlm.checkpoint.manifest import (
     MANIFEST,
     Entry,
     find_problem,
     find_wrong_size,
-    hash_file,
     read_manifest,
 )
 from coat_vlm.distributed import ALONE, World

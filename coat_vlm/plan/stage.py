@@ -36,8 +36,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import load_tokenizer
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.video import FramesPlan, trace_frames
+from coat_vlm.plan.activations import Activations, FramesPlan, trace, trace_frames
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,

@@ -17,12 +17,12 @@ from coat_vlm.report.evaluation import (
     format_percent,
     read_items,
 )
-from coat_vlm.report.fp8_section import build_fp8_sections
 from coat_vlm.report.history import build_history, find_command, judge
 from coat_vlm.report.plots import plot_stage
 from coat_vlm.report.resources import (
     Plan,
     build_data_rows,
+    build_fp8_sections,
     build_memory_rows,
     build_throughput_rows,
     list_shares,

@@ -211,10 +211,9 @@ def find_network(recipe: Mapping[str, Any], name: str) -> Network:
 
 def build_sample_cards(
     rows: Sequence[Mapping[str, Any]],
-    number: int = CARDS_PER_SET,
     network: Network = Network(),  # noqa: B008 - frozen
 ) -> list[dict[str, Any]]:
-    """Build up to ``number`` cards from the items of a set, half of them of wrong answers.
+    """Build up to CARDS_PER_SET cards from the items of a set, half of them of wrong answers.
 
     Wrong answers come first. Both halves are evenly spaced over the set, so the same run gives the
     same cards.
@@ -223,7 +222,7 @@ def build_sample_cards(
         The items with ``images`` and ``problems`` of :func:`render_media`.
     """
     cards = []
-    chosen = choose([row["correct"] for row in rows], number)
+    chosen = choose([row["correct"] for row in rows], CARDS_PER_SET)
     for index in sorted(chosen, key=lambda index: rows[index]["correct"]):
         images, problems = render_media(rows[index]["media"], network)
         cards.append({**rows[index], "images": images, "problems": problems})

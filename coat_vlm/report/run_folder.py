@@ -1,4 +1,7 @@
-"""Reads a complete or partial run folder; lists absent and unreadable files without raising."""
+"""Reads a complete or partial run folder; lists absent and unreadable files without raising.
+
+:func:`describe_run` describes it in a few lines, for ``coat-vlm status``.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES
 from coat_vlm.run.heartbeat import read_states
 from coat_vlm.train.steady import split_steps
@@ -191,3 +195,44 @@ def _read_json(path: Path, missing: list[str]) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         missing.append(f"{path.parent.name}/{path.name} cannot be read: {error}")
         return None
+
+
+_COLUMNS = ("stage", "state", "step", "loss", "newest checkpoint")
+
+
+def describe_run(run_dir: Path) -> tuple[str, bool]:
+    """Describe how far a run is, and what its processes do or did last.
+
+    Args:
+        run_dir: the run folder; nothing in it is changed.
+
+    Returns:
+        The text, and whether all processes respond that have not ended in order.
+
+    Raises:
+        FileNotFoundError: the folder is not a run folder.
+    """
+    run = read_run_folder(run_dir)
+    states = read_states(run_dir)
+    rows = [_COLUMNS, *(_describe_stage(run_dir, stage) for stage in run.stages)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines += [state.describe() for state in states] or ["no process trains in this folder"]
+    return "\n".join(lines), all(state.runs for state in states)
+
+
+def _describe_stage(run_dir: Path, stage: StageLog) -> tuple[str, ...]:
+    last = stage.steps[-1] if stage.steps else {}
+    loss = last.get("loss")
+    checkpoints = list_checkpoints(run_dir / stage.name / "checkpoints")
+    state = "finished" if stage.end else "not finished" if stage.start else "not started"
+    return (
+        stage.name,
+        state,
+        f"{last['step']}/{last['total_steps']}" if last else "-",
+        "-" if loss is None else f"{loss:.4f}",
+        checkpoints[0].name if checkpoints else "-",
+    )

@@ -1,5 +1,6 @@
 """Small files that a program rewrites: replaced atomically, with the version of their format."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_version(found: object, newest: int, where: str) -> int:

@@ -25,6 +25,8 @@ IMAGE_LINE = "\n"
 """Follows each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
 """End of LLaVA's prompts of POPE, GQA, VQA v2, TextVQA, VizWiz and MMMU's open questions."""
+UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
+"""Line before the end of LLaVA's prompts of VizWiz."""
 LETTER_ANSWER = "Answer with the option's letter from the given choices directly."
 """End of LLaVA's prompts of SEED-Bench and of MMMU's multiple-choice questions."""
 

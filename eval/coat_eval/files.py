@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError
-from coat_data.saved_files import write_text
+from coat_data.saved_files import hash_file, write_text
 from coat_eval.spreadsheet import (
     ZIP,
     has_header,
@@ -163,12 +163,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def folder_sha256(folder: Path) -> str:
     """Return the SHA-256 over the names and contents of a model folder's files in hex.
 
@@ -176,7 +170,7 @@ def folder_sha256(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder).as_posix()} {file_sha256(path)}\n".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()} {hash_file(path)}\n".encode())
     return digest.hexdigest()
 
 

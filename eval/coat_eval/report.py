@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError
+from coat_data.saved_files import hash_file
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
@@ -30,7 +31,6 @@ from coat_eval.benchmark import (
 from coat_eval.files import (
     ITEMS_FILE,
     Table,
-    file_sha256,
     read_table,
     write_json,
     write_rows,
@@ -186,7 +186,7 @@ def score_official(
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
         "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
-        "inputs": {str(path): hashes.get(path) or file_sha256(path) for path in inputs},
+        "inputs": {str(path): hashes.get(path) or hash_file(path) for path in inputs},
         **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
     if report_path is not None:
@@ -255,8 +255,8 @@ def score_set(
         "warnings": [*warnings, *describe_answers(scored, problems["empty"])],
         "categories": {name: len(members) for name, members in group_by_category(scored).items()},
         "limit": limit,
-        "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
-        "predictions_sha256": file_sha256(predictions_path),
+        "questions_sha256": hash_file(Path(folder) / QUESTIONS_FILE),
+        "predictions_sha256": hash_file(predictions_path),
         **{f"n_{kind}": number for kind, number in counted.items() if number},
         **(extra or {}),
     }
@@ -342,7 +342,7 @@ def _drop_repeated(
     """Return the files without those of equal content, with a warning, and their SHA-256."""
     kept: dict[str, Path] = {}
     for path in paths:
-        first = kept.setdefault(file_sha256(path) if path.is_file() else str(path), path)
+        first = kept.setdefault(hash_file(path) if path.is_file() else str(path), path)
         if first is not path:
             warnings.append(f"{path} has the content of {first} and was read once")
     return list(kept.values()), {path: digest for digest, path in kept.items()}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from coat_data.sample import DataError
+from coat_data.saved_files import hash_file
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
@@ -28,7 +29,6 @@ from coat_eval.coat_adapter import CoatAdapter, find_final_model
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
 from coat_eval.files import (
     REPORT_FILE,
-    file_sha256,
     folder_sha256,
     read_json,
     write_json,
@@ -288,7 +288,7 @@ def _make_identity(
         batches = f", batches of {generation.batch_size}" if shared else ""
         return {
             "task": eval_task.name,
-            "questions_sha256": file_sha256(folder.path / QUESTIONS_FILE),
+            "questions_sha256": hash_file(folder.path / QUESTIONS_FILE),
             "model_sha256": model["model_sha256"],
             "max_new_tokens": generation.max_new_tokens,
             "dtype": f"{model['dtype']}{batches}",

@@ -50,12 +50,7 @@ from coat_kernels.quantize import (
     quantize_transposed,
     transpose_quantized,
 )
-from coat_kernels.quantize_blockwise import (
-    dequantize_group,
-    dequantize_rows,
-    quantize_group,
-    quantize_rows,
-)
+from coat_kernels.quantize_blockwise import dequantize_group, quantize_group
 from coat_kernels.reference import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_gradient, rope_quantize
@@ -94,7 +89,6 @@ __all__ = [
     "cross_entropy_",
     "decode_moment",
     "dequantize_group",
-    "dequantize_rows",
     "dequantize_tensor",
     "encode_moment",
     "get_codec",
@@ -107,7 +101,6 @@ __all__ = [
     "quantize_gradient",
     "quantize_group",
     "quantize_layouts",
-    "quantize_rows",
     "quantize_tensor",
     "quantize_transposed",
     "rope",

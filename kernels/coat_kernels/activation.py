@@ -352,18 +352,17 @@ class ActivationSaved(NamedTuple):
 
 
 def activation_fwd(
-    a: Tensor, kind: str, *, group_size: int, fmt: Format = E4M3
+    a: Tensor, kind: str, *, group_size: int
 ) -> tuple[TensorScaled, ActivationSaved]:
-    """Apply the activation and quantize the result per tensor.
+    """Apply the activation and quantize the result per tensor to E4M3.
 
     Args:
         a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for gated kinds, else [M, F].
         kind: one of ``ACTIVATIONS``.
         group_size: group size of the saved input; divides F.
-        fmt: FP8 format of h and of the saved input.
 
     Returns:
-        h in FP8 [M, F], and the saved tensors.
+        h in E4M3 [M, F], and the saved tensors.
 
     Raises:
         ValueError: the kind, shape, dtype or group size does not fit.
@@ -373,18 +372,13 @@ def activation_fwd(
     if is_gated(kind) and a.shape[1] % 2:
         raise ValueError(f"{kind}: a has {a.shape[1]} columns; pass [gate | up], an even number")
     check_group("activation_fwd", _shape(a, kind)[1], group_size)
-    q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
-    h = _activation_apply(a, kind, scale, fmt.name)
+    q, exponents, scale = _activation_stats(a, kind, group_size, E4M3.name)
+    h = _activation_apply(a, kind, scale, E4M3.name)
     return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
 
 
 def activation_bwd_stats(
-    grad_output: Tensor,
-    saved: ActivationSaved,
-    kind: str,
-    *,
-    fmt: Format = E5M2,
-    output_fmt: Format = E4M3,
+    grad_output: Tensor, saved: ActivationSaved, kind: str, *, fmt: Format = E5M2
 ) -> tuple[Tensor, TensorScaled]:
     """Compute the gradient's scale and recompute the output, in one read of the operands.
 
@@ -393,18 +387,17 @@ def activation_bwd_stats(
         saved: from the forward pass.
         kind: as in the forward pass.
         fmt: FP8 format of the gradient.
-        output_fmt: FP8 format of the output.
 
     Returns:
-        The scale of :func:`activation_bwd`, FP32 [], and the activation's output, recomputed from
-        the saved input, transposed [F, M'].
+        The scale of :func:`activation_bwd`, FP32 [], and the activation's output in E4M3,
+        recomputed from the saved input, transposed [F, M'].
 
     Raises:
         ValueError: grad_output is not a contiguous matrix of h's shape, or the kind is unknown.
     """
     _check("activation_bwd_stats", grad_output, saved, kind)
     scale, ht = _activation_bwd_stats(
-        grad_output, saved.a.q, saved.a.exponents, kind, saved.scale, output_fmt.name, fmt.name
+        grad_output, saved.a.q, saved.a.exponents, kind, saved.scale, E4M3.name, fmt.name
     )
     return scale, TensorScaled(ht, saved.scale)
 

@@ -220,7 +220,7 @@ def check_rows(op: str, name: str, x: RowScaled) -> None:
         raise ValueError(
             f"{op}: the scales of {name} are {scale.dtype} of shape {tuple(scale.shape)} and "
             f"strides {scale.stride()}; for FP8 data of shape {tuple(x.q.shape)} they must be "
-            f"contiguous torch.float32 of shape {(rows,)}, as quantize_rows returns them"
+            f"contiguous torch.float32 of shape {(rows,)}, one scale per row"
         )
 
 

@@ -44,7 +44,6 @@ from coat_kernels.device import (
 )
 from coat_kernels.formats import (
     E4M3,
-    Format,
     GroupScaled,
     TensorScaled,
     check_group,
@@ -504,9 +503,8 @@ def norm_fwd(
     centered: bool,
     group_size: int,
     delta: Tensor | None = None,
-    fmt: Format = E4M3,
 ) -> tuple[Tensor, TensorScaled, NormSaved]:
-    """Compute RMSNorm, or LayerNorm if ``centered``, of x or of x + delta, in per-tensor FP8.
+    """Compute RMSNorm, or LayerNorm if ``centered``, of x or of x + delta, in per-tensor E4M3.
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
@@ -516,10 +514,9 @@ def norm_fwd(
         centered: subtract the mean (LayerNorm).
         group_size: group size of the saved input.
         delta: added to x first (a residual connection); like x.
-        fmt: FP8 format of y and of the saved input.
 
     Returns:
-        The norm's input (x, or x + delta rounded to x's dtype), y in FP8, and the saved tensors.
+        The norm's input (x, or x + delta rounded to x's dtype), y in E4M3, and the saved tensors.
 
     Raises:
         ValueError: the shape, dtype or group size does not fit.
@@ -531,17 +528,15 @@ def norm_fwd(
     if delta is not None:
         check_like("norm_fwd", "delta", delta, "x", x)
     total, q, exponents, rstd, mean, scale = _norm_stats(
-        x, delta, weight, bias, eps, centered, group_size, fmt.name
+        x, delta, weight, bias, eps, centered, group_size, E4M3.name
     )
     source = x if delta is None else total
-    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
+    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, E4M3.name, True, False)
     saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
     return source, TensorScaled(y, scale), saved
 
 
-def norm_recompute(
-    saved: NormSaved, weight: Tensor, bias: Tensor | None, fmt: Format = E4M3
-) -> TensorScaled:
+def norm_recompute(saved: NormSaved, weight: Tensor, bias: Tensor | None) -> TensorScaled:
     """Recompute the norm's output from the saved input, transposed [N, M'], for grad-weight.
 
     Raises:
@@ -551,7 +546,7 @@ def norm_recompute(
     check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
     _, qt = _norm_apply(
         saved.x.q, saved.x.exponents, weight, bias, saved.rstd, saved.mean, saved.scale,
-        fmt.name, False, True,
+        E4M3.name, False, True,
     )  # fmt: skip
     return TensorScaled(qt, saved.scale)
 

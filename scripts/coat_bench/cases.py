@@ -151,7 +151,7 @@ def _build_quantize_cases(shape: LayerShape) -> list[Case]:
                 lambda draw: ([*x(draw), *x(draw), *x(draw)], "e5m2", True, True, True),
             )
         )
-    by_row, by_group = OPS["quantize_rows"].reference, OPS["quantize_group"].reference
+    by_group = OPS["quantize_group"].reference
     return [
         *found,
         Case("transpose_quantized", output, lambda draw: (quantized(draw)[0],)),
@@ -159,13 +159,6 @@ def _build_quantize_cases(shape: LayerShape) -> list[Case]:
             "dequantize_tensor",
             f"{output}, to BF16",
             lambda draw: (*quantized(draw), torch.bfloat16),
-        ),
-        Case("quantize_rows", f"{output}, rows", lambda draw: (*x(draw), "e4m3", False)),
-        Case("quantize_rows", f"{output}, transposed", lambda draw: (*x(draw), "e4m3", True)),
-        Case(
-            "dequantize_rows",
-            f"{output}, to BF16",
-            lambda draw: (*by_row(*x(draw), "e4m3", False), torch.bfloat16),
         ),
         Case(
             "quantize_group",

@@ -4,17 +4,15 @@
     input gradient   grad_x = grad_y W      grad_y [M, N],  W [N, K]
     weight gradient  grad_W = grad_y^T x    grad_y [M, N],  x [M, K]
 
-In FP8, x and W are E4M3 and grad_y is E5M2, with one scale per tensor or, for ``fp8_rows``, per row
-of an operand. The transposed operands, whose inner dimension Hopper needs contiguous, are made
-before the time is measured. Results are BF16. A wrong product gets no speed, see
-:data:`IMPLEMENTATIONS`.
+In FP8, x and W are E4M3 and grad_y is E5M2, with one scale per tensor. The transposed operands,
+whose inner dimension Hopper needs contiguous, are made before the time is measured. Results are
+BF16. A wrong product gets no speed, see :data:`IMPLEMENTATIONS`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,12 +25,9 @@ from coat_bench.shapes import LayerShape
 from coat_kernels import (
     E4M3,
     E5M2,
-    GEMM_MULTIPLE,
     Format,
-    RowScaled,
     TensorScaled,
     quantize_layouts,
-    quantize_rows,
     reference,
     scaled_mm,
 )
@@ -91,10 +86,6 @@ class Operands:
     """E4M3, or E5M2 for a gradient, [rows, inner] row-major."""
     b_fp8: TensorScaled
     """E4M3 [columns, inner] row-major."""
-    a_rows: RowScaled
-    """``a`` in the same format with one scale per row."""
-    b_rows: RowScaled
-    """``b`` in the same format with one scale per row."""
 
 
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
@@ -103,10 +94,6 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
     # Partial sums are promoted to FP32.
     "fp8": (
         lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16),
-        TOLERANCE["scaled_mm", torch.bfloat16],
-    ),
-    "fp8_rows": (
-        lambda x: scaled_mm(x.a_rows, x.b_rows, torch.bfloat16),
         TOLERANCE["scaled_mm", torch.bfloat16],
     ),
     # The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training. About
@@ -150,18 +137,14 @@ def make_operands(gemm: Gemm, device: torch.device) -> Operands:
     right = (
         draw.matrix(gemm.columns, gemm.inner) if forward else draw.matrix(gemm.inner, gemm.columns)
     )
-    a, a_fp8, a_rows = _make_operand(left, of_weight, E4M3 if forward else E5M2)
-    b, b_fp8, b_rows = _make_operand(right, not forward, E4M3)
-    return Operands(a, b, a_fp8, b_fp8, a_rows, b_rows)
+    a, a_fp8 = _make_operand(left, of_weight, E4M3 if forward else E5M2)
+    b, b_fp8 = _make_operand(right, not forward, E4M3)
+    return Operands(a, b, a_fp8, b_fp8)
 
 
-def _make_operand(
-    x: Tensor, transposed: bool, fmt: Format
-) -> tuple[Tensor, TensorScaled, RowScaled]:
+def _make_operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, TensorScaled]:
     rows, columns = quantize_layouts([x], fmt, rows=not transposed, transposed=transposed)
-    operand, fp8 = (x.t(), columns) if transposed else (x, rows)
-    whole = F.pad(operand, (0, -operand.shape[1] % GEMM_MULTIPLE))  # zeros as missing tokens
-    return operand, fp8, quantize_rows(whole.contiguous(), fmt)
+    return (x.t(), columns) if transposed else (x, rows)
 
 
 def bench_gemm(shape: LayerShape) -> list[GemmRow]:
@@ -204,11 +187,8 @@ def check_product(implementation: str, product: Tensor, operands: Operands) -> t
     exact = operands.a[:CHECKED_ROWS].float() @ operands.b.float().t()
     own = exact.bfloat16()
     if implementation != "bf16":
-        a, b, a_scale = operands.a_fp8, operands.b_fp8, operands.a_fp8.scale
-        if implementation == "fp8_rows":
-            a, b = operands.a_rows, operands.b_rows
-            a_scale = a.scale[:CHECKED_ROWS, None]
-        own = reference.scaled_mm(a.q[:CHECKED_ROWS], a_scale, b.q, b.scale, None, torch.bfloat16)
+        a, b = operands.a_fp8, operands.b_fp8
+        own = reference.scaled_mm(a.q[:CHECKED_ROWS], a.scale, b.q, b.scale, None, torch.bfloat16)
     difference, allowed = relative_rms(first, own), IMPLEMENTATIONS[implementation][1]
     problem = ""
     if not difference <= allowed:

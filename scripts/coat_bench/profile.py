@@ -46,7 +46,7 @@ NCCL = "NCCL"
 ELEMENTWISE = "other element-wise ops and sums"
 OTHER = "unknown"
 
-QUANTIZE, ROWS, GROUPS = "FP8: quantize", "FP8: quantize by row", "FP8: quantize by group"
+QUANTIZE, GROUPS = "FP8: quantize", "FP8: quantize by group"
 FP8_NORM, ACTIVATION, ROPE = "FP8: norm", "FP8: activation", "FP8: rotation"
 
 OURS: dict[str, str] = {
@@ -54,8 +54,6 @@ OURS: dict[str, str] = {
     "quantize_tensor_kernel": QUANTIZE,
     "_transpose_quantized_kernel": QUANTIZE,
     "_dequantize_tensor_kernel": QUANTIZE,
-    "_quantize_rows_kernel": ROWS,
-    "_dequantize_rows_kernel": ROWS,
     "_quantize_group_kernel": GROUPS,
     "_dequantize_group_kernel": GROUPS,
     "_norm_stats_kernel": FP8_NORM,

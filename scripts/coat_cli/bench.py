@@ -113,10 +113,10 @@ def _gemm(jobs: Commands) -> None:
   coat-vlm bench gemm --shape qwen2.5-7b siglip-so400m --csv gemm.csv
 
 Training uses fp8_fast, which accumulates with fewer bits, in the forward pass and fp8 for the
-gradients; fp8_rows has one scale per row instead of one per tensor. The error is relative to an
-FP32 GEMM of the BF16 operands. A GEMM that differs from FP32 on its own operands is not timed.
-Times are medians on the GPU without CPU launch overhead (a CUDA graph of the GEMM is replayed),
-with flushed caches. The last line is the whole block: all operations over the sum of the times.
+gradients. The error is relative to an FP32 GEMM of the BF16 operands. A GEMM that differs from
+FP32 on its own operands is not timed. Times are medians on the GPU without CPU launch overhead (a
+CUDA graph of the GEMM is replayed), with flushed caches. The last line is the whole block: all
+operations over the sum of the times.
 """)
     _add_shape(parser)
     _add_csv(parser)

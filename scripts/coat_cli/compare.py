@@ -84,9 +84,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.compare_models import compare_items, format_differences
-    from coat_eval.disagreements import ITEMS_PER_SET
     from coat_eval.files import write_json
-    from coat_eval.results_page import write_results
+    from coat_eval.results_page import ITEMS_PER_SET, write_results
 
     comparison = compare_items(paths, seed=args.seed)
     say(f"\n{format_differences(comparison)}")

@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.adapter:
         layout = args.format or "coat"
         if args.push_to_hub:
-            from coat_vlm.export.hub import check_hub
+            from coat_vlm.export.hugging_face import check_hub
 
             check_hub(args.push_to_hub)
         card = None
@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
             (folder / "README.md").write_text(card, encoding="utf-8")
             say(f"card: {folder / 'README.md'}; its license is for you to fill in")
         if args.push_to_hub:
-            from coat_vlm.export.hub import push
+            from coat_vlm.export.hugging_face import push
 
             say(f"pushed: {push(folder, args.push_to_hub)}")
         return 0

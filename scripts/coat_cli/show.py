@@ -99,7 +99,7 @@ def _plan_memory(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from coat_vlm.report.status import describe_run
+    from coat_vlm.report.run_folder import describe_run
 
     text, responding = describe_run(args.run)
     say(text)

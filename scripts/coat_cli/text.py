@@ -63,7 +63,8 @@ def _eval_text(args: argparse.Namespace) -> int:
     tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
     if not (tasks or args.text):
         raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
-    from coat_eval.files import file_sha256, write_json
+    from coat_data.saved_files import hash_file
+    from coat_eval.files import write_json
     from coat_eval.text import (
         load_language_model,
         measure_perplexity,
@@ -79,7 +80,7 @@ def _eval_text(args: argparse.Namespace) -> int:
     for path, texts in documents.items():
         sizes = {"window": args.window, "stride": args.stride, "batch_size": args.batch_size}
         measured = measure_perplexity(model, tokenizer, texts, **sizes)
-        report.setdefault("text", {})[str(path)] = {**measured, "sha256": file_sha256(path)}
+        report.setdefault("text", {})[str(path)] = {**measured, "sha256": hash_file(path)}
         say(
             f"{path}: perplexity {measured['perplexity']:.4f}  bits/byte "
             f"{measured['bits_per_byte']:.4f}  {measured['tokens']:,} tokens"

@@ -1,7 +1,7 @@
 """Losses of the decoder benchmark as CSV, Markdown tables and a picture."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,15 +42,21 @@ class DecoderCurve:
 
 def write_curves(path: Path, curves: Sequence[DecoderCurve]) -> None:
     """Write one row per precision, seed and step; the file is replaced atomically."""
+    rows = (
+        (curve.precision, curve.seed, step, loss, curve.held_out.get(step, ""))
+        for curve in curves
+        for step, loss in enumerate(curve.training, start=1)
+    )
+    write_csv(path, COLUMNS, rows)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a CSV file, which is replaced atomically."""
     temporary = path.with_name(path.name + ".part")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(
-            (curve.precision, curve.seed, step, loss, curve.held_out.get(step, ""))
-            for curve in curves
-            for step, loss in enumerate(curve.training, start=1)
-        )
+        writer.writerow(columns)
+        writer.writerows(rows)
     temporary.replace(path)
 
 

@@ -8,7 +8,7 @@ are written when the run ends, and the same command continues with the missing r
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -132,21 +132,34 @@ def _open_folder(
         ],
     }
     out.mkdir(parents=True, exist_ok=True)
-    path = out / SETTINGS
-    if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        if there != settings:
-            raise ValueError(
-                f"{path}: its curves were made with {there}, the settings are now {settings}; "
-                "write to another folder"
-            )
-    else:
+    check_settings(out / SETTINGS, settings, "curves")
+    curves = read_curves(out / CURVES)
+    return {(c.precision, c.seed): c for c in curves if len(c.training) == bench.steps}
+
+
+def check_settings(path: Path, settings: Mapping[str, Any], what: str) -> None:
+    """Write the settings of a folder's runs to a JSON file, or compare them with it.
+
+    Args:
+        path: the file.
+        settings: plain JSON.
+        what: what the folder contains, for the message.
+
+    Raises:
+        ValueError: the file has other settings.
+    """
+    if not path.is_file():
         _, commit, device, version, _ = get_origin()
         where = {"commit": commit, "device": device, "torch": version}
         text = json.dumps({"settings": settings, "made with": where}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
-    curves = read_curves(out / CURVES)
-    return {(c.precision, c.seed): c for c in curves if len(c.training) == bench.steps}
+        return
+    there = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    if there != settings:
+        raise ValueError(
+            f"{path}: its {what} were made with {there}, the settings are now {settings}; write to "
+            "another folder"
+        )
 
 
 def parse_arithmetic(name: str) -> Arithmetic:
@@ -175,8 +188,12 @@ def parse_arithmetic(name: str) -> Arithmetic:
             f"precision {name!r}: {error}; give fp32, bf16, fp8_linear, coat or coat_lean, FP8 "
             "followed by keys of a recipe's fp8 section: coat,optimizer=adamw"
         ) from error
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return arithmetic_of(precision, fp8, device)
+    return arithmetic_of(precision, fp8, get_device())
+
+
+def get_device() -> torch.device:
+    """Return this machine's GPU, or the CPU if it has none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def train_decoder(
@@ -193,13 +210,7 @@ def train_decoder(
     Raises:
         ValueError: there is no such precision, or FP8 does not fit the model.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arithmetic = parse_arithmetic(precision)
-    torch.manual_seed(seed)
-    model = build_decoder(bench).to(device, arithmetic.dtype)
-    arithmetic.apply(model)
-    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
-    master_weights = MasterWeights(model, bench, arithmetic.fp8)
+    model, master_weights = start_run(precision, bench, seed)
     curve = DecoderCurve(precision, seed)
     batches = islice(draw_batches(corpus, bench, seed), bench.steps)
     losses = train_steps(model, master_weights, batches, bench)
@@ -211,6 +222,16 @@ def train_decoder(
             curve.held_out[step] = text_loss(model, corpus.held_out, bench)
     graph_blocks(model, enabled=False)
     return curve
+
+
+def start_run(precision: str, bench: DecoderBench, seed: int) -> tuple[Any, "MasterWeights"]:
+    """Build the decoder of a run with its optimizer, in the arithmetic of a precision."""
+    arithmetic = parse_arithmetic(precision)
+    torch.manual_seed(seed)
+    model = build_decoder(bench).to(get_device(), arithmetic.dtype)
+    arithmetic.apply(model)
+    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
+    return model, MasterWeights(model, bench, arithmetic.fp8)
 
 
 def draw_batches(corpus: Corpus, bench: DecoderBench, seed: int) -> Iterator[Tensor]:

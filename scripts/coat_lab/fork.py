@@ -209,7 +209,7 @@ def train_variants(
             f"{at} steps and {more} more: allowed are {bench.steps} together, the length of the "
             f"size's schedule, and at least {LAST} more"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = decoder.get_device()
     torch.manual_seed(seed)
     start = decoder.build_decoder(bench)
     for variant in variants:  # raises before any training

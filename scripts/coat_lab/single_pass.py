@@ -6,13 +6,13 @@ rows; every precision gets the same ones. What is left at the end of the text is
 """
 
 import csv
-import json
 import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from coat_bench.rows import format_table, get_origin
+from coat_bench.rows import format_table
 from coat_lab.corpus import Corpus, read_corpus, read_questions, score_questions
-from coat_lab.curves import DecoderCurve, read_curves, write_curves
+from coat_lab.curves import DecoderCurve, read_curves, write_csv, write_curves
 from coat_lab.decoder import SIZES as DECODERS
 from coat_lab.decoder import (
     DecoderBench,
-    MasterWeights,
-    build_decoder,
+    check_settings,
     parse_arithmetic,
+    start_run,
     text_loss,
     train_steps,
 )
@@ -145,19 +145,7 @@ def _check_settings(setup: SinglePass, out: Path) -> None:
             )
         },
     }
-    path = out / SETTINGS
-    if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        if there != settings:
-            raise ValueError(
-                f"{path}: its runs were made with {there}, the settings are now {settings}; write "
-                "to another folder"
-            )
-        return
-    _, commit, device, version, _ = get_origin()
-    where = {"commit": commit, "device": device, "torch": version}
-    text = json.dumps({"settings": settings, "made with": where}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    check_settings(out / SETTINGS, settings, "runs")
 
 
 def _count_steps(corpus: Corpus, bench: DecoderBench) -> int:
@@ -184,13 +172,7 @@ def train_one(setup: SinglePass, out: Path, precision: str, seed: int, *, bar: b
     corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
     bench = replace(setup.bench, steps=_count_steps(corpus, setup.bench))
     questions = {file.stem: read_questions(file) for file in setup.questions}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arithmetic = parse_arithmetic(precision)
-    torch.manual_seed(seed)
-    model = build_decoder(bench).to(device, arithmetic.dtype)
-    arithmetic.apply(model)
-    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
-    master_weights = MasterWeights(model, bench, arithmetic.fp8)
+    model, master_weights = start_run(precision, bench, seed)
     held_out = torch.cat(list(corpus.held_out.values())).long()
     curve, every = DecoderCurve(precision, seed), max(1, bench.steps // EVALUATIONS)
     losses = train_steps(model, master_weights, shuffled_batches(corpus, bench, seed), bench)
@@ -214,9 +196,7 @@ def train_one(setup: SinglePass, out: Path, precision: str, seed: int, *, bar: b
     for source, ids in corpus.held_out.items():
         results[f"{source}, held-out loss"] = text_loss(model, ids.long(), bench)
 
-    def score(ids: Sequence[list[int]], lengths: Sequence[int]) -> Iterator[tuple[float, bool]]:
-        return score_continuations(model, ids, lengths)
-
+    score = partial(score_continuations, model)
     for name, rows in questions.items():
         share = score_questions(rows, score, corpus.tokenizer, bench.tokens)
         results[f"{name}, accuracy"] = share
@@ -260,14 +240,12 @@ def score_continuations(
 
 def _write_runs(out: Path, runs: Sequence[Run]) -> None:
     write_curves(out / CURVES, [run.curve for run in runs])
-    part = out / f"{RESULTS}.part"
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for run in runs:
-            names = run.curve.precision, run.curve.seed
-            writer.writerows((*names, measure, value) for measure, value in run.results.items())
-    part.replace(out / RESULTS)
+    rows = (
+        (run.curve.precision, run.curve.seed, *result)
+        for run in runs
+        for result in run.results.items()
+    )
+    write_csv(out / RESULTS, COLUMNS, rows)
 
 
 def read_runs(out: Path) -> dict[tuple[str, int], Run]:

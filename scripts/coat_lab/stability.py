@@ -143,7 +143,7 @@ def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights
     Raises:
         ValueError: there is no such variant; see the module's docstring.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = decoder.get_device()
     model, fp8 = decoder.build_decoder(bench), None
     described, _, where = variant.partition(":")
     name, _, scales = described.partition(",")

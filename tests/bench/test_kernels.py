@@ -48,7 +48,6 @@ BYTES = {
     # Read 2 bytes per element twice; write 1 per element and layout, the scale and, in FP32, sums.
     ("siglip", "quantize_gradient", "of the block's output"): (5 * T + TP) * H + 4 + 4 * H,
     ("llama", "transpose_quantized", "attention output"): (T + TP) * H,
-    ("llama", "dequantize_rows", "attention output, to BF16"): 3 * T * H + 4 * T,
     ("llama", "quantize_group", "residual stream"): 2 * T * H + COPY,
     # Read x and the vectors; write x's copy, mean and rstd, and the scale.
     ("siglip", "norm_stats", "of x"): 2 * T * H + 2 * 2 * H + COPY + 2 * 4 * T + 4,

@@ -8,7 +8,7 @@ import pytest
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval.files import file_sha256
+from coat_data.saved_files import hash_file
 from coat_eval.report import score_official, score_set
 from coat_eval.tasks import get_benchmark, get_task
 
@@ -292,7 +292,7 @@ def test_empty_answers_are_counted_where_the_score_stands(
     assert always in error
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["n"], report["n_empty"], report["metrics"]["accuracy"]) == (2, 2, 50)
-    assert report["predictions_sha256"] == file_sha256(given)
+    assert report["predictions_sha256"] == hash_file(given)
 
 
 def test_a_figure_not_above_a_constant_answer_is_marked(

@@ -17,8 +17,7 @@ import torch
 from test_training import ENV, TRAIN, tiny_recipe, write_recipe
 
 from coat_vlm.distributed import World
-from coat_vlm.report.run_folder import read_run_folder
-from coat_vlm.report.status import describe_run
+from coat_vlm.report.run_folder import describe_run, read_run_folder
 from coat_vlm.run.heartbeat import FOLDER, Heartbeat, read_states
 
 

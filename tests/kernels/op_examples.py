@@ -14,7 +14,6 @@ from coat_kernels import reference
 from coat_kernels.cross_entropy import MOST_COLUMNS
 from coat_kernels.formats import E5M2, FORMATS, GROUP_SIZES, pad_length
 from coat_kernels.moment_formats import new_moment
-from coat_kernels.quantize_blockwise import ROW_ELEMENTS, TRANSPOSED_TILE
 from coat_kernels.registry import OPS
 
 
@@ -105,24 +104,6 @@ def _dequantize_tensor(i: _Inputs) -> Examples:
     return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
 
 
-def _quantize_rows(i: _Inputs) -> Examples:
-    x = i.matrix()
-    # Several chunks of columns each, the last of them in part.
-    long = i.normal(i.rows, i.columns + ROW_ELEMENTS)
-    wide = i.normal(i.rows, i.columns + TRANSPOSED_TILE.columns)
-    return {
-        "long": (long, "e4m3", False),
-        "wide-transposed": (wide, "e4m3", True),
-        **{fmt: (x, fmt, False) for fmt in FORMATS},
-        **{f"{fmt}-transposed": (x, fmt, True) for fmt in FORMATS},
-    }
-
-
-def _dequantize_rows(i: _Inputs) -> Examples:
-    x = i.matrix()
-    return {fmt: (*reference.quantize_rows(x, fmt, False), i.dtype) for fmt in FORMATS}
-
-
 def _norm_stats(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, centered, has_bias, fmt in (
@@ -206,17 +187,27 @@ def _activation_bwd_stats(i: _Inputs) -> Examples:
     return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
 
 
+def _quantize_rows(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Every row as a tensor of its own: FP8 [M, N], scales [M]."""
+    scales = [reference.tensor_scale([row], fmt) for row in x.split(1)]
+    rows = [
+        reference.quantize_tensor([row], scale, fmt, True, False)[0]
+        for row, scale in zip(x.split(1), scales, strict=True)
+    ]
+    return torch.cat(rows), torch.stack(scales)
+
+
 def _scaled_mm(i: _Inputs) -> Examples:
     b = i.normal(48, i.columns, dtype=torch.float32)
     b_scale = reference.tensor_scale([b], "e4m3")
     b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
-    b_rows, b_scales = reference.quantize_rows(b, "e4m3", False)
+    b_rows, b_scales = _quantize_rows(b, "e4m3")
     examples: Examples = {}
     for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
         a = i.matrix()
         scale = reference.tensor_scale([a], fmt)
         q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
-        rows, scales = reference.quantize_rows(a, fmt, False)
+        rows, scales = _quantize_rows(a, fmt)
         name = fmt if bias is None else f"{fmt}-bias"
         examples[name] = (q, scale, b_q, b_scale, bias, i.dtype, False)
         by_rows = (rows, scales[:, None], b_rows, b_scales[None])
@@ -307,8 +298,6 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "dequantize_group": _dequantize_group,
     "transpose_quantized": _transpose_quantized,
     "dequantize_tensor": _dequantize_tensor,
-    "quantize_rows": _quantize_rows,
-    "dequantize_rows": _dequantize_rows,
     "norm_stats": _norm_stats,
     "norm_apply": _norm_apply,
     "norm_bwd": _norm_bwd,

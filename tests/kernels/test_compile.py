@@ -7,7 +7,6 @@ import pytest
 
 WRITES_CODES = {
     "quantize_tensor_kernel",
-    "_quantize_rows_kernel",
     "_quantize_group_kernel",
     "_norm_stats_kernel",
     "_norm_apply_kernel",
@@ -23,8 +22,7 @@ WITHOUT_FP8 = {  # these run on any GPU
     *("adamw_scalars_kernel", "_cross_entropy_kernel", "_rope_kernel"),
 }
 BIT_EXACT = {
-    *("quantize_tensor_kernel", "_quantize_rows_kernel", "_quantize_group_kernel"),
-    *("_dequantize_rows_kernel", "_dequantize_group_kernel"),
+    *("quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"),
 }
 
 

@@ -21,7 +21,6 @@ from coat_kernels import (
     norm_recompute,
     quantize_group,
     quantize_layouts,
-    quantize_rows,
     quantize_tensor,
     quantize_transposed,
     scaled_mm,
@@ -39,7 +38,6 @@ THREE_DIMENSIONS = torch.ones(2, 4, 48)
 MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantize_layouts": quantize_tensor,
     "quantize_transposed": lambda x: quantize_transposed([x], torch.ones(())),
-    "quantize_rows": quantize_rows,
     "quantize_group": lambda x: quantize_group(x, 16),
     "norm_fwd": lambda x: norm_fwd(x, WEIGHT, None, 1e-6, centered=False, group_size=16),
     "norm_bwd": lambda dy: norm_bwd(dy, saved_norm(), WEIGHT),

@@ -19,7 +19,6 @@ from coat_kernels import (
     dequantize_group,
     quantize_group,
     quantize_layouts,
-    quantize_rows,
     quantize_tensor,
 )
 
@@ -85,26 +84,13 @@ def test_group_error_is_at_most_half_a_step(x: Tensor, size: int, fmt: Format):
 
 @settings
 @given(finite, formats)
-def test_tensor_and_row_errors_are_at_most_half_a_step(x: Tensor, fmt: Format):
-    tensor, rows = quantize_tensor(x, fmt), quantize_rows(x, fmt)
-    for q, scale in ((tensor.q, tensor.scale.double()), (rows.q, rows.scale.double()[:, None])):
-        error = (q.double() * scale - x.double()).abs()
-        # The scale and its inverse are rounded to FP32: three roundings beside the one to FP8.
-        inexact = 3 * 2.0**-24 * x.double().abs()
-        assert (error <= half_step(q, fmt) * scale + inexact).all()
-
-
-@settings
-@given(any_value, formats)
-def test_a_row_is_quantized_as_a_tensor_of_its_own(x: Tensor, fmt: Format):
-    rows, transposed = quantize_rows(x, fmt), quantize_rows(x, fmt, transposed=True)
-    assert not transposed.q[:, len(x) :].float().any()
-    for m in range(len(x)):
-        alone = quantize_tensor(x[m : m + 1], fmt)
-        assert_same_bits("codes", rows.q[m : m + 1], alone.q)
-        assert_same_bits("transposed", transposed.q[:, m], alone.q[0])
-        for scale in (rows.scale[m], transposed.scale[m]):
-            assert_same_bits("scale", scale, alone.scale)
+def test_errors_of_a_tensor_are_at_most_half_a_step(x: Tensor, fmt: Format):
+    quantized = quantize_tensor(x, fmt)
+    scale = quantized.scale.double()
+    error = (quantized.q.double() * scale - x.double()).abs()
+    # The scale and its inverse are rounded to FP32: three roundings beside the one to FP8.
+    inexact = 3 * 2.0**-24 * x.double().abs()
+    assert (error <= half_step(quantized.q, fmt) * scale + inexact).all()
 
 
 @settings
@@ -135,10 +121,6 @@ def test_scaling_by_a_power_of_two_changes_the_exponents_only(
     tensor, scaled_tensor = quantize_tensor(x, fmt), quantize_tensor(x * 2.0**power, fmt)
     assert_same_bits("codes", scaled_tensor.q, tensor.q)
     assert not x.any() or scaled_tensor.scale == tensor.scale * 2.0**power
-    rows, scaled_rows = quantize_rows(x, fmt), quantize_rows(x * 2.0**power, fmt)
-    assert_same_bits("codes", scaled_rows.q, rows.q)
-    scales = torch.where(x.any(-1), rows.scale * 2.0**power, rows.scale)
-    assert_same_bits("scales", scaled_rows.scale, scales)
 
 
 @settings
@@ -193,8 +175,6 @@ def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size
     for op, args in (
         ("tensor_scale", ([x], fmt.name)),
         ("quantize_tensor", ([x], scale, fmt.name, True, True)),
-        ("quantize_rows", (x, fmt.name, False)),
-        ("quantize_rows", (x, fmt.name, True)),
         ("quantize_group", (x, size, fmt.name)),
     ):
         expected = run_op(op, OPS[op].reference, args)

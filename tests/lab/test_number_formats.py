@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_lab.distributions import expected_sqnr, get_distribution
+from coat_lab.formats_study import expected_sqnr, get_distribution
 from coat_lab.number_formats import (
     MSE_RATIOS,
     find_scale,

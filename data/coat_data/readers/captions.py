@@ -31,20 +31,16 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_list,
-    as_object,
-    as_string,
     caption_turns,
     first_of,
     has_fields,
     media_first,
     media_path,
     place_media,
-    row_id,
     to_media,
     with_span,
 )
-from coat_data.sample import DataError, Media, MediaKind, Sample, Turn
+from coat_data.sample import Media, MediaKind, Sample, Turn
 from coat_data.text.chat import SHORT_ANSWER_SUFFIX
 
 _MEDIA_FIELDS: Mapping[str, MediaKind | None] = {
@@ -95,26 +91,26 @@ def _from_columns(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a column is missing or empty.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
     if names.keys() >= _WEBVID:
         page, video = str(row[names["page_dir"]]), str(row[names["videoid"]])
         path = _first_file([f"{page}/{video}.mp4", f"{video}.mp4"], "videoid", place)
         media = [Media(kind="video", path=path)]
-        caption = as_string(row[names["name"]], "name", place.where)
+        caption = place.as_string(row[names["name"]], "name")
     else:
         name = _column(row, names, "image or video", tuple(_MEDIA_FIELDS), place)
         media = _media(row, name, place)
         name = _column(row, names, "caption", _CAPTION_FIELDS, place)
-        caption = as_string(first_of(row[name], place), name, place.where)
+        caption = place.as_string(first_of(row[name], place), name)
     if any(token in caption for token in PLACEHOLDERS):  # an interleaved document
         files: dict[MediaKind, list[Media]] = {
             kind: [one for one in media if one.kind == kind] for kind in MEDIA_FIELDS
         }
         turns, shown = place_media([("user", caption)], files, place)
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
-        return place.sample(row_id(row, place), turns, shown)
-    return place.sample(row_id(row, place), caption_turns(media, caption), media)
+        return place.sample(place.row_id(row), turns, shown)
+    return place.sample(place.row_id(row), caption_turns(media, caption), media)
 
 
 def _media(row: Mapping[str, Any], name: str, place: Place) -> list[Media]:
@@ -137,8 +133,7 @@ def _column(
     for name in names:
         if name in by_lower and not is_missing(row.get(by_lower[name])):
             return by_lower[name]
-    raise DataError(
-        place.where,
+    raise place.error(
         f"there is no {what} (columns: {', '.join(map(str, row))})",
         f"name the column one of {', '.join(names)}, or map it with columns",
     )
@@ -164,44 +159,42 @@ def _from_video_set(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a field is missing or of the wrong type.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     is_panda = isinstance(row.get(CLIP), tuple)
     media, caption = _panda(row, place) if is_panda else _share_gpt(row, place)
-    name = row_id({**row, "id": row.get("video_id", row.get("id"))}, place)
+    name = place.row_id({**row, "id": row.get("video_id", row.get("id"))})
     return place.sample(name, caption_turns([media], caption), [media])
 
 
 def _share_gpt(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
     captions = [
-        as_object(entry, place.where, f"captions[{number}]", "give it idx and content")
-        for number, entry in enumerate(as_list(row.get("captions"), "captions", place.where))
+        place.as_object(entry, f"captions[{number}]", "give it idx and content")
+        for number, entry in enumerate(place.as_list(row.get("captions"), "captions"))
     ]
     if not captions:
-        raise DataError(place.where, "captions is empty", "remove the row")
+        raise place.error("captions is empty", "remove the row")
     if len(captions) > 1:
         place.notes.append("later_captions")
     summary = next((entry for entry in captions if str(entry.get("idx")) == "-1"), captions[-1])
-    caption = as_string(summary.get("content"), "the summary's content", place.where)
+    caption = place.as_string(summary.get("content"), "the summary's content")
     return to_media(row.get("video_path"), "video", "video_path", place), caption
 
 
 def _panda(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
     number, times, caption = row[CLIP]
-    name = as_string(row.get("videoID"), "videoID", place.where)
+    name = place.as_string(row.get("videoID"), "videoID")
     cut = [f"{name}_{number}.mp4", f"{name}/{number}.mp4", f"{name}_{number:05d}.mp4"]
     path = _first_file([f"{name}.mp4", *cut], "videoID", place)
     is_cut = not path.endswith(f"{name}.mp4")
     start, end = (None, None) if is_cut else (_seconds(time, place) for time in times)
     media = Media(kind="video", path=path, start=start, end=end)
-    return media, as_string(caption, "caption", place.where)
+    return media, place.as_string(caption, "caption")
 
 
 def _seconds(time: str, place: Place) -> float:
     found = _TIME.fullmatch(time)
     if found is None:
-        raise DataError(
-            place.where, f"the timestamp {time!r} is no time", "write hours:minutes:seconds"
-        )
+        raise place.error(f"the timestamp {time!r} is no time", "write hours:minutes:seconds")
     return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3])
 
 
@@ -211,17 +204,16 @@ def _from_file(row: Any, place: Place) -> Sample:
     Raises:
         DataError: the file has neither a text file nor a folder that could be its class.
     """
-    row = as_object(row, place.where)
-    name = as_string(row.get("path"), "path", place.where)
+    row = place.as_object(row)
+    name = place.as_string(row.get("path"), "path")
     kind = _kind_by_ending(name)
     media = Media(kind=kind, path=media_path(name, "path", place))
     if row.get("text") is not None:
-        turns = caption_turns([media], as_string(row["text"], "the text", place.where).strip())
+        turns = caption_turns([media], place.as_string(row["text"], "the text").strip())
         return place.sample(name, turns, [media])
-    folder = as_string(row.get("class"), "class", place.where)
+    folder = place.as_string(row.get("class"), "class")
     if not folder:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{name} lies in no class folder and has no text beside it",
             "put it into a folder named after its class, or write its caption into a .txt file of "
             "the same name",

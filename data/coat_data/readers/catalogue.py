@@ -9,7 +9,6 @@ from coat_data.readers import (
     documents,
     llava,
     messages,
-    obelics,
     pairs,
     published,
     webdataset,
@@ -25,7 +24,7 @@ def _stored(row: Any, place: Place) -> Sample:
         DataError: a media path leaves the media root.
     """
     if not isinstance(row, Record):
-        raise DataError(place.where, "the row is no stored sample", "give an ingested folder")
+        raise place.error("the row is no stored sample", "give an ingested folder")
     where = f"{place.source}:{row['row']}"
     media = [dict(entry) for entry in row["media"]]
     for entry in media:
@@ -65,7 +64,7 @@ READERS = (
     published.PIXMO,
     llava.READER,
     messages.READER,
-    obelics.READER,
+    documents.OBELICS,
     pairs.CAULDRON,
     documents.INTERLEAVED,
     captions.VIDEO_SETS,

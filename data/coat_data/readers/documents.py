@@ -1,4 +1,4 @@
-"""Documents to train on as a whole: one text per row, or sentences with images between them.
+"""Documents to train on as a whole: one text per row, or texts with images between them.
 
 A document becomes the answer to an empty question: the template ``plain`` supervises the text and
 its end token. C4, the Pile, FineWeb and plain files have one text per row. A row of mmc4 has
@@ -9,27 +9,33 @@ sentences, and images that each belong to one of the sentences::
 
 An image precedes its sentence; VILA's copies have ``image_base64`` instead of a name
 (allenai/mmc4, README; NVlabs/VILA, llava/data/dataset.py, ``LazyMMC4Dataset``).
+
+OBELICS has web pages as two lists of equal length, in which images and texts take turns. At each
+place one of the two is null (HuggingFaceM4/OBELICS, dataset card). Images may be links, paths or
+embedded files::
+
+    {"images": ["https://.../a.jpg", null], "texts": [null, "A paragraph."], "metadata": "[...]"}
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
+from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
     Place,
     Reader,
-    as_list,
-    as_object,
-    as_string,
     caption_turns,
     continued,
     has_fields,
-    row_id,
     to_media,
 )
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import Media, Part, Sample, Turn
 
 _FIELDS = ("text", "content")
+_BETWEEN_TEXTS = "\n\n"
+"""Between texts without an image between them, as between the paragraphs of a text."""
 
 
 def _from_text(row: Any, place: Place) -> Sample:
@@ -38,18 +44,17 @@ def _from_text(row: Any, place: Place) -> Sample:
     Raises:
         DataError: the text is missing or empty.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"there is no text (fields: {', '.join(map(str, row)) or 'none'})",
             f"name the field one of {', '.join(_FIELDS)}, or map it: columns: {{text: FIELD}}",
         )
-    text = as_string(row[name], name, place.where)
+    text = place.as_string(row[name], name)
     if not text.strip():
-        raise DataError(place.where, f"{name} is empty", "fill it or remove the row")
-    return continued(place.sample(row_id(row, place), caption_turns([], text)), row)
+        raise place.error(f"{name} is empty", "fill it or remove the row")
+    return continued(place.sample(place.row_id(row), caption_turns([], text)), row)
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
@@ -58,10 +63,10 @@ def _interleaved(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a field is missing or of the wrong type, or an image has no sentence.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     sentences = [
-        as_string(text, f"text_list[{number}]", place.where)
-        for number, text in enumerate(as_list(row.get("text_list"), "text_list", place.where))
+        place.as_string(text, f"text_list[{number}]")
+        for number, text in enumerate(place.as_list(row.get("text_list"), "text_list"))
     ]
     shown = _images(row, len(sentences), place)
     parts: list[Part] = []
@@ -73,32 +78,65 @@ def _interleaved(row: Any, place: Place) -> Sample:
         parts.append(Part("text", sentence if last else f"{sentence} "))
     seen = tuple(part for part in parts if part.kind != "text" or part.text)
     turns = (Turn("user", ()), Turn("assistant", seen))
-    return place.sample(row_id(row, place), turns, media)
+    return place.sample(place.row_id(row), turns, media)
 
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
     """Return the images of each sentence."""
     images: dict[int, list[Media]] = defaultdict(list)
-    for number, info in enumerate(as_list(row.get("image_info") or [], "image_info", place.where)):
+    for number, info in enumerate(place.as_list(row.get("image_info") or [], "image_info")):
         name = f"image_info[{number}]"
-        info = as_object(info, place.where, name, "give it image_name")
+        info = place.as_object(info, name, "give it image_name")
         index = info.get("matched_text_index")
         if not isinstance(index, int) or not 0 <= index < num_sentences:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"{name}.matched_text_index is {index!r}",
                 f"give the number of one of the {num_sentences} sentences",
             )
         file, data = info.get("image_name"), info.get("image_base64")
         if file is None and data is None:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"{name} has neither image_name nor image_base64",
                 "download the images (raw_url is their address) and name the files",
             )
         field, item = ("image_name", file) if data is None else ("image_base64", {"base64": data})
         images[index].append(to_media(item, "image", f"{name}.{field}", place))
     return images
+
+
+def _is_page(row: Any) -> bool:
+    if not isinstance(row, Mapping) or not isinstance(row.get("images"), list):
+        return False
+    texts = row.get("texts")
+    return isinstance(texts, list) and all(text is None or isinstance(text, str) for text in texts)
+
+
+def _from_page(row: Any, place: Place) -> Sample:
+    """Convert a page.
+
+    Raises:
+        DataError: the lists differ in length, or a place has both or neither.
+    """
+    row = place.as_object(row)
+    images = place.as_list(row.get("images"), "images")
+    texts = place.as_list(row.get("texts"), "texts")
+    parts: list[Part] = []
+    media: list[Media] = []
+    for number, (image, text) in enumerate(zip_longest(images, texts)):
+        if is_missing(image) == (text is None):
+            both = "both null or missing" if text is None else "both set"
+            raise place.error(
+                f"images[{number}] and texts[{number}] are {both}",
+                "give lists of equal length, in which one of the two is null at each place",
+            )
+        if text is None:
+            media.append(to_media(image, "image", f"images[{number}]", place))
+            parts.append(Part("image"))
+            continue
+        between = _BETWEEN_TEXTS if parts and parts[-1].kind == "text" else ""
+        parts.append(Part("text", between + place.as_string(text, f"texts[{number}]")))
+    turns = (Turn("user", ()), Turn("assistant", tuple(parts)))
+    return place.sample(place.row_id(row), turns, media)
 
 
 TEXTS = Reader(
@@ -112,4 +150,7 @@ INTERLEAVED = Reader(
     "interleaved documents (mmc4): text_list and image_info",
     has_fields("text_list"),
     _interleaved,
+)
+OBELICS = Reader(
+    "obelics", "interleaved documents (OBELICS): images and texts with nulls", _is_page, _from_page
 )

@@ -19,8 +19,6 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_object,
-    as_string,
     continued,
     get_role,
     has_fields,
@@ -29,12 +27,11 @@ from coat_data.readers.reader import (
     kind_of,
     media_fields,
     place_media,
-    row_id,
     with_loss,
     with_system,
     without_first_answer,
 )
-from coat_data.sample import DataError, Role, Sample
+from coat_data.sample import Role, Sample
 
 _TAGS: Mapping[str, Role] = {
     "user_tag": "user",
@@ -69,17 +66,16 @@ def to_sample(row: Any, place: Place) -> Sample:
         DataError: a field is missing or of the wrong type, the placeholders do not match the
             files, or :meth:`~coat_data.sample.Sample.check` fails.
     """
-    where = place.where
-    row = as_object(row, where)
+    row = place.as_object(row)
     said, supervised = _said(row, place)
     turns, media = place_media(said, media_fields(row, place), place)
     turns = with_loss(turns, supervised)
-    return continued(place.sample(row_id(row, place), turns, media), row)
+    return continued(place.sample(place.row_id(row), turns, media), row)
 
 
 def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[bool]]:
     """Return the conversation, and for each answer of the file whether it is supervised."""
-    where, columns = place.where, place.columns
+    columns = place.columns
     name = columns.get("messages", "conversations")
     tags: dict[str, Role] = {columns[tag]: role for tag, role in _TAGS.items() if tag in columns}
     roles: Mapping[str, Role] = {**ROLES, **tags} if tags else ROLES
@@ -94,18 +90,18 @@ def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[bool]]:
             if name in row
             else f"there is no field {name} (fields: {', '.join(map(str, row)) or 'none'})"
         )
-        raise DataError(where, problem, f'add "{name}": [{{"from": "human", "value": ...}}, ...]')
+        raise place.error(problem, f'add "{name}": [{{"from": "human", "value": ...}}, ...]')
     known = {speaker_field, text_field, *LOSS_FIELDS}
     for number, turn in enumerate(turns):
         field = f"{name}[{number}]"
-        turn = as_object(turn, where, field, "give it from and value")
-        role = get_role(turn.get(speaker_field), roles, f"{field}.{speaker_field}", where)
-        said.append((role, as_string(turn.get(text_field), f"{field}.{text_field}", where)))
+        turn = place.as_object(turn, field, "give it from and value")
+        role = get_role(turn.get(speaker_field), roles, f"{field}.{speaker_field}", place)
+        said.append((role, place.as_string(turn.get(text_field), f"{field}.{text_field}")))
         answered = role == "assistant"
         if len(turn) > 2:
             answered = is_supervised(turn, role, field, place)
             if unused := turn.keys() - known:
-                check_unused(turn, unused, place.ignore, f"{where}: {field}")
+                check_unused(turn, unused, place.ignore, f"{place.where}: {field}")
         if role == "assistant":
             supervised.append(answered)
     return without_first_answer(with_system(said, row, place)), supervised

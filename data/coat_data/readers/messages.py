@@ -27,17 +27,12 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_list,
-    as_object,
-    as_string,
     continued,
     get_role,
     is_chat,
     is_supervised,
     media_fields,
     place_media,
-    refuse_fields,
-    row_id,
     to_media,
     with_loss,
     with_span,
@@ -83,10 +78,9 @@ def to_sample(row: Any, place: Place) -> Sample:
     Raises:
         DataError: the row is invalid; names the field.
     """
-    where = place.where
-    row = as_object(row, where)
+    row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
-        refuse_fields(row, {"label": "use rows with answers, not labels"}, where)
+        place.refuse(row, {"label": "use rows with answers, not labels"})
     read = [_message(message, number, place) for number, message in _messages(row, place)]
     messages = [message for message, _ in read]
     files = media_fields(row, place)
@@ -106,7 +100,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     if is_document:  # the answer may have media; the question is empty
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
     turns = with_loss(turns, [flag for (role, _), flag in read if role == "assistant"])
-    return continued(place.sample(row_id(row, place), turns, media), row)
+    return continued(place.sample(place.row_id(row), turns, media), row)
 
 
 @dataclass(slots=True)
@@ -122,35 +116,34 @@ _Message = tuple[Role, list[_Piece]]
 
 def _message(message: Any, number: int, place: Place) -> tuple[_Message, bool]:
     """Return role and pieces of a message, and whether it is supervised."""
-    where, name = place.where, f"messages[{number}]"
-    message = as_object(message, where, name, "give it role and content")
-    role = get_role(message.get("role", message.get("from")), ROLES, f"{name}.role", where)
+    name = f"messages[{number}]"
+    message = place.as_object(message, name, "give it role and content")
+    role = get_role(message.get("role", message.get("from")), ROLES, f"{name}.role", place)
     supervised = role == "assistant"
     if len(message) > 2:
         supervised = is_supervised(message, role, name, place)
         unused = message.keys() - {"role", "from", "content", "value", *LOSS_FIELDS}
-        check_unused(message, unused, place.ignore, f"{where}: {name}")
+        check_unused(message, unused, place.ignore, f"{place.where}: {name}")
     content = message.get("content", message.get("value"))
     return (role, list(_pieces(content, f"{name}.content", place))), supervised
 
 
 def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
-    where = place.where
     if isinstance(content, str):
-        yield _Piece("text", as_string(content, name, where))
+        yield _Piece("text", place.as_string(content, name))
         return
-    for number, part in enumerate(as_list(content, name, where)):
+    for number, part in enumerate(place.as_list(content, name)):
         own = f"{name}[{number}]"
         if isinstance(part, str):
-            yield _Piece("text", as_string(part, own, where))
+            yield _Piece("text", place.as_string(part, own))
             continue
-        part = as_object(part, where, own, "give it a type")
+        part = place.as_object(part, own, "give it a type")
         part = {key: value for key, value in part.items() if not is_missing(value)}
         kind = part.get("type") or next(
             (name for name in ("text", *_MEDIA_TYPES) if name in part), None
         )
         if kind in _TEXT_TYPES:
-            text = as_string(part.get("text"), f"{own}.text", where)
+            text = place.as_string(part.get("text"), f"{own}.text")
             if has_placeholder(text):  # media are parts of their own
                 place.notes.append("placeholder_as_text")
             yield _Piece("text", text)
@@ -160,11 +153,11 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
             other = "video" if _MEDIA_TYPES[kind] == "image" else "image"
             unused = {other, f"{other}_url"} & part.keys()
             if part.get("text"):
-                raise DataError(where, f"{own} has both a medium and text", "make two parts of it")
+                raise place.error(f"{own} has both a medium and text", "make two parts of it")
         else:
-            raise DataError(where, f"{own} has the type {kind!r}", "use text, image or video")
+            raise place.error(f"{own} has the type {kind!r}", "use text, image or video")
         if unused:
-            check_unused(part, unused, place.ignore, f"{where}: {own}")
+            check_unused(part, unused, place.ignore, f"{place.where}: {own}")
 
 
 _SOURCES = ("image", "video", "image_url", "video_url", "url", "path", "bytes", "base64", "data")
@@ -175,13 +168,13 @@ def _messages(row: Mapping[str, Any], place: Place) -> Iterator[tuple[int, Any]]
     if name not in row and not {"prompt", "completion"} <= set(row):
         name = next((other for other in _OTHER_NAMES if other in row), name)
     if name in row or "prompt" not in row:
-        yield from enumerate(as_list(row.get(name), name, place.where))
+        yield from enumerate(place.as_list(row.get(name), name))
         return
     number = 0
     for field_name, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(field_name)
         said = [{"role": role, "content": value}] if isinstance(value, str) else value
-        for message in as_list(said, field_name, place.where):
+        for message in place.as_list(said, field_name):
             yield number, message
             number += 1
 
@@ -206,16 +199,14 @@ def _by_parts(
             elif waiting.get(kind):
                 media.append(with_span(waiting[kind].pop(0), piece.source, name, place))
             else:
-                raise DataError(
-                    place.where,
+                raise place.error(
                     f"the messages show more {kind}s than the row's {len(files.get(kind, ()))}",
                     f'list the file in "{kind}s", or put it into the part',
                 )
         turns.append(Turn(role, tuple(parts)))
     left = sum(len(items) for items in waiting.values())
     if left:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{left} files of the row are shown in no message",
             'add parts {"type": "image"} or remove the files',
         )
@@ -233,24 +224,23 @@ def _fill_objects(
     objects = row.get("objects")
     if is_missing(objects):
         return
-    objects = as_object(objects, place.where)
-    names = iter(as_list(objects.get("ref") or [], "objects.ref", place.where))
-    boxes = iter(enumerate(as_list(objects.get("bbox") or [], "objects.bbox", place.where)))
+    objects = place.as_object(objects)
+    names = iter(place.as_list(objects.get("ref") or [], "objects.ref"))
+    boxes = iter(enumerate(place.as_list(objects.get("bbox") or [], "objects.bbox")))
 
     def fill(match: re.Match[str]) -> str:
         if match[0] == "<bbox>":
             number, box = next(boxes, (0, None))
-            box = as_list(box, "the box of a <bbox>", place.where)
+            box = place.as_list(box, "the box of a <bbox>")
             return write_box(box, _edges(objects, number, images, place), place.where)
-        return as_string(next(names, None), "the name of a <ref-object>", place.where)
+        return place.as_string(next(names, None), "the name of a <ref-object>")
 
     for _, pieces in messages:
         for piece in pieces:
             piece.text = _OBJECT_TOKEN.sub(fill, piece.text)
     for left, token in ((list(names), "<ref-object>"), (list(boxes), "<bbox>")):
         if left:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"objects has {len(left)} more entries than the texts have {token}",
                 f"write {token} where each of them belongs, or remove them",
             )
@@ -266,15 +256,13 @@ def _edges(
     of_boxes = objects.get("image_id") or []
     index = of_boxes[number] if isinstance(of_boxes, list) and number < len(of_boxes) else 0
     if unit != "real" or not isinstance(index, int) or not 0 <= index < len(images):
-        raise DataError(
-            place.where,
+        raise place.error(
             f"objects.bbox_type is {unit!r}, and box {number} is in image {index!r} of the row's "
             f"{len(images)} images",
             f"use real (pixels of an image of the row), {' or '.join(EDGES)}",
         )
     if is_url(images[index].path or "") and images[index].data is None:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"the box {number} is in pixels of an image at an address, whose size is not known",
             f"download the images, or give the boxes as {' or '.join(EDGES)}",
         )

@@ -24,17 +24,13 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_list,
-    as_object,
-    as_string,
     has_fields,
     media_fields,
     media_first,
     place_media,
-    row_id,
     with_system,
 )
-from coat_data.sample import DataError, Sample
+from coat_data.sample import Sample
 
 
 def _is_query(row: Any) -> bool:
@@ -55,27 +51,27 @@ def _query(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a field is missing or of the wrong type, or the placeholders do not match.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     said = with_system(_said(row, place), row, place)
     turns, media = place_media(said, media_fields(row, place), place)
-    return place.sample(row_id(row, place), turns, media)
+    return place.sample(place.row_id(row), turns, media)
 
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
-    where, columns = place.where, place.columns
+    columns = place.columns
     if "conversation" in row and "prompt" not in columns:
-        return _pairs(row["conversation"], "conversation", ("human", "assistant"), where)
+        return _pairs(row["conversation"], "conversation", ("human", "assistant"), place)
     if "QA" in row and not columns:
-        return _pairs(row["QA"], "QA", ("q", "a"), where)
+        return _pairs(row["QA"], "QA", ("q", "a"), place)
     swift = "query" in row and "response" in row and not columns
     question = columns.get("prompt", "query" if swift else "instruction")
     answer = columns.get("response", "response" if swift else "output")
-    said = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), where)
-    text = as_string(row.get(question), question, where)
+    said = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), place)
+    text = place.as_string(row.get(question), question)
     extra = columns.get("query", "input")
     if not swift and row.get(extra):
-        text = f"{text}\n{as_string(row[extra], extra, where)}"
-    return [*said, ("user", text), ("assistant", as_string(row.get(answer), answer, where))]
+        text = f"{text}\n{place.as_string(row[extra], extra)}"
+    return [*said, ("user", text), ("assistant", place.as_string(row.get(answer), answer))]
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
@@ -84,28 +80,24 @@ def _cauldron(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a field is missing or of the wrong type.
     """
-    row = as_object(row, place.where)
-    said = with_system(
-        _pairs(row.get("texts"), "texts", ("user", "assistant"), place.where), row, place
-    )
+    row = place.as_object(row)
+    said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
     files = media_fields(row, place)
     media = [*files["image"], *files["video"]]
-    return place.sample(row_id(row, place), media_first(said, media, place), media)
+    return place.sample(place.row_id(row), media_first(said, media, place), media)
 
 
-def _pairs(value: Any, name: str, keys: tuple[Any, Any], where: str) -> Said:
+def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
     said: Said = []
-    for number, pair in enumerate(as_list(value, name, where)):
+    for number, pair in enumerate(place.as_list(value, name)):
         try:
             question, answer = pair[keys[0]], pair[keys[1]]
         except (KeyError, IndexError, TypeError) as error:
-            raise DataError(
-                where,
-                f"{name}[{number}] is no question and answer",
-                f"give it {keys[0]}, {keys[1]}",
+            raise place.error(
+                f"{name}[{number}] is no question and answer", f"give it {keys[0]}, {keys[1]}"
             ) from error
-        said.append(("user", as_string(question, f"{name}[{number}] (question)", where)))
-        said.append(("assistant", as_string(answer, f"{name}[{number}] (answer)", where)))
+        said.append(("user", place.as_string(question, f"{name}[{number}] (question)")))
+        said.append(("assistant", place.as_string(answer, f"{name}[{number}] (answer)")))
     return said
 
 
@@ -129,11 +121,10 @@ def _question(row: Any, place: Place) -> Sample:
         DataError: a field is missing or of the wrong type, the placeholders do not match, or there
             are choices, which belong into the question.
     """
-    row = as_object(row, place.where)
+    row = place.as_object(row)
     for name in _CHOICES:
         if not is_missing(row.get(name)) and name not in place.ignore:
-            raise DataError(
-                place.where,
+            raise place.error(
                 f"the row has {name}, which are not shown to the model",
                 "write them into the question and the right one into the answer, or leave them out "
                 f"with ignore_fields: [{name}]",
@@ -141,15 +132,15 @@ def _question(row: Any, place: Place) -> Sample:
     answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
-    question = as_string(row.get("question"), "question", place.where)
-    said: Said = [("user", question), ("assistant", as_string(answer, "answer", place.where))]
+    question = place.as_string(row.get("question"), "question")
+    said: Said = [("user", question), ("assistant", place.as_string(answer, "answer"))]
     files = media_fields(row, place)
     if any(token in question for token in PLACEHOLDERS):
         turns, media = place_media(with_system(said, row, place), files, place)
     else:
         media = [*files["image"], *files["video"]]
         turns = media_first(with_system(said, row, place), media, place)
-    return place.sample(row_id(row, place), turns, media)
+    return place.sample(place.row_id(row), turns, media)
 
 
 QUERY = Reader(

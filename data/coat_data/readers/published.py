@@ -26,17 +26,12 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_list,
-    as_object,
-    as_string,
     caption_turns,
     media_first,
     media_path,
-    refuse_fields,
-    row_id,
     to_media,
 )
-from coat_data.sample import DataError, Media, Sample
+from coat_data.sample import Media, Sample
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
 
 Row = Mapping[str, Any]
@@ -47,50 +42,47 @@ _OTHER_CHOICES = "rename them to choices, a list of texts, with answer the lette
 
 
 def _short_answer(row: Row, place: Place) -> Said:
-    question = as_string(row.get("question"), "question", place.where) + SHORT_ANSWER_SUFFIX
+    question = place.as_string(row.get("question"), "question") + SHORT_ANSWER_SUFFIX
     answer = row.get("multiple_choice_answer")
     if answer is None and is_missing(row.get("answers")):
         answer = row.get("answer")
     elif answer is None:
         answers = [
-            as_string(
-                one.get("answer") if isinstance(one, Mapping) else one,
-                f"answers[{number}]",
-                place.where,
+            place.as_string(
+                one.get("answer") if isinstance(one, Mapping) else one, f"answers[{number}]"
             ).strip()
-            for number, one in enumerate(as_list(row["answers"], "answers", place.where))
+            for number, one in enumerate(place.as_list(row["answers"], "answers"))
         ]
         answer = Counter(answers).most_common(1)[0][0]
     return _asked(question, answer, place)
 
 
 def _asked(question: str, answer: Any, place: Place) -> Said:
-    return [("user", question), ("assistant", as_string(answer, "answer", place.where))]
+    return [("user", question), ("assistant", place.as_string(answer, "answer"))]
 
 
 def _choice(row: Row, place: Place) -> Said:
     choices = [
-        as_string(choice, f"choices[{number}]", place.where)
-        for number, choice in enumerate(as_list(row.get("choices"), "choices", place.where))
+        place.as_string(choice, f"choices[{number}]")
+        for number, choice in enumerate(place.as_list(row.get("choices"), "choices"))
     ]
     letters, answer = _LETTERS[: len(choices)], row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"answer is {answer!r}, with {len(choices)} choices",
             "give the number of the choice, from 0, or its letter",
         )
     hint = row.get("hint")
-    context = [f"Context: {as_string(hint, 'hint', place.where)}"] if hint else []
+    context = [f"Context: {place.as_string(hint, 'hint')}"] if hint else []
     options = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
-    question = as_string(row.get("question"), "question", place.where)
+    question = place.as_string(row.get("question"), "question")
     return _asked("\n".join([*context, question, *options]) + LETTER_SUFFIX, answer, place)
 
 
 def _pixmo_talk(row: Row, place: Place) -> Said:
-    question = as_string(row.get("question"), "question", place.where)
+    question = place.as_string(row.get("question"), "question")
     _, *pieces = _SPEAKERS.split(question)
     roles, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
     if roles and roles[-1] == "ASSISTANT" and not texts[-1]:  # PixMo-CapQA
@@ -99,17 +91,17 @@ def _pixmo_talk(row: Row, place: Place) -> Said:
         ("user" if role == "USER" else "assistant", text)
         for role, text in zip(roles, texts, strict=True)
     ] or [("user", question)]
-    return [*said, ("assistant", as_string(row.get("answer"), "answer", place.where))]
+    return [*said, ("assistant", place.as_string(row.get("answer"), "answer"))]
 
 
 def _pixmo_points(row: Row, place: Place) -> Said:
-    label = as_string(row.get("label"), "label", place.where)
+    label = place.as_string(row.get("label"), "label")
     if "collection_method" not in row:
         question = f"How many {label} are there?{SHORT_ANSWER_SUFFIX}"
         return _asked(question, str(_whole(row.get("count"), place)), place)
     points = [
-        as_object(point, place.where, f"points[{number}]", "give it x and y")
-        for number, point in enumerate(as_list(row.get("points"), "points", place.where))
+        place.as_object(point, f"points[{number}]", "give it x and y")
+        for number, point in enumerate(place.as_list(row.get("points"), "points"))
     ]
     texts = [write_box([p.get("x"), p.get("y")], _PERCENT, place.where) for p in points]
     return _asked(f"Point to {label}.", ", ".join(texts) or "There are none.", place)
@@ -117,14 +109,14 @@ def _pixmo_points(row: Row, place: Place) -> Said:
 
 def _whole(value: Any, place: Place) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise DataError(place.where, f"count is {value!r}", "give a whole number")
+        raise place.error(f"count is {value!r}", "give a whole number")
     return value
 
 
 def _caption(row: Row, place: Place) -> Said:
     names = {str(name).lower(): name for name in row}
     name = next(names[one] for one in ("caption", "text") if one in names)
-    return [("user", ""), ("assistant", as_string(row[name], name, place.where))]
+    return [("user", ""), ("assistant", place.as_string(row[name], name))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +197,7 @@ def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
             continue  # a name with a field that the row does not have
         except (ValueError, TypeError) as error:
             problem = f"the fields of {pattern!r} are wrong: {error}"
-            raise DataError(place.where, problem, "give the published ids") from error
+            raise place.error(problem, "give the published ids") from error
     paths = [media_path(name, "the image", place) for name in names]
     path = next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
     return [Media(kind="image", path=path)]
@@ -213,22 +205,22 @@ def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
 
 def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
     def to_sample(row: Any, place: Place) -> Sample:
-        row = as_object(row, place.where)
+        row = place.as_object(row)
         layout = _find(layouts, row)
         if layout is None:
             known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
             problem = f"the row has not the fields of {name} (fields: {', '.join(map(str, row))})"
-            raise DataError(place.where, problem, f"give it {known}")
-        refuse_fields(row, {"options": _OTHER_CHOICES}, place.where)
+            raise place.error(problem, f"give it {known}")
+        place.refuse(row, {"options": _OTHER_CHOICES})
         media = _image(row, layout, place)
         said = layout.said(row, place)
         if layout.said is _caption:
-            return place.sample(row_id(row, place), caption_turns(media, said[1][1]), media)
+            return place.sample(place.row_id(row), caption_turns(media, said[1][1]), media)
         own = next(
             (row[key] for key in ("question_id", "questionId") if row.get(key)), row.get("id")
         )
         turns = media_first(said, media, place)
-        return place.sample(row_id({"id": own}, place), turns, media)
+        return place.sample(place.row_id({"id": own}), turns, media)
 
     return Reader(name, summary, lambda row: _find(layouts, row) is not None, to_sample)
 

@@ -48,6 +48,56 @@ class Place:
             id=name, turns=tuple(turns), media=tuple(media), source=self.source, row=self.row
         ).check()
 
+    def error(self, problem: str, remedy: str) -> DataError:
+        """Return the error of the row."""
+        return DataError(self.where, problem, remedy)
+
+    def as_object(
+        self, value: object, name: str = "the row", remedy: str = "write one JSON object per row"
+    ) -> Mapping[str, Any]:
+        """Return the value; DataError if it is not an object."""
+        if not isinstance(value, dict | Mapping):  # dict first: Mapping is checked in Python
+            raise self.error(f"{name} is {kind_of(value)}, not an object", remedy)
+        return value
+
+    def as_string(self, value: object, name: str) -> str:
+        """Return the value; DataError if it is not a string of valid characters."""
+        if not isinstance(value, str):
+            raise self.error(f"{name} is {kind_of(value)}, not a string", f"make {name} a string")
+        if value.isascii():
+            return value
+        try:
+            value.encode("utf-8")  # a lone surrogate parses as JSON but is not a character
+        except UnicodeEncodeError as error:
+            raise self.error(
+                f"{name} has a broken character at {error.start}", "remove the \\ud... escape"
+            ) from error
+        return value
+
+    def as_list(self, value: object, name: str) -> Sequence[Any]:
+        """Return the value; DataError if it is not a list."""
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise self.error(f"{name} is {kind_of(value)}, not a list", f"make {name} a list")
+        return value
+
+    def row_id(self, row: Mapping[str, Any]) -> str:
+        """Return the row's id as text; the row number if there is none."""
+        value = row.get("id")
+        value = row.get("sample_id") if value is None else value
+        if isinstance(value, float):  # pandas writes a column of numbers with gaps as such
+            value = int(value) if value.is_integer() else str(value) if value == value else None
+        if value is None:
+            return str(self.row)
+        if isinstance(value, int):
+            return str(value)
+        return self.as_string(value, "id")
+
+    def refuse(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """Raise DataError for unsupported fields; ``names`` maps them to remedies."""
+        for name, remedy in names.items():
+            if name in row and not is_missing(row[name]):
+                raise self.error(f"the row has {name}", remedy)
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -113,64 +163,11 @@ def kind_of(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def as_object(
-    value: object,
-    where: str,
-    name: str = "the row",
-    remedy: str = "write one JSON object per row",
-) -> Mapping[str, Any]:
-    """Return the value; DataError if it is not an object."""
-    if not isinstance(value, dict | Mapping):  # dict first: Mapping is checked in Python
-        raise DataError(where, f"{name} is {kind_of(value)}, not an object", remedy)
-    return value
-
-
-def as_string(value: object, name: str, where: str) -> str:
-    """Return the value; DataError if it is not a string of valid characters."""
-    if not isinstance(value, str):
-        raise DataError(where, f"{name} is {kind_of(value)}, not a string", f"make {name} a string")
-    if value.isascii():
-        return value
-    try:
-        value.encode("utf-8")  # a lone surrogate parses as JSON but is not a character
-    except UnicodeEncodeError as error:
-        raise DataError(
-            where, f"{name} has a broken character at {error.start}", "remove the \\ud... escape"
-        ) from error
-    return value
-
-
-def as_list(value: object, name: str, where: str) -> Sequence[Any]:
-    """Return the value; DataError if it is not a list."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise DataError(where, f"{name} is {kind_of(value)}, not a list", f"make {name} a list")
-    return value
-
-
-def row_id(row: Mapping[str, Any], place: Place) -> str:
-    """Return the row's id as text; the row number if there is none."""
-    value = row.get("id")
-    value = row.get("sample_id") if value is None else value
-    if isinstance(value, float):  # pandas writes a column of numbers with gaps as such
-        value = int(value) if value.is_integer() else str(value) if value == value else None
-    if value is None:
-        return str(place.row)
-    if isinstance(value, int):
-        return str(value)
-    return as_string(value, "id", place.where)
-
-
 def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
     """Return the sample, marked as continued if it is a document with ``"continues": true``."""
     goes_on = "continues" in row and row["continues"] is True and sample.is_document
     return replace(sample, continues=True) if goes_on else sample
 
-
-def refuse_fields(row: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
-    """Raise DataError for unsupported fields; ``names`` maps them to remedies."""
-    for name, remedy in names.items():
-        if name in row and not is_missing(row[name]):
-            raise DataError(where, f"the row has {name}", remedy)
 
 
 MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
@@ -224,7 +221,7 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
         return _from_frames(item, field, place)
     if isinstance(item, bytes | bytearray | memoryview):
         return Media(kind=kind, path=_member(field, place), data=bytes(item))
-    text = as_string(item, field, place.where)
+    text = place.as_string(item, field)
     if _DATA.match(text[:200]):
         return Media(kind=kind, path=_member(field, place), data=_address_bytes(text, field, place))
     text = text.removeprefix("file://")
@@ -236,11 +233,11 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
 def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
     """Return the video of a list of frames, which are paths or addresses of images."""
     if not items:
-        raise DataError(place.where, f"{field} is an empty list", "list the frames of the video")
+        raise place.error(f"{field} is an empty list", "list the frames of the video")
     frames = [to_media(one, "image", f"{field}[{n}]", place) for n, one in enumerate(items)]
     if any(frame.data is not None for frame in frames):
-        raise DataError(
-            place.where, f"{field} has embedded frames", "store them as files and give their paths"
+        raise place.error(
+            f"{field} has embedded frames", "store them as files and give their paths"
         )
     paths = tuple(frame.path or "" for frame in frames)
     return Media(kind="video", path=paths[0], frames=paths)
@@ -260,7 +257,7 @@ def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) 
     if not media.frames or rate is None:
         return media
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-        raise DataError(place.where, f"{field}: fps is {rate!r}", "give frames per second above 0")
+        raise place.error(f"{field}: fps is {rate!r}", "give frames per second above 0")
     return replace(media, fps=float(rate))
 
 
@@ -280,9 +277,7 @@ def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -
     if start is None and end is None:
         return media
     if start is not None and end is not None and end <= start:
-        raise DataError(
-            place.where, f"{field} ends at {end} s and starts at {start} s", "swap them"
-        )
+        raise place.error(f"{field} ends at {end} s and starts at {start} s", "swap them")
     return replace(media, start=start, end=end)
 
 
@@ -301,12 +296,10 @@ def _time(
         except (TypeError, ValueError):
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
-            raise DataError(
-                place.where, f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater"
-            )
+            raise place.error(f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater")
         found.append(seconds if isinstance(time, str) else time)
     if len(set(found)) > 1:
-        raise DataError(place.where, f"{field} has two times: {name} {found}", "keep one of them")
+        raise place.error(f"{field} has two times: {name} {found}", "keep one of them")
     return found[0] if found else None
 
 
@@ -322,7 +315,7 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
             return Media(kind=kind, path=path if named else _member(field, place), data=given)
         inner = (value.get(name) for name in (kind, f"{kind}_url", "url", "path"))
         value = next((one for one in inner if one is not None), None)
-    raise DataError(place.where, f"{field} is nested too deep", 'write {"path": ...}')
+    raise place.error(f"{field} is nested too deep", 'write {"path": ...}')
 
 
 def media_path(text: str, field: str, place: Place) -> str:
@@ -332,8 +325,7 @@ def media_path(text: str, field: str, place: Place) -> str:
         DataError: the text is not a path, or the path leaves the media root.
     """
     if not text or "\0" in text or len(text) > _LONGEST_PATH:
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{field} {text[:80]!r} is not a path",
             f"name a file, or remove {field} from a row without media",
         )
@@ -351,9 +343,7 @@ def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | 
                 return _address_bytes(value, field, place)
             return _decode(value, f"{field}.{name}", place)
         if value is not None:
-            raise DataError(
-                place.where, f"{field}.{name} is {kind_of(value)}", "make it bytes or base64 text"
-            )
+            raise place.error(f"{field}.{name} is {kind_of(value)}", "make it bytes or base64 text")
     return None
 
 
@@ -364,9 +354,7 @@ def _member(field: str, place: Place) -> str:
 def _address_bytes(text: str, field: str, place: Place) -> bytes:
     head, _, body = text.partition(",")
     if ";base64" not in head:
-        raise DataError(
-            place.where, f"{field} is a data: address without base64", "encode it as base64"
-        )
+        raise place.error(f"{field} is a data: address without base64", "encode it as base64")
     return _decode(body, field, place)
 
 
@@ -374,9 +362,7 @@ def _decode(text: str, field: str, place: Place) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(
-            place.where, f"{field} is not base64: {error}", "encode the file again"
-        ) from error
+        raise place.error(f"{field} is not base64: {error}", "encode the file again") from error
 
 
 def _listed(value: Any) -> list[Any]:
@@ -395,7 +381,7 @@ def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[M
             continue
         items, *others = (_listed(row[field]) for field in given)
         if any(other != items for other in others):
-            raise DataError(place.where, f"both {' and '.join(given)} are set", "keep one of them")
+            raise place.error(f"both {' and '.join(given)} are set", "keep one of them")
         items = [items] if kind == "video" and _is_frame_list(items) else items
         media[kind] = [to_media(item, kind, given[0], place) for item in items]
     videos = media["video"]
@@ -410,20 +396,20 @@ def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
     system = row.get(field)
     if system is None or system == "" or (said and said[0][0] == "system"):
         return said
-    return [("system", as_string(system, field, place.where)), *said]
+    return [("system", place.as_string(system, field)), *said]
 
 
-def get_role(name: object, roles: Mapping[str, Role], field: str, where: str) -> Role:
+def get_role(name: object, roles: Mapping[str, Role], field: str, place: Place) -> Role:
     """Return the role of a speaker, by its name in lower case if it is not in ``roles``.
 
     Raises:
         DataError: the name is unknown.
     """
-    text = as_string(name, field, where)
+    text = place.as_string(name, field)
     role = roles.get(text) or roles.get(text.lower())
     if role is None:
         known = ", ".join(sorted(roles))
-        raise DataError(where, f"{field} is {text!r}", f"use one of {known}")
+        raise place.error(f"{field} is {text!r}", f"use one of {known}")
     return role
 
 
@@ -447,10 +433,9 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
     key, value = next(iter(given.items()))
     known = all(isinstance(one, bool | int | float) and one in (0, 1) for one in given.values())
     if not known or len({bool(one) for one in given.values()}) > 1:
-        raise DataError(place.where, f"{name} has {given}", f"set {key} to 0 or 1")
+        raise place.error(f"{name} has {given}", f"set {key} to 0 or 1")
     if value and role != "assistant":
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{name}.{key} is {value!r} in a turn of {role}",
             "only answers can be supervised: set it to 0 or remove it",
         )
@@ -535,8 +520,7 @@ def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[st
     if not files["image"] and sum(found.values()) == files["video"]:
         return dict.fromkeys(PLACEHOLDERS, "video")
     if found["<image>"] or (files["video"] and found["<video>"]):
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{found['<image>']} <image> and {found['<video>']} <video> placeholders in the human "
             f"turns, but {files['image']} image and {files['video']} video files",
             "write one placeholder per file, or none to show the files first",
@@ -555,7 +539,7 @@ def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn,
     if not media:
         return tuple(turns)
     if first is None:
-        raise DataError(place.where, "there is no human turn", "start with a human turn")
+        raise place.error("there is no human turn", "start with a human turn")
     shown = [part for item in media for part in (Part(item.kind), Part("text", "\n"))]
     text = turns[first].text
     shown[-1] = Part("text", f"\n{text}")

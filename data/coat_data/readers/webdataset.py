@@ -26,7 +26,6 @@ from coat_data.readers.reader import (
     Place,
     Reader,
     Said,
-    as_string,
     caption_turns,
     first_of,
     place_media,
@@ -58,7 +57,7 @@ def _to_sample(row: Any, place: Place) -> Sample:
         DataError: the text is missing, or does not match the media.
     """
     if not _matches(row):
-        raise DataError(place.where, "the row is no sample of a tar", "give a .tar file")
+        raise place.error("the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
     for value in row.values():
         if isinstance(value, DataError):
@@ -75,7 +74,7 @@ def _to_sample(row: Any, place: Place) -> Sample:
     caption = _caption(row, value, place)
     if not media:
         problem = f"{key} has no image or video (fields: {_fields(row)})"
-        raise DataError(place.where, problem, "remove the sample")
+        raise place.error(problem, "remove the sample")
     return place.sample(key, caption_turns(media, caption), media)
 
 
@@ -115,9 +114,7 @@ def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
     try:
         return json.loads(row[field])
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            place.where, f"{row[KEY]}.{field} is not JSON: {error}", "write it again"
-        ) from error
+        raise place.error(f"{row[KEY]}.{field} is not JSON: {error}", "write it again") from error
 
 
 def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -160,8 +157,7 @@ def _match_members(
     named = [(one, entry) for one, entry in zip(found, entries, strict=True) if one is not None]
     if named and len(named) < len(entries):
         missing = next(entry for one, entry in zip(found, entries, strict=True) if one is None)
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{row[KEY]}.json names {_name(missing)!r}, which is not in the sample (members: "
             f"{', '.join(own)})",
             "add the file to the tar, or remove its name",
@@ -171,8 +167,7 @@ def _match_members(
     if len(entries) == len(own):
         return list(zip(own, entries, strict=True))
     if any(map(_span, entries)):
-        raise DataError(
-            place.where,
+        raise place.error(
             f"{row[KEY]}.json has start and end for {len(entries)} media, of which none is in the "
             f"sample by name (members: {', '.join(own)})",
             "name the members",
@@ -210,9 +205,8 @@ def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
         for name in _CAPTION_KEYS:
             text = first_of(value.get(name), place)
             if isinstance(text, str):
-                return as_string(text, name, place.where).strip()
-    raise DataError(
-        place.where,
+                return place.as_string(text, name).strip()
+    raise place.error(
         f"{row[KEY]} has no text (fields: {_fields(row)})",
         "add .txt with a caption, or .json with conversations or messages",
     )
@@ -223,8 +217,8 @@ def _text(value: Any, name: str, place: Place) -> str:
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(place.where, f"{name} is not UTF-8", "save it as UTF-8") from error
-    return as_string(value, name, place.where).strip()
+            raise place.error(f"{name} is not UTF-8", "save it as UTF-8") from error
+    return place.as_string(value, name).strip()
 
 
 def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
@@ -234,7 +228,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
     for name in ("image", "images", "video", "videos"):
         for field in columns.get(name, "").split(",") if name in columns else ():
             if field not in row:
-                raise DataError(place.where, f"{key} has no field {field}", "fix the field map")
+                raise place.error(f"{key} has no field {field}", "fix the field map")
             media.append(_medium(row, field, place))
     if "caption" in columns:
         caption = _text(_selected(row, columns["caption"], place), columns["caption"], place)
@@ -252,8 +246,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
         }
         turns, shown = place_media(said, files, place)
         return place.sample(key, turns, shown)
-    raise DataError(
-        place.where,
+    raise place.error(
         f"the field map has {sorted(columns)}",
         "map image or video, and caption, or context and answers",
     )
@@ -263,7 +256,7 @@ def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
     """Return the value of ``txt``, ``json[caption]`` or ``answers.json``."""
     found = _SELECTOR.fullmatch(selector)
     if found is None or found[1] not in row:
-        raise DataError(place.where, f"{row[KEY]} has no field {selector}", "fix the field map")
+        raise place.error(f"{row[KEY]} has no field {selector}", "fix the field map")
     field, keys = found[1], re.findall(r"\[([^\[\]]+)\]", found[2])
     if not field.endswith("json"):
         return row[field]
@@ -272,8 +265,8 @@ def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
         try:
             value = value[int(name)] if isinstance(value, list) else value[name]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise DataError(
-                place.where, f"{row[KEY]}.{selector} does not exist", "fix the field map"
+            raise place.error(
+                f"{row[KEY]}.{selector} does not exist", "fix the field map"
             ) from error
     return value
 

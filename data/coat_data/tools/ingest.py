@@ -5,9 +5,6 @@ The folder is described in :mod:`coat_data.containers.ingested` and opened by
 """
 
 import dataclasses
-import hashlib
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +22,8 @@ from coat_data.containers.ingested import (
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Sample
-from coat_data.tools.source import decode, media_bytes, new_folder
+from coat_data.saved_files import hash_file, sync
+from coat_data.tools.source import decode, list_bad, media_bytes, new_folder
 from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
 
 _CHUNK_ROWS = 16
@@ -86,7 +84,7 @@ def ingest(
             file = folder / f"part-{len(shards):05d}.parquet"
             rows = _write_shard(chain([first], islice(records, shard_rows - 1)), file)
             size = file.stat().st_size
-            shards.append(Shard(name=file.name, rows=rows, size=size, sha256=_sha256(file)))
+            shards.append(Shard(name=file.name, rows=rows, size=size, sha256=hash_file(file)))
         if not counts["rows"]:
             raise DataError(str(path), "there are no rows", "give a file with at least one row")
         if len(bad) > max_bad_samples or not shards:
@@ -101,20 +99,20 @@ def ingest(
                 "be good)",
             )
         if bad:
-            lines = "".join(json.dumps(error.row()) + "\n" for error in bad)
-            (folder / BAD_SAMPLES_NAME).write_text(lines, encoding="utf-8")
+            list_bad(folder / BAD_SAMPLES_NAME, bad)
         manifest = Manifest(
             rows=sum(shard.rows for shard in shards),
             shards=tuple(shards),
             bad_samples=len(bad),
             source=str(path if is_url(path) else Path(path).absolute()),
-            source_sha256=_sha256(Path(path)) if Path(path).is_file() else "",
+            source_sha256=hash_file(Path(path)) if Path(path).is_file() else "",
             media_root=str(dataset.media_root),
             embedded=embed_media or counts["stored"] > 0,
         )
         manifest.write(folder)
-        _sync(*folder.iterdir(), folder)
-    _sync(out_dir.parent)
+        for file in (*folder.iterdir(), folder):
+            sync(file)
+    sync(out_dir.parent)
     return manifest
 
 
@@ -186,18 +184,3 @@ def _write_shard(records: Iterator[dict[str, Any]], path: Path) -> int:
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
             rows += len(group)
     return rows
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(*paths: Path) -> None:
-    """Wait until the files or folders are on disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

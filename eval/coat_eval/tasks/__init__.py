@@ -5,25 +5,21 @@ from typing import Any
 
 from coat_eval.benchmark import Benchmark
 from coat_eval.tasks.ai2d import Ai2d
-from coat_eval.tasks.ccbench import CcBench
 from coat_eval.tasks.chartqa import ChartQa
-from coat_eval.tasks.docvqa import DocVqa
+from coat_eval.tasks.docvqa import DocVqa, InfoVqa
 from coat_eval.tasks.gqa import Gqa
 from coat_eval.tasks.hallusionbench import HallusionBench
-from coat_eval.tasks.infovqa import InfoVqa
 from coat_eval.tasks.longvideobench import LongVideoBench
 from coat_eval.tasks.mathvision import MathVision
 from coat_eval.tasks.mathvista import MathVista
-from coat_eval.tasks.mlvu import Mlvu
-from coat_eval.tasks.mmbench import MmBench
+from coat_eval.tasks.mmbench import CcBench, MmBench
 from coat_eval.tasks.mme import Mme
 from coat_eval.tasks.mmmu import Mmmu
 from coat_eval.tasks.mmstar import MmStar
 from coat_eval.tasks.mmvet import MmVet
-from coat_eval.tasks.mvbench import MvBench
+from coat_eval.tasks.mvbench import Mlvu, MvBench
 from coat_eval.tasks.nextqa import NextQa
 from coat_eval.tasks.ocrbench import OcrBench
-from coat_eval.tasks.okvqa import OkVqa
 from coat_eval.tasks.pope import Pope
 from coat_eval.tasks.question_set import MultipleChoice, QuestionSet, ShortAnswer, YesNo
 from coat_eval.tasks.realworldqa import RealWorldQa
@@ -34,7 +30,7 @@ from coat_eval.tasks.tempcompass import TempCompass
 from coat_eval.tasks.textvqa import TextVqa
 from coat_eval.tasks.videomme import VideoMme
 from coat_eval.tasks.vizwiz import VizWiz
-from coat_eval.tasks.vqav2 import VqaV2
+from coat_eval.tasks.vqav2 import OkVqa, VqaV2
 
 __all__ = ["BENCHMARKS", "TASKS", "get_benchmark", "get_task"]
 

@@ -1,9 +1,9 @@
-"""DocVQA: questions about pages of documents, scored by ANLS.
+"""DocVQA and InfographicVQA: questions about pages and infographics, scored by ANLS.
 
-Source: Mathew et al., "DocVQA: A Dataset for VQA on Document Images"; ANLS (average normalized
-Levenshtein similarity): Biten et al., "Scene Text Visual Question Answering", in the form of the
-challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which lmms-eval copies. No published
-predictions with scores were found, so only the rule is checked.
+Source: Mathew et al., "DocVQA: A Dataset for VQA on Document Images" and "InfographicVQA"; ANLS
+(average normalized Levenshtein similarity): Biten et al., "Scene Text Visual Question Answering",
+in the form of the challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which lmms-eval copies. No
+published predictions with scores were found, so only the rule is checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,3 +143,33 @@ def compute_distance(first: str, second: str) -> int:
         rises = (right_falls << 1 | ~(diagonal | right_rises)) & every
         falls = right_rises & diagonal & every
     return distance
+
+
+class InfoVqa(DocVqa):
+    """ANLS overall, and by where the answer is found."""
+
+    name = "infovqa"
+    sizes: ClassVar[Mapping[str, int]] = {"val": 2801, "test": 3288}
+    layouts: ClassVar[Layouts] = {
+        "val": (
+            ("infographicsVQA_val_v1.0_withQT.json",),
+            ("infographicsVQA_val_v1.0.json",),
+            ("InfographicVQA/validation-*.parquet",),
+            ("validation-*.parquet",),
+        ),
+        "test": (
+            ("infographicsVQA_test_v1.0.json",),
+            ("InfographicVQA/test-*.parquet",),
+            ("test-*.parquet",),
+        ),
+    }
+    folders = ("infographicsvqa_images", "images", ".")
+
+    def is_reference(self, table: Table) -> bool:
+        """The official annotations, or rows of lmms-lab/DocVQA's part InfographicVQA."""
+        return table.has("questionId", "question", "image_url")
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; its first type of answer is a sub-table if there is one."""
+        types = {"question_types": row.get("answer_type")}
+        return super().question({**row, **types}, table, where)

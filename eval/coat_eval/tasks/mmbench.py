@@ -1,11 +1,14 @@
-"""MMBench (dev, English): choices with circular evaluation.
+"""MMBench (dev, English), and CCBench about Chinese culture: choices with circular evaluation.
 
 A question counts if it is answered correctly in every rotation of its options. The official judge
 matches answers without a letter with ChatGPT; here they are undecided and wrong. Two versions of
-the split exist: 1,176 questions (mmbench_dev_20230712.tsv, LLaVA) and 1,164 (VLMEvalKit, the Hub).
+MMBench's split exist: 1,176 questions (mmbench_dev_20230712.tsv, LLaVA) and 1,164 (VLMEvalKit, the
+Hub). CCBench has 510 choices in Chinese; a letter that directly follows a Chinese character is not
+a separate word, so the letter rule does not find it.
 
 Source: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?" (arXiv:2307.06281);
-LLaVA llava/eval/model_vqa_mmbench.py; lmms-eval: lmms_eval/tasks/mmbench/en_utils.py.
+open-compass/MMBench; LLaVA llava/eval/model_vqa_mmbench.py; lmms-eval: lmms_eval/tasks/mmbench,
+en_utils.py, cc_utils.py and mmbench_cc.yaml.
 """
 
 from collections.abc import Mapping
@@ -22,7 +25,26 @@ from coat_eval.letter_choices import (
     has_rotations,
     list_choices,
 )
-from coat_eval.tasks.ccbench import CATEGORIES as CCBENCH_CATEGORIES
+
+CATEGORIES = frozenset(
+    {
+        "calligraphy_painting",
+        "cultural_relic",
+        "food_clothes",
+        "historical_figure",
+        "scenery_building",
+        "sketch_reasoning",
+        "traditional_show",
+    }
+)
+
+_OPTIONS = "\u6709\u5982\u4e0b\u51e0\u4e2a\u9009\u9879\uff1a"
+"""There are several options:"""
+_REQUEST = (
+    "\u8bf7\u76f4\u63a5\u4f7f\u7528\u6240\u63d0\u4f9b\u7684\u9009\u9879"
+    "\u5b57\u6bcd\u4f5c\u4e3a\u7b54\u6848\u56de\u7b54\u3002"
+)
+"""Answer directly with the option's letter."""
 
 
 class MmBench(CircularBenchmark):
@@ -46,7 +68,7 @@ class MmBench(CircularBenchmark):
 
     def is_reference(self, table: Table) -> bool:
         """A table with rotations whose first category is not one of CCBench."""
-        return has_rotations(table) and table.rows[0].get("category") not in CCBENCH_CATEGORIES
+        return has_rotations(table) and table.rows[0].get("category") not in CATEGORIES
 
     def ask(self, question: Question, variant: str) -> str:
         """Return LLaVA's prompt, or that of VLMEvalKit or lmms-eval."""
@@ -57,3 +79,23 @@ class MmBench(CircularBenchmark):
             options = "\n".join(list_choices(question))
             return f"{words} There are several options:\n{options}\n\n{LETTER_ANSWER}"
         return ask_llava(question)
+
+
+class CcBench(CircularBenchmark):
+    """Circular accuracy over questions and by category; accuracy over first rotations and rows."""
+
+    name = "ccbench"
+    sizes: ClassVar[Mapping[str, int]] = {"test": 510}
+    variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's prompt"}
+    layouts: ClassVar[Layouts] = {"test": (("CCBench.tsv",), ("test-*.parquet",), ("*.parquet",))}
+
+    def is_reference(self, table: Table) -> bool:
+        """A table with rotations whose first category is one of the seven."""
+        return has_rotations(table) and table.rows[0].get("category") in CATEGORIES
+
+    def ask(self, question: Question, variant: str) -> str:
+        """Return VLMEvalKit's prompt, or lmms-eval's in Chinese."""
+        if variant != "lmms":
+            return ask_vlmeval(question)
+        options = "\n".join(list_choices(question))
+        return f"{question.text} {_OPTIONS}\n{options}\n\n{_REQUEST}"

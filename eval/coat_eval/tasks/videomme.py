@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
+from coat_data.saved_files import hash_file
 from coat_eval.benchmark import (
     Benchmark,
     FrameTimes,
@@ -32,7 +33,7 @@ from coat_eval.extract import (
     extract_ranked_letter,
     infer_letter,
 )
-from coat_eval.files import Table, file_sha256
+from coat_eval.files import Table
 
 DURATIONS = ("short", "medium", "long")
 _VIDEOS = ("data", "videos", "video", ".")
@@ -199,7 +200,7 @@ def _format_subtitles(
     path = folder.path / "subtitle" / f"{name}.srt"
     if not path.is_file():
         return "", ""
-    sha256 = file_sha256(path)
+    sha256 = hash_file(path)
     try:
         times = frame_times(video.load())
     except DataError:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
     SHORT_ANSWER,
+    UNANSWERABLE,
     Benchmark,
     Prediction,
     Prompt,
@@ -29,7 +30,6 @@ from coat_eval.files import Table
 from coat_eval.tasks.vqav2 import clean_answer
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
-UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
 _TEXTS = frozenset({"prediction", "prompt"})
 _SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
 

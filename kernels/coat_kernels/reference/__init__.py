@@ -26,11 +26,9 @@ from coat_kernels.reference.gemm import scaled_mm
 from coat_kernels.reference.norm import norm_apply, norm_bwd, norm_stats, norm_values
 from coat_kernels.reference.quantize import (
     dequantize_group,
-    dequantize_rows,
     dequantize_tensor,
     quantize_gradient,
     quantize_group,
-    quantize_rows,
     quantize_tensor,
     tensor_scale,
     transpose_quantized,

@@ -109,20 +109,6 @@ def dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (to_float(q) * scale).to(dtype)
 
 
-def quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Quantize x to FP8 [M, N], or [N, M'] if ``transposed``, with a scale per row, FP32 [M]."""
-    x = x.float()
-    amax = x.abs().amax(-1) if x.shape[1] else x.new_zeros(x.shape[0])  # NaN if there is one
-    scale = amax_to_scale(amax, fmt)
-    q, qt = make_layouts(x, scale[:, None], get_format(fmt), not transposed, transposed)
-    return (qt if transposed else q), scale
-
-
-def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute q * scale, [M, N] in ``dtype``."""
-    return dequantize_tensor(q, scale[:, None], dtype)
-
-
 def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     """Quantize x to FP8 or INT8 [M, N] with E8M0 exponents, uint8 [M, N / G]."""
     form = get_group_format(fmt)
