@@ -71,7 +71,7 @@ def save_llava(
     """
     check_llava(model, processor)
     tower = build_plain_tower(model, "llava")
-    config = model.config
+    config: Any = model.config
     vision, language = tower.config, copy.deepcopy(config.text_config)
     drops_class_token = config.select_feature == "patch" and config.num_prefix_tokens > 0
     strategy = "default" if drops_class_token else "full"

@@ -335,7 +335,8 @@ def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1)
 
 def _image_grids(model: CoatVlm, tiles: int) -> list[Grid]:
     """Distribute tiles over images at all scales; single tiles if they do not fill one image."""
-    sides = [scale // model.config.s2_scales[0] for scale in model.config.s2_scales]
+    scales = model.config.s2_scales or [1]
+    sides = [scale // scales[0] for scale in scales]
     smaller, largest = sum(side * side for side in sides[:-1]), sides[-1] ** 2
     full, rest = divmod(tiles, smaller + largest)
     if full == 0:

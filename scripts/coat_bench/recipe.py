@@ -186,7 +186,7 @@ class StageCase:
     """The recipe, with shapes in place of names of published models."""
     stage: StageConfig
     """The stage, with the batch size of this number of ranks."""
-    frame: PreTrainedModel
+    frame: Any
     """The model on ``meta``, as on a GPU with FP8 tensor cores."""
     config: PretrainedConfig
     """The model's configuration, with a token id for images."""
@@ -318,7 +318,7 @@ def _build_case(
     )
 
 
-def build_stage_model(case: StageCase, device: torch.device) -> PreTrainedModel:
+def build_stage_model(case: StageCase, device: torch.device) -> Any:
     """Build the model of a stage with random weights on a device, ready for the engine.
 
     The weights are the same at every call on the same kind of device. They are generated on this
@@ -393,7 +393,7 @@ def _make_published_sample(
     """Make a random row as the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches."""
     config, vision = model.config, model.config.vision_config
     side = IMAGE_SIDE // vision.patch_size
-    grid = torch.tensor([[1, side, side]]).expand(shape.images, 3)
+    grid = torch.tensor([[1, side, side]]).repeat(shape.images, 1)
     # Text has any id below the media ids.
     top = min(config.image_token_id, config.vision_start_token_id)
     ids = torch.randint(top, (shape.tokens,), generator=generator)

@@ -50,7 +50,8 @@ def model(recipe: ModelConfig, tiny_tokenizer: Any) -> CoatVlm:
 
 def test_it_computes_what_the_language_model_does(model: CoatVlm, recipe: ModelConfig) -> None:
     ids = torch.tensor([[5, 6, 2, 8], [9, 3, 4, 5]])  # 2 is <image> elsewhere, a word here
-    stock = Qwen2ForCausalLM(model.config.text_config).eval()
+    config: Any = model.config.text_config
+    stock = Qwen2ForCausalLM(config).eval()
     stock.load_state_dict(model.language_model.state_dict())
     with torch.no_grad():
         expected = stock(input_ids=ids, labels=ids)
