@@ -282,9 +282,9 @@ def _long(jobs: Commands) -> None:
   coat-vlm bench long my_recipe.yaml --stage sft --longest 2048 --images 1 --csv long.csv
   torchrun --nproc-per-node 2 --no-python coat-vlm bench long my_recipe.yaml --stage sft \\
       --layouts packed:32768 bucketed:8 padded:16 --csv long.csv
-  coat-vlm bench long quickstart --stage sft --steps 1 --warmup 1 --csv tiny.csv \\
+  coat-vlm bench long quickstart --stage sft --steps 1 --warmup 1 --csv long.csv \\
       --layouts packed:1024 padded:2 --samples 8 model.max_length=1024
-  coat-vlm bench long quickstart --csv tiny.csv --plot tiny.svg
+  coat-vlm bench long quickstart --csv long.csv --plot long.svg
 
 Weights and data are random, and the step is that of training, as in coat-vlm bench recipe. Without
 --longest and --layouts rows are full; with sequence_parallel ranks share their tokens.

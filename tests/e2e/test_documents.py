@@ -68,6 +68,7 @@ def test_what_is_not_run() -> None:
         "downloads from the Hub, or needs eight GPUs",
         "needs lmms-eval, a checkout of VLMEvalKit and their downloads",
         "tests/vlm/test_trl.py trains a small model with each",
+        "needs two GPUs",
         "an 8B model at 65,536 tokens, two to four minutes",
         "needs a trained model and GPUs; a test runs it with a small one",
         "needs a trained model and Video-MME",
