@@ -169,7 +169,6 @@ def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
     return replace(sample, continues=True) if goes_on else sample
 
 
-
 MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image", "images"),
     "video": ("video", "videos", "video_path"),
