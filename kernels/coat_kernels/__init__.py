@@ -22,7 +22,6 @@ from coat_kernels.formats import (
     Format,
     GroupScaled,
     QuantizedGradient,
-    RowScaled,
     TensorScaled,
 )
 from coat_kernels.gemm import scaled_mm
@@ -79,7 +78,6 @@ __all__ = [
     "NormSaved",
     "Op",
     "QuantizedGradient",
-    "RowScaled",
     "TensorScaled",
     "activation_bwd",
     "activation_bwd_stats",

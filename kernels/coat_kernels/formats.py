@@ -2,12 +2,10 @@
 
     x  ~=  q * scale          q: FP8 data, or INT8 per group
 
-There are three granularities. The first and the last are COAT's mixed granularity (arXiv
-2410.19313, section 4):
+There are two granularities, COAT's mixed granularity (arXiv 2410.19313, section 4):
 
 * per tensor (:class:`TensorScaled`): one FP32 scale, for operands of a GEMM.
   ``scale = max(amax * fp32(1 / max), 2^-126)``, ``q = cast(clamp(x * fp32(1 / scale)))``.
-* per row (:class:`RowScaled`): the same for each row, so that every token has its own range.
 * per group (:class:`GroupScaled`): one scale per 1 x G group of the last dimension, for the inputs
   that non-linear layers save for backward. Scales are powers of two, stored as E8M0 exponent bytes
   (OCP Microscaling, section 5.4.1): value ``2^(e - 127)``, 255 is NaN. The exponent is the smallest
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 MIN_SCALE = 2.0**-126
-"""Smallest scale of a tensor or a row: the smallest normal FP32, whose inverse is finite."""
+"""Smallest scale of a tensor: the smallest normal FP32, whose inverse is finite."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 """Group sizes of :class:`GroupScaled`; the paper uses 16 (section 4)."""
@@ -70,17 +68,6 @@ class TensorScaled(NamedTuple):
     """FP8, any shape."""
     scale: Tensor
     """FP32, shape ()."""
-
-
-class RowScaled(NamedTuple):
-    """FP8 data of a matrix x [M, N] with one scale per row: ``x ~= q * scale[:, None]``."""
-
-    q: Tensor
-    """FP8 [M, N]; or, if ``transposed``, [N, M'] with M padded to a multiple of 16."""
-    scale: Tensor
-    """FP32 [M]."""
-    transposed: bool = False
-    """Whether scales belong to the columns of ``q``, which cannot be an operand of a GEMM then."""
 
 
 class GroupScaled(NamedTuple):
@@ -200,27 +187,6 @@ def check_quantized(
             f"{op}: the FP8 data of {name} is {q.dtype} of shape {tuple(q.shape)} and strides "
             f"{q.stride()}; it must be a contiguous matrix of {' or '.join(map(str, dtypes))}, as "
             "the quantize functions return it"
-        )
-
-
-def check_rows(op: str, name: str, x: RowScaled) -> None:
-    """Check that FP8 data has one scale per row.
-
-    Raises:
-        ValueError: the shapes do not match, a dtype or layout is wrong, or x is transposed.
-    """
-    check_quantized(op, name, x.q)
-    if x.transposed:
-        raise ValueError(
-            f"{op}: {name} is transposed, so its scales belong to columns; quantize it row-major, "
-            "or transpose the matrix before quantizing its rows"
-        )
-    scale, rows = x.scale, x.q.shape[0]
-    if scale.dtype != torch.float32 or scale.shape != (rows,) or not scale.is_contiguous():
-        raise ValueError(
-            f"{op}: the scales of {name} are {scale.dtype} of shape {tuple(scale.shape)} and "
-            f"strides {scale.stride()}; for FP8 data of shape {tuple(x.q.shape)} they must be "
-            f"contiguous torch.float32 of shape {(rows,)}, one scale per row"
         )
 
 

@@ -10,9 +10,7 @@ accumulation the tensor cores sum all of K with fewer bits, which takes 3 to 7% 
 (``coat-vlm bench gemm``). On a CPU FP8 values are multiplied in FP32. A bias is rounded to the
 result's dtype, the only dtype that cuBLASLt's epilogue supports.
 
-With one scale per row of both operands (a [M], b [N]) the result is BF16: torch built for a CUDA
-version before 12.9 uses a CUTLASS kernel, which is reliable for BF16 only (pytorch/pytorch, pull
-request 187569). Reference: ``reference.scaled_mm``.
+Reference: ``reference.scaled_mm``.
 """
 
 import torch
@@ -23,10 +21,8 @@ from coat_kernels.formats import (
     E5M2,
     GEMM_MULTIPLE,
     HIGH_PRECISION,
-    RowScaled,
     TensorScaled,
     check_quantized,
-    check_rows,
     check_vector,
 )
 from coat_kernels.registry import register
@@ -51,8 +47,8 @@ def _scaled_mm(
 
 
 def scaled_mm(
-    a: TensorScaled | RowScaled,
-    b: TensorScaled | RowScaled,
+    a: TensorScaled,
+    b: TensorScaled,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     *,
@@ -62,8 +58,8 @@ def scaled_mm(
 
     Args:
         a: FP8 [M, K], any M; at most one operand is E5M2.
-        b: FP8 [N, K]; both operands are scaled per tensor or both per row.
-        dtype: dtype of the result: FP32, BF16 or FP16; BF16 if the operands are scaled per row.
+        b: FP8 [N, K].
+        dtype: dtype of the result: FP32, BF16 or FP16.
         bias: [N] or None.
         fast: fast accumulation.
 
@@ -72,7 +68,7 @@ def scaled_mm(
 
     Raises:
         ValueError: the inner dimensions differ, K or N is not a multiple of 16, both operands are
-            E5M2 or only one is scaled per row, or a dtype or layout is wrong.
+            E5M2, or a dtype or layout is wrong.
     """
     check_quantized("scaled_mm", "a", a.q)
     check_quantized("scaled_mm", "b", b.q)
@@ -93,18 +89,4 @@ def scaled_mm(
             f"{', '.join(map(str, HIGH_PRECISION))}"
         )
     check_vector("scaled_mm", "bias", bias, N)
-    if isinstance(a, TensorScaled) and isinstance(b, TensorScaled):
-        return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype, fast)
-    if not (isinstance(a, RowScaled) and isinstance(b, RowScaled)):
-        raise ValueError(
-            f"scaled_mm: a is {type(a).__name__} and b is {type(b).__name__}; quantize both per "
-            "tensor or both per row"
-        )
-    check_rows("scaled_mm", "a", a)
-    check_rows("scaled_mm", "b", b)
-    if dtype != torch.bfloat16:
-        raise ValueError(
-            f"scaled_mm: the result cannot be {dtype} for operands with one scale per row, only "
-            "torch.bfloat16: round it afterwards, or quantize both per tensor"
-        )
-    return _scaled_mm(a.q, a.scale[:, None], b.q, b.scale[None], bias, dtype, fast)
+    return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype, fast)

@@ -187,31 +187,17 @@ def _activation_bwd_stats(i: _Inputs) -> Examples:
     return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
 
 
-def _quantize_rows(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Every row as a tensor of its own: FP8 [M, N], scales [M]."""
-    scales = [reference.tensor_scale([row], fmt) for row in x.split(1)]
-    rows = [
-        reference.quantize_tensor([row], scale, fmt, True, False)[0]
-        for row, scale in zip(x.split(1), scales, strict=True)
-    ]
-    return torch.cat(rows), torch.stack(scales)
-
-
 def _scaled_mm(i: _Inputs) -> Examples:
     b = i.normal(48, i.columns, dtype=torch.float32)
     b_scale = reference.tensor_scale([b], "e4m3")
     b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
-    b_rows, b_scales = _quantize_rows(b, "e4m3")
     examples: Examples = {}
     for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
         a = i.matrix()
         scale = reference.tensor_scale([a], fmt)
         q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
-        rows, scales = _quantize_rows(a, fmt)
         name = fmt if bias is None else f"{fmt}-bias"
         examples[name] = (q, scale, b_q, b_scale, bias, i.dtype, False)
-        by_rows = (rows, scales[:, None], b_rows, b_scales[None])
-        examples[f"{name}-rows"] = (*by_rows, bias, torch.bfloat16, False)
     return examples | {"fast": (*examples["e4m3"][:-1], True)}
 
 

@@ -12,8 +12,8 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """Compute (a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N] in FP32; round to dtype.
 
-    Scales are one per tensor, [], or one per row, [M, 1] and [1, N]. The bias is rounded to
-    ``dtype`` before it is added. Fast accumulation has no effect.
+    Scales are FP32 []. The bias is rounded to ``dtype`` before it is added. Fast accumulation has
+    no effect.
     """
     y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
     if bias is not None:
