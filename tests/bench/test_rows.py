@@ -10,6 +10,7 @@ from coat_bench.adamw import AdamwRow
 from coat_bench.gemm import GemmRow
 from coat_bench.kernels import KernelRow
 from coat_bench.layer import LayerRow
+from coat_bench.long import LongRow
 from coat_bench.recipe import RecipeRow
 from coat_bench.rows import Row, append_rows, format_number, format_table, read_rows
 from coat_bench.step import StepRow
@@ -62,6 +63,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
         "gemm": GemmRow,
         "adamw": AdamwRow,
         "recipe": RecipeRow,
+        "long": LongRow,
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
