@@ -10,7 +10,8 @@ gradient has a constant scale (:func:`coat_kernels.logit_gradient`), W and h are
 per tensor. The loss and the logits are those of :func:`coat_vlm.model.loss.linear_cross_entropy`.
 
 The grad-weight GEMM runs once for many chunks: it reads and writes no sum for each, and each chunk
-may be small. What it needs instead, g^T of all tokens, takes about the memory of an FP32 sum.
+may be small. What it needs instead, g^T of its tokens, takes at most twice the memory of an FP32
+sum of grad_W (:data:`MOST_TOKENS`).
 """
 
 import torch

@@ -6,7 +6,7 @@ same order, within seconds. :class:`LiveMemory` sums the live storages and the w
 attention kernels. :func:`trace` runs a micro-batch and records the peaks.
 
 :func:`trace_frames` finds the largest number of video frames per row that fits. A row holds at most
-so many frames as ``max_length`` has room for:
+so many frames as fit into ``max_length``:
 
     pool_frames * floor((tokens - 1) / (tokens_per_image + time))
 
@@ -419,7 +419,7 @@ class FramesPlan:
 def trace_frames(
     model: CoatVlm, recipe: Recipe, tokens: int, micro_batch: int, *, reuse_weights: bool
 ) -> FramesPlan | None:
-    """Trace full rows of frames; None for a recipe without video settings, or without room.
+    """Trace full rows of frames; None for a recipe without videos, or if no two frames fit.
 
     Args:
         model: the model on ``meta``, as for :func:`trace`.

@@ -230,12 +230,13 @@ def logit_gradient(
     if transposed is None:
         transposed = logits.new_empty((0, 0), dtype=E5M2.dtype)
     else:
-        room = (V, transposed.shape[-1])
-        _check(op, "transposed", transposed, E5M2.dtype, room, logits.device)
-        if start % GEMM_MULTIPLE or start + pad_length(M) > room[1] or room[1] % GEMM_MULTIPLE:
+        columns = transposed.shape[-1]
+        _check(op, "transposed", transposed, E5M2.dtype, (V, columns), logits.device)
+        if start % GEMM_MULTIPLE or start + pad_length(M) > columns or columns % GEMM_MULTIPLE:
             raise ValueError(
-                f"{op}: {M} tokens from column {start} on do not fit into transposed "
-                f"data of shape {room}; both must be multiples of {GEMM_MULTIPLE}"
+                f"{op}: {M} tokens from column {start} on do not fit into transposed data of shape "
+                f"{(V, columns)}: the first column and the number of columns must be multiples of "
+                f"{GEMM_MULTIPLE}, and {pad_length(M)} columns are written"
             )
     return _logit_gradient(logits, targets, losses, transposed, start, rows)
 
