@@ -64,7 +64,7 @@ continues an interrupted evaluation. With torchrun, the questions are divided am
         "--run", type=Path, help="run folder; exit status 1 if a required metric is not reached"
     )
     parser.add_argument(
-        "--model", help="model folder, e.g. RUN/sft/model; with --tasks also others"
+        "--model", help="run folder, or RUN/sft/model; with --tasks also a Hugging Face model"
     )
     parser.add_argument("--task", help="yes_no, multiple_choice or short_answer")
     parser.add_argument("--data", type=Path, help="folder with questions.jsonl, or with benchmarks")
