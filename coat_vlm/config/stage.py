@@ -23,7 +23,8 @@ class SourceConfig:
     name: str
     """Name in logs, tables and validation losses."""
     path: str
-    """Data file, folder, glob pattern or URL of shards, or list of sources; see data/README.md."""
+    """Data file, folder, glob pattern or URL of shards, or list of sources; see
+    docs/guides/data.md."""
     media_root: str | None = None
     """Folder or URL to which relative media paths are relative; defaults to ``path``'s folder."""
     format: str | None = None

@@ -35,7 +35,7 @@ _ROWS_PROBED = 100
 class SampleDataset:
     """The samples of a data file, a folder, a pattern of shards, or a list of these.
 
-    Storage and format of the rows are detected by content; ``data/README.md`` lists the formats.
+    Storage and format of the rows are detected by content; docs/guides/data.md lists them.
     Rows stay on disk, so that an instance is small and cheap to pickle.
 
     Attributes:
