@@ -219,7 +219,9 @@ class StageConfig:
     """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks and
     micro-batches."""
     micro_batch_size: Positive
-    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
+    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size. On
+    a GPU, samples of very different lengths are packed instead of padded
+    (docs/guides/performance.md)."""
     sequence_parallel: Positive = 1
     """Number N of consecutive ranks that share the tokens of each micro-batch
     (docs/guides/long_context.md). Must divide the ranks and the language model's attention heads;

@@ -88,6 +88,8 @@ class Fp8Gradients:
             del scaled
         del gradient
         if self._transposed is not None and start + len(rows) == min(self._most, self._left):
+            if start + len(rows) == self._left:
+                del self._weight  # no chunk follows, and memory is shortest in this GEMM
             self._multiply(self._transposed)
         return losses.sum() / self._divisor
 

@@ -8,7 +8,8 @@ signal's number into a socket (:func:`signal.set_wakeup_fd`), and a thread reads
 - inside :meth:`Signals.hold` (the steps of training, an atomic save) the signal is recorded, and
   raised at the end of the context;
 - inside :meth:`Signals.wait` (waiting for a batch) the wait ends at once;
-- anywhere else SystemExit is raised at once.
+- anywhere else SystemExit is raised at once. Python can only raise it when native code returns: a
+  rank that waits for others to connect does not for minutes. Then the thread ends the process.
 """
 
 import os
@@ -25,6 +26,9 @@ EXIT_REQUEUE = 75
 """EX_TEMPFAIL: SIGTERM, SIGUSR1 or SIGHUP stopped the command; start the same command again."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C stopped the command."""
+
+RETURN_S = 3.0
+"""Seconds for which a signal that nothing holds waits until native code returns."""
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")  # Windows has two of them
 _NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
@@ -152,16 +156,27 @@ class Signals:
         self._stop()
 
     def _acknowledge(self, reading: socket.socket) -> None:
-        """Print one line per signal, in a thread of its own."""
+        """Print one line per signal, in a thread of its own; end a process that cannot stop."""
         rank = f"[rank {os.environ.get('RANK')}] " if "RANK" in os.environ else ""
-        numbers = b""
+        numbers, last = b"", 0
         while _END not in numbers:
-            numbers = reading.recv(64)
+            try:
+                numbers = reading.recv(64)
+            except TimeoutError:
+                reading.settimeout(None)
+                # The handler, which runs before any other Python code of the main thread, has not.
+                if self.received is None and not self._holds and not self._waits:
+                    sys.stderr.write(f"coat-vlm: {rank}does not wait for native code to return\n")
+                    sys.stderr.flush()
+                    os._exit(EXIT_INTERRUPTED if last == signal.SIGINT else EXIT_REQUEUE)
+                continue
             for number in dict.fromkeys(numbers):
                 if number in _NUMBERS:
+                    last = number
                     name, when = signal.Signals(number).name, [*self._holds, "now"][0]
                     sys.stderr.write(f"coat-vlm: {rank}{name} received; stops {when}\n")
                     sys.stderr.flush()
+                    reading.settimeout(RETURN_S)
 
 
 SIGNALS = Signals()

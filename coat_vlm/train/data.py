@@ -80,6 +80,8 @@ class StageData:
     """What packing makes of an epoch."""
     row_tokens: int | None
     """Token budget of a packed row; None without packing."""
+    unpadded: bool
+    """Whether micro-batches that would be padded much are packed."""
     validation_batches: Callable[[str], Iterator[Batch]]
     """Iterates over the batches of one validation source, the same number on every rank."""
 
@@ -111,6 +113,8 @@ def open_data(
     world: World,
     check: Callable[[Sequence[SourceConfig], Sequence[Rows]], None] | None = None,
     flops: ModelFlops | None = None,
+    *,
+    unpad: bool = False,
 ) -> StageData:
     """Open the stage's sources and verify the label masks of the first rows.
 
@@ -123,6 +127,8 @@ def open_data(
         check: called with the training sources and their rows before the rows are measured or
             split; may raise.
         flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
+        unpad: pack micro-batches that would be padded much
+            (:func:`coat_data.load.collate.collate_unpadded`).
 
     Raises:
         DataError: a source is missing or cannot be read, or a label mask is wrong.
@@ -203,6 +209,7 @@ def open_data(
         packing=sampler,
         costs=costs,
         timeout_s=recipe.data_timeout_s,
+        unpad=PackingConfig().align if unpad else None,
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
     val_encoder = processor.encoder(train=False, template=stage.template)
@@ -218,6 +225,7 @@ def open_data(
         verified_rows=verified_rows,
         packing=None if sampler is None else sampler.estimate(),
         row_tokens=None if sampler is None else sampler.budget.tokens,
+        unpadded=unpad,
         validation_batches=lambda name: val_batches(
             held_out[name],
             val_encoder,

@@ -6,6 +6,7 @@ starting an engine.
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from coat_vlm.config import STAGES, Recipe, StageConfig, StageName
@@ -19,6 +20,9 @@ from coat_vlm.model.packing import PACKED
 from coat_vlm.model.sequence_parallel import check_sequence_parallel
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.train.nf4 import check_bitsandbytes
+
+_UNPADDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
+"""Model types of language models with nothing in their attention that packing does not support."""
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
@@ -96,8 +100,36 @@ def set_train_mode(model: PreTrainedModel, stage: StageConfig) -> None:
             part.eval()
 
 
+def avoids_padding(
+    model: PreTrainedModel, recipe: Recipe, stage: StageConfig, device: torch.device
+) -> bool:
+    """Whether micro-batches with much padding are computed as one packed row, without padding.
+
+    Only on a GPU, where one call of variable-length attention computes all sequences; with CUDA
+    graphs a row of another length would be another graph. Ranks that share tokens never compute
+    padding (:func:`coat_vlm.model.sequence_parallel.shard_batch`).
+    """
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
+    return (
+        device.type == "cuda"
+        and stage.micro_batch_size > 1
+        and stage.packing is None
+        and stage.dpo is None
+        and stage.sequence_parallel == 1
+        and not graphs
+        and isinstance(model, CoatVlm)
+        and recipe.model.attention == "sdpa"
+        and model.language_model.config.model_type in _UNPADDED
+    )
+
+
 def prepare_model(
-    model: PreTrainedModel, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
+    model: PreTrainedModel,
+    recipe: Recipe,
+    stage: StageConfig,
+    arithmetic: Arithmetic,
+    *,
+    packed: bool = False,
 ) -> ConversionReport | None:
     """Prepare a model for a stage: adapters, frozen modules, attention, precision.
 
@@ -106,6 +138,8 @@ def prepare_model(
         recipe: provides the attention implementation.
         stage: provides the trainable modules and packing.
         arithmetic: the recipe's precision on this device.
+        packed: rows may be packed although the stage does not ask for it
+            (:func:`avoids_padding`).
 
     Returns:
         The modules that were converted to FP8; None if the precision is not an FP8 one.
@@ -117,7 +151,7 @@ def prepare_model(
     set_trainable(model, stage)
     if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows
         check_sequence_parallel(model.language_model, stage.sequence_parallel)
-        packed = stage.packing is not None or stage.sequence_parallel > 1
+        packed = packed or stage.packing is not None or stage.sequence_parallel > 1
         if packed and recipe.model.attention == "sdpa":
             model.language_model.set_attn_implementation(PACKED)
     return arithmetic.apply(model)

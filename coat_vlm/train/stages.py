@@ -13,6 +13,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import AutoTokenizer, PreTrainedModel
 
+from coat_data.load.collate import MOST_PADDING
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import write_folder
 from coat_vlm.checkpoint.keep import KeepRule
@@ -53,6 +54,7 @@ from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.preference import build_preference
 from coat_vlm.train.prepare import (
+    avoids_padding,
     describe_missing_start,
     find_start,
     prepare_model,
@@ -179,7 +181,8 @@ def _run_stage(
     )
     processor.adopt_template(stage.template)
     set_stop_tokens(model, processor)
-    conversion = prepare_model(model, recipe, stage, arithmetic)
+    unpadded = avoids_padding(model, recipe, stage, world.device)
+    conversion = prepare_model(model, recipe, stage, arithmetic, packed=unpadded)
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")
     record = SourceRecord(
@@ -190,7 +193,14 @@ def _run_stage(
     )
     throughput = Throughput(model, world, stage.sequence_parallel)
     data = open_data(
-        recipe, name, run_dir, processor, world, check=record.open, flops=throughput.flops
+        recipe,
+        name,
+        run_dir,
+        processor,
+        world,
+        check=record.open,
+        flops=throughput.flops,
+        unpad=unpadded,
     )
     record.finish(data.sources, [share.rows for share in data.shares])
     evaluation = None
@@ -417,6 +427,8 @@ def _print_tables(
             f"  packed: {data.packing.samples_per_row:.1f} samples and "
             f"{data.packing.images_per_row:.1f} images in a row, {data.packing.fill:.1%} full"
         )
+    if data.unpadded:
+        lines.append(f"  micro-batches with over {MOST_PADDING:.0%} of padding are packed instead")
     if stage.sequence_parallel > 1:
         lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
     lines += [f"  WARNING {warning}" for warning in data.warnings]

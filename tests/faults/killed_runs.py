@@ -48,6 +48,8 @@ LIMIT_S = 60.0
 START_S = 300.0
 """Within this, a start must train, on a loaded machine."""
 STEPS = 45
+KEPT = 12
+"""Every checkpoint of so many steps is kept for good."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of Linux's prctl."""
 LAUNCHERS = ("torch.distributed.run", "deepspeed.launcher.runner", "deepspeed.launcher.launch")
@@ -114,14 +116,14 @@ class Setup:
         return f"{self.ranks}:{self.zero_stage}:{self.precision}"
 
     def write(self, data: Path, run_dir: Path) -> Path:
-        """Write a recipe that saves every third step and keeps every twelfth for good."""
+        """Write a recipe that saves every third step and keeps some for good."""
         stage = {"max_steps": STEPS, "save_every_steps": 3, "micro_batch_size": 1}
         recipe = {
             **tiny_recipe(data, run_dir, **stage),
             "zero_stage": self.zero_stage,
             "precision": self.precision,
             "save_total_limit": 2,
-            "keep_every_steps": 12,
+            "keep_every_steps": KEPT,
         }
         return write_recipe(recipe, run_dir.with_suffix(".yaml"))
 
@@ -333,10 +335,14 @@ class Campaign:
         different = {name for name in own | other if own.get(name) != other.get(name)}
         assert not different, f"{run_dir}: {different}"
         saved, expected = (
-            {path.name for path in list_checkpoints(folder / "sft/checkpoints")}
+            {path_step(path) for path in list_checkpoints(folder / "sft/checkpoints")}
             for folder in (run_dir, reference)
         )
-        assert saved >= expected, f"{run_dir}: {saved} instead of {expected}"
+        # The one before the last may be a checkpoint that a signal saved at another step.
+        kept = {*range(KEPT, STEPS + 1, KEPT), STEPS}
+        assert kept <= expected, f"{reference}: {expected} instead of {kept}"
+        assert kept <= saved, f"{run_dir}: {saved} instead of {kept}"
+        assert len(saved) >= len(expected), f"{run_dir}: {saved} instead of {expected}"
         left = [path.name for path in run_dir.rglob(".*")]
         assert not left, f"{run_dir}: {left}"
         shutil.rmtree(run_dir)

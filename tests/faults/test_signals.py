@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -204,6 +205,28 @@ with SIGNALS.handle():
     assert "SIGTERM received; stops when it is complete" in run.output()
     assert find_problem(tmp_path / "folder") is None
     assert not (tmp_path / "folder" / "after").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_while_ranks_connect(number: signal.Signals, status: int, tmp_path: Path, start: Start):
+    """Torch retries for minutes, in native code, until rank 0 listens."""
+    code = """
+import sys
+from torch.distributed import TCPStore
+from coat_vlm.run.signals import SIGNALS
+
+with SIGNALS.handle():
+    print("connects", flush=True)
+    TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False)
+"""
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        run = start([sys.executable, "-c", code, taken.getsockname()[1]])
+        run.wait_for(lambda: "connects" in run.output(), "the start")
+        time.sleep(1.0)
+        run.send(number)
+        assert run.end(20) == status, run.output()
+    assert f"{number.name} received; stops now" in run.output()
 
 
 def test_ctrl_c_saves_too(text_data: Path, start: Start, tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_data.load.collate import Batch, collate, collate_packed
+from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
 from coat_data.load.encode import EncodedSample
+from coat_vlm.config.load import load_recipe
+from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model.packing import PACKED
+from coat_vlm.train.prepare import avoids_padding, prepare_model
 from coat_vlm.train.throughput import count_supervised_tokens
 
 
@@ -78,3 +81,62 @@ def test_the_layout_of_a_packed_row() -> None:
     assert exact.get("cu_seq_lens_q", torch.empty(0)).tolist() == [0, 3, 5]
     with pytest.raises(ValueError, match="at least one sample"):
         collate_packed([], pad_token_id=0, align=8)
+
+
+def text(length: int) -> EncodedSample:
+    return EncodedSample(torch.ones(length), torch.ones(length), torch.empty(0, 3, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ((100, 80), (2, 100)),  # 10% padding
+        ((100, 79), (1, 192)),  # 10.5%
+        ((100, 100), (2, 100)),
+        ((79,), (1, 79)),
+        ((100, 30, 2), (1, 160)),
+    ],
+)
+def test_rows_that_would_be_padded_much_are_packed(
+    lengths: tuple[int, ...], shape: tuple[int, int]
+) -> None:
+    batch = collate_unpadded([text(length) for length in lengths], pad_token_id=0, align=32)
+    assert batch["input_ids"].shape == shape
+    assert int(batch["attention_mask"].sum()) == sum(lengths)
+    assert ("cu_seq_lens_q" in batch) == (shape[0] < len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("change", "avoids"),
+    [
+        ("stages.sft.packing=null", True),  # as it is
+        ("stages.sft.packing=true", False),
+        ("stages.sft.sequence_parallel=4", False),
+        ("stages.sft.micro_batch_size=1", False),
+        ("model.attention=eager", False),
+        ("fp8={cuda_graphs: true}", False),
+    ],
+)
+def test_which_stages_avoid_padding(tiny: Any, change: str, avoids: bool) -> None:
+    words = ["zero_stage=2", "init_from=null", change]
+    recipe = load_recipe("vila_sft", words, unset_variables=True)
+    stage, gpu = recipe.stages["sft"], torch.device("cuda")
+    model = tiny.model()
+    assert avoids_padding(model, recipe, stage, gpu) is avoids
+    assert not avoids_padding(model, recipe, stage, torch.device("cpu"))
+    assert not avoids_padding(tiny.model(language=tiny.language("gemma")), recipe, stage, gpu)
+
+
+def test_padded_and_packed_batches_alternate_in_a_prepared_model(
+    tiny: Any, conversations: Any
+) -> None:
+    recipe = load_recipe("vila_sft", ["init_from=null"], unset_variables=True)
+    model = tiny.model()
+    samples = conversations(model)
+    padded = collate(samples, pad_token_id=0)
+    wanted, _ = loss_and_gradients(model, [padded])
+    prepare_model(model, recipe, recipe.stages["sft"], Arithmetic(torch.float32), packed=True)
+    model.train()
+    for batch in (padded, collate_unpadded(samples, pad_token_id=0, align=32), padded):
+        loss, _ = loss_and_gradients(model, [batch])
+        assert loss == pytest.approx(wanted, rel=1e-5)

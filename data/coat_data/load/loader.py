@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from coat_data.load.collate import Batch, collate, collate_packed
+from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.lengths import in_workers
 from coat_data.mixture.packing import MAX_DRAWS, PackedSampler, Sampler, replacement
@@ -76,8 +76,8 @@ class TrainLoader:
     An optimizer step has ``batch_size`` batch rows of the sampler: one sample each, or several if
     they are packed. :func:`coat_data.mixture.sampler.assign_to_ranks` assigns them to ranks and
     micro-batches of ``micro_batch_size`` batch rows. A micro-batch has one padded row per sample,
-    or, with packing, one row of all its samples. A bad sample of a packed batch row is replaced by
-    one that fits into that row.
+    or, with packing or ``unpad``, one row of all its samples. A bad sample of a packed batch row is
+    replaced by one that fits into that row.
 
     Attributes:
         sampler: returns the batch rows of each step.
@@ -99,6 +99,9 @@ class TrainLoader:
         costs: estimated work of the rows of each source, by which rows that are not packed are
             assigned to ranks; None assigns them in order.
         timeout_s: time limit on waiting for a worker process, in seconds; 0 for none.
+        unpad: collate micro-batches that are not packed with
+            :func:`coat_data.load.collate.collate_unpadded`, with rows of a multiple of this number
+            of tokens; None pads all.
 
     Raises:
         ValueError: ``batch_size`` is not divisible, or the mixture is of other datasets.
@@ -121,6 +124,7 @@ class TrainLoader:
         packing: PackedSampler | None = None,
         costs: Sequence[np.ndarray] | None = None,
         timeout_s: float = 0.0,
+        unpad: int | None = None,
     ) -> None:
         check_batch_sizes(batch_size, micro_batch_size, rank, world_size)
         rows = [share.rows for share in mixture.accounting()]
@@ -143,6 +147,7 @@ class TrainLoader:
         self._pad_token_id = pad_token_id
         self._packing = packing
         self._timeout_s = timeout_s
+        self._unpad = unpad
 
     def steps(self, start: SamplerState) -> Generator[list[LoadedBatch]]:
         """Yield the micro-batches of each optimizer step from ``start`` on, endlessly.
@@ -176,14 +181,16 @@ class TrainLoader:
         return "; ".join(describe_row(self._datasets[source], index) for source, index in places)
 
     def _load(self, request: Sequence[BatchRow]) -> LoadedBatch:
-        """Load a micro-batch: one padded row per sample, or one row of all samples if packed."""
         bad: list[BadSample] = []
         encoded = [sample for row in request for sample in self._encode_row(row, bad)]
-        if self._packing is None:
-            batch = collate(encoded, pad_token_id=self._pad_token_id)
-        else:
+        pad_token_id = self._pad_token_id
+        if self._packing is not None:
             align = self._packing.budget.align
-            batch = collate_packed(encoded, pad_token_id=self._pad_token_id, align=align)
+            batch = collate_packed(encoded, pad_token_id=pad_token_id, align=align)
+        elif self._unpad is not None:
+            batch = collate_unpadded(encoded, pad_token_id=pad_token_id, align=self._unpad)
+        else:
+            batch = collate(encoded, pad_token_id=pad_token_id)
         counts = dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
         return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
 
