@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,46 @@ def test_bad_rows_are_replaced_listed_and_counted(tiny_data: Path, tmp_path: Pat
     met = round(len(listed) / last["bad_by_source"]["bad"]["rate"])
     assert 0 < met < sum(row["samples"] for row in step_rows(tmp_path / "run"))
     assert "good" not in last["bad_by_source"]
+
+
+AS_ON_A_GPU = """
+import logging
+import sys
+logging.basicConfig(level=logging.INFO)
+from coat_cli.main import main
+from coat_vlm.train import stages
+stages.avoids_padding = lambda *_: True
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_training_without_padding_is_training_with_it(tiny_data: Path, tmp_path: Path) -> None:
+    """Micro-batches of four rows that differ in length; validation is padded in both runs."""
+    runs = {"padded": [sys.executable, "-m", "coat_cli.main"]}
+    runs["packed"] = [sys.executable, "-c", AS_ON_A_GPU]
+    rows = {}
+    for name, program in runs.items():
+        recipe = packed_recipe(tiny_data, tmp_path / name, batch_size=8, micro_batch_size=4)
+        source = {"name": "tiny", "path": str(tiny_data / "data.json")}
+        recipe["stages"]["sft"].update(val_data=[source])
+        del recipe["stages"]["sft"]["packing"]
+        path = training["write_recipe"](recipe, tmp_path / f"{name}.yaml")
+        words = [*program, "train", str(path)]
+        done = subprocess.run(
+            words, env=training["ENV"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        for said in ("over 10% of padding are packed", "Packed sequences: attention uses"):
+            assert (said in done.stderr + done.stdout) is (name == "packed"), said
+        rows[name] = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+    for key in ("loss", "grad_norm"):
+        wanted, found = ([row[key] for row in rows[name] if row["kind"] == "step"] for name in runs)
+        assert found == pytest.approx(wanted, rel=2e-5)
+        assert len(found) == 5
+    ((wanted,), (found,)) = (
+        [row["losses"]["tiny"] for row in rows[name] if row["kind"] == "val"] for name in runs
+    )
+    assert found == pytest.approx(wanted, rel=2e-5)
