@@ -155,7 +155,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Hub id or local folder of a published vision-language model, which is trained with its own
     processor and chat template (guides/huggingface.md has the families). Of the other keys only
-    ``max_length`` and ``attention`` may stand beside it."""
+    ``max_length``, ``max_pixels`` and ``attention`` may stand beside it."""
     vision: VisionConfig | None = field(default_factory=VisionConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
@@ -168,6 +168,10 @@ class ModelConfig:
     max_length: Positive = 2048
     """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
     sample."""
+    max_pixels: Positive | None = None
+    """Maximum pixels of an image of a published model, to which larger ones are shrunk, for
+    Qwen2.5-VL and Qwen3-VL; the processor's when absent. A token of Qwen2.5-VL shows 28 x 28
+    pixels, one of Qwen3-VL 32 x 32."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 
@@ -185,6 +189,11 @@ class ModelConfig:
         if self.pretrained is not None:
             self._check_pretrained()
             return
+        if self.max_pixels is not None:
+            raise ValueError(
+                "model.max_pixels has no effect without model.pretrained; remove it, and choose "
+                "the tiles of an image with model.image"
+            )
         for name in ("vision", "language"):
             part = getattr(self, name)
             if part is not None:

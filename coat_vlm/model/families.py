@@ -39,7 +39,8 @@ class Family:
     """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
     image_options: Mapping[str, Any] = field(default_factory=dict)
     """Options with which the processor calls its image processor."""
-
+    limits_pixels: bool = False
+    """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
     adds_end_token: bool = False
     """Whether the chat template writes nothing behind an answer, so that the tokenizer's end token
     has to be added, as in the family's own training."""
@@ -85,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         projector=("model.visual.merger",),
         inputs=_GRIDS,
         token_types="mm_token_type_ids",
+        limits_pixels=True,
     ),
     "qwen3_vl": Family(
         name="Qwen3-VL",
@@ -93,6 +95,7 @@ FAMILIES: dict[str, Family] = {
         projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
         inputs=_GRIDS,
         token_types="mm_token_type_ids",
+        limits_pixels=True,
     ),
     "smolvlm": Family(name="SmolVLM2", model_class="SmolVLMForConditionalGeneration", **_IDEFICS),
 }

@@ -27,8 +27,9 @@ from coat_data.media.remote_media import fetch_media
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import Segment, TokenizerTemplate
 from coat_data.text.tokens import TokenizerLike
-from coat_vlm.model.families import Family, find_family
+from coat_vlm.model.families import FAMILIES, Family, find_family
 
+_IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
 _LINE_BREAKS = re.compile(r"^\n+|\n+$")
 
 
@@ -52,16 +53,20 @@ class FamilyProcessor:
             self.tokenizer.pad_token = self.tokenizer.eos_token  # padding is never attended to
 
     @classmethod
-    def load(cls, where: str, path: str, max_length: int | None = None) -> "FamilyProcessor":
+    def load(
+        cls, where: str, path: str, max_length: int | None = None, max_pixels: int | None = None
+    ) -> "FamilyProcessor":
         """Load the processor of a folder or of a model on the Hub.
 
         Args:
             where: the recipe key, for the error.
             path: folder or Hub id.
             max_length: maximum sequence length. Default: the length that the model supports.
+            max_pixels: maximum pixels of an image. Default: the processor's.
 
         Raises:
-            ValueError: the family is unknown, or there is no processor with a chat template.
+            ValueError: the family is unknown, there is no processor with a chat template, or
+                ``max_pixels`` has no effect on it.
         """
         family, config = find_family(where, path)
         try:
@@ -76,6 +81,8 @@ class FamilyProcessor:
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
             )
+        if max_pixels is not None:
+            _limit_pixels(processor, family, max_pixels)
         longest = config.get_text_config().max_position_embeddings
         return cls(processor, family, longest if max_length is None else max_length)
 
@@ -92,6 +99,25 @@ class FamilyProcessor:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of the processor and of the tokenizer."""
         self._processor.save_pretrained(folder)
+
+
+def _limit_pixels(processor: Any, family: Family, max_pixels: int) -> None:
+    """Shrink larger images to ``max_pixels``; see :meth:`FamilyProcessor.load`."""
+    if not family.limits_pixels:
+        names = ", ".join(one.name for one in FAMILIES.values() if one.limits_pixels)
+        raise ValueError(
+            f"model.max_pixels={max_pixels} has no effect with {family.name}, whose processor "
+            f"limits no number of pixels; remove it, and change preprocessor_config.json in a "
+            f"local folder of the model; families with such a limit: {names}"
+        )
+    images = processor.image_processor
+    least = images.size["shortest_edge"]  # pixels, in spite of its name
+    if max_pixels < least:
+        raise ValueError(
+            f"model.max_pixels={max_pixels} is less than the {least} pixels to which the processor "
+            "enlarges small images; raise it"
+        )
+    images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})
 
 
 class ProcessorTemplate(TokenizerTemplate):
@@ -231,8 +257,8 @@ class FamilyEncoder(Encoder):
                 sample.where,
                 f"{len(ids)} tokens, with those of {len(media)} images, are more than max_length="
                 f"{self.max_length}",
-                "raise model.max_length, split the conversation, or lower the image size in the "
-                "preprocessor_config.json of the model's folder",
+                "raise model.max_length, split the conversation, or lower "
+                + ("model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE),
             )
         return EncodedSample(
             torch.tensor(ids),

@@ -92,6 +92,7 @@ def check_start(recipe: Recipe, start: str) -> str:
 def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
     """Load the processor of a stage that starts from a folder, with the recipe's settings."""
     if recipe.model.pretrained is not None:
-        return FamilyProcessor.load("init_from", start, recipe.model.max_length)
+        limits = recipe.model.max_length, recipe.model.max_pixels
+        return FamilyProcessor.load("init_from", start, *limits)
     saved = CoatVlmProcessor.from_pretrained(start)
     return continue_processor(recipe.model, saved, CoatVlmConfig.from_pretrained(start))

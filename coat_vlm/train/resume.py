@@ -67,6 +67,7 @@ CHANGES_DATA = (
     "stages.*.data.**",
     "stages.*.packing.images",
     "model.max_length",
+    "model.max_pixels",
     "model.image.max_tiles",
     "model.image.num_video_frames",
     "model.video.num_frames",

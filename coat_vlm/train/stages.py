@@ -490,7 +490,8 @@ def _load_initial_model(
     if recipe.model.pretrained is not None:
         source = ("model.pretrained", recipe.model.pretrained)
         model = load_family_model(*source, dtype, recipe.model.attention)
-        return model, FamilyProcessor.load(*source, recipe.model.max_length)
+        limits = recipe.model.max_length, recipe.model.max_pixels
+        return model, FamilyProcessor.load(*source, *limits)
     vocab_size = recipe.model.tokenizer.train_vocab_size
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:

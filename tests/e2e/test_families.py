@@ -351,7 +351,10 @@ def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -
     path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(str(path), changes)
-    saved = load_recipe(str(path))
+    saved = load_recipe(str(path), ["model.max_pixels=200704"])
+    assert saved.model.max_pixels == 200704
+    with pytest.raises(ValueError, match=r"model\.max_pixels has no effect without model\.pretr"):
+        load_recipe("vila_sft", ["model.max_pixels=9"], unset_variables=True)
     save_recipe(saved, tmp_path / "saved.yaml")
     assert load_recipe(str(tmp_path / "saved.yaml")) == saved
 

@@ -238,3 +238,26 @@ def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Pat
         ValueError, match=r"'mllama'; the families that can be trained are .*Qwen3-VL"
     ):
         find_family("model.pretrained", str(tmp_path))
+
+
+def test_an_image_is_shrunk_to_the_pixels_of_the_recipe(folder: Path, tmp_path: Path) -> None:
+    family, _ = find_family("model.pretrained", str(folder))
+    if not family.limits_pixels:
+        with pytest.raises(
+            ValueError, match=f"no effect with {family.name}.*: Qwen2.5-VL, Qwen3-VL"
+        ):
+            FamilyProcessor.load("model.pretrained", str(folder), 1024, 512)
+        return
+    with pytest.raises(ValueError, match="max_pixels=9 is less than the 64 pixels"):
+        FamilyProcessor.load("model.pretrained", str(folder), 1024, 9)
+    sample = conversation(picture(1, 400, 300))
+    sizes = {}
+    for pixels in (None, 256, 512):
+        processor = FamilyProcessor.load("model.pretrained", str(folder), 1024, pixels)
+        processor.save_pretrained(tmp_path)  # evaluation and servers read the folder
+        saved = AutoProcessor.from_pretrained(tmp_path).image_processor
+        shown = Image.new("RGB", (400, 300))
+        grid = saved([[shown]], return_tensors="pt")["image_grid_thw"]
+        assert torch.equal(processor.encoder(train=True)(sample).extras["image_grid_thw"], grid)
+        sizes[pixels] = int(grid.prod()) * saved.patch_size**2
+    assert 0 < sizes[256] <= 256 < sizes[512] <= 512 < sizes[None]
