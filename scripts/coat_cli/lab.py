@@ -70,7 +70,7 @@ continuation. The same command continues with the runs that DIR does not contain
         help="seeds of initial weights and of the order of the rows; default 0")
     add("--steps", type=int, default=0, help="fewer steps than the whole text")
     add("--lr", type=float, help="peak learning rate; default: depends on --size")
-    add("--jobs", type=int, default=1, help="runs at the same time on one GPU; default 1")
+    add("--jobs", type=int, default=1, help="runs at the same time, on all GPUs in turn; default 1")
     add("--out", type=Path, required=True, metavar="DIR",
         help="folder for the tokens, single_pass.csv (losses) and single_pass_results.csv")
 
@@ -132,7 +132,7 @@ more variants, learning rates or seeds may be added.
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--size", choices=("30m", "100m", "tiny"), default="30m", help="default 30m")
     add("--steps", type=int, help="steps of a run; default: those of the size")
-    add("--jobs", type=int, default=1, help="runs at the same time, on one GPU or CPU; default 1")
+    add("--jobs", type=int, default=1, help="runs at the same time, on all GPUs in turn; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
 
 

@@ -196,6 +196,12 @@ def get_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def use_gpu_in_turn(number: int) -> None:
+    """Make one of this machine's GPUs the current one, in turn by the number of a run."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def train_decoder(
     corpus: Corpus, precision: str, bench: DecoderBench, seed: int = 0
 ) -> DecoderCurve:

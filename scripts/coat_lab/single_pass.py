@@ -32,6 +32,7 @@ from coat_lab.decoder import (
     start_run,
     text_loss,
     train_steps,
+    use_gpu_in_turn,
 )
 from coat_vlm.fp8 import graph_blocks
 
@@ -94,7 +95,7 @@ def train_all(
         setup: texts and model.
         precisions: names for :func:`coat_lab.decoder.parse_arithmetic`.
         seeds: seeds of the initial weights and of the order of the rows.
-        jobs: runs at the same time, in processes of their own, on one GPU.
+        jobs: runs at the same time, in processes of their own, on all GPUs in turn.
         out: folder of the results. Runs in it are not repeated.
 
     Yields:
@@ -118,7 +119,10 @@ def train_all(
     failed: list[str] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
-        runs = {pool.submit(train_one, setup, out, p, s, bar=jobs == 1): (p, s) for p, s in todo}
+        runs = {
+            pool.submit(train_one, setup, out, p, s, number, bar=jobs == 1): (p, s)
+            for number, (p, s) in enumerate(todo)
+        }
         for future in as_completed(runs):
             name = "{}, seed {}".format(*runs[future])
             if (error := future.exception()) is not None:
@@ -167,8 +171,11 @@ def _count_steps(corpus: Corpus, bench: DecoderBench) -> int:
     return bench.steps or available
 
 
-def train_one(setup: SinglePass, out: Path, precision: str, seed: int, *, bar: bool) -> Run:
-    """Train and evaluate one model; arguments as for :func:`train_all`, which made the tokens."""
+def train_one(
+    setup: SinglePass, out: Path, precision: str, seed: int, number: int, *, bar: bool
+) -> Run:
+    """Train and evaluate run ``number``; arguments of :func:`train_all`, which made the tokens."""
+    use_gpu_in_turn(number)
     corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
     bench = replace(setup.bench, steps=_count_steps(corpus, setup.bench))
     questions = {file.stem: read_questions(file) for file in setup.questions}

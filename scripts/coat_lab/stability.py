@@ -233,7 +233,7 @@ def sweep(
         lrs: peak learning rates.
         seeds: seeds of initial weights and batches.
         out: folder of ``runs/*.json``, ``stability.csv`` and ``stability.svg``.
-        jobs: processes that train at the same time, on one GPU or on the CPU's cores.
+        jobs: processes that train at the same time, on all GPUs in turn or on the CPU's cores.
 
     Raises:
         ValueError: there is no such variant, there are too few steps, or the folder has runs of
@@ -296,7 +296,10 @@ def _train_all(
     # A forked process cannot use CUDA.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(runs)), context, start) as pool:
-        futures = {pool.submit(_train_in_worker, bench, run): run for run in runs}
+        futures = {
+            pool.submit(_train_in_worker, bench, run, number): run
+            for number, run in enumerate(runs)
+        }
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -310,8 +313,9 @@ def _start_worker(training: np.ndarray, held_out: np.ndarray, threads: int) -> N
     torch.set_num_threads(threads)
 
 
-def _train_in_worker(bench: DecoderBench, run: Run) -> RunCurve:
+def _train_in_worker(bench: DecoderBench, run: Run, number: int) -> RunCurve:
     assert _worker_corpus is not None
+    decoder.use_gpu_in_turn(number)
     return train_run(_worker_corpus, bench, run)
 
 
