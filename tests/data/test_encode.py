@@ -1,6 +1,7 @@
 """Token ids, labels and pixels: what is trained, what is parsed, and where the images are."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from coat_data.load.check_labels import verify_template
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
@@ -306,6 +308,24 @@ def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):
 def test_data_errors_name_the_row(make_tokenizer, conversation: Sample, problem: str):
     with pytest.raises(DataError, match=rf"rows\.json:7.*{problem}"):
         encoder_of(make_tokenizer("qwen2"), "chatml")(conversation)
+
+
+def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
+    """Training replaces such a row as any other bad one; a template without end is no row's."""
+    tokenizer = make_tokenizer("qwen2")
+    jinja = tokenizer.chat_template
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusing + jinja
+    encode = encoder_of(tokenizer, "tokenizer")
+    row = sample("What?", "A dog.", system="Be kind.")
+    for one in (row, replace(row, rejected="A cat.")):
+        for read in (encode, encode.measure, encode.layout):
+            with pytest.raises(DataError, match=r"rows\.json:7: the chat template .*: no system"):
+                read(one)
+    encode(sample("What?", "A dog."))
+    tokenizer.chat_template = jinja.replace("<|im_end|>", "!")
+    with pytest.raises(ValueError, match="^the chat template .* after an answer"):
+        verify_template(encoder_of(tokenizer, "tokenizer"))
 
 
 def test_prompt_needs_a_question(make_tokenizer):

@@ -132,16 +132,17 @@ class Encoder:
 
         Raises:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
-                no answer, the sequence is too long, or the sample is not of the kind in
-                :attr:`preferences`; names the row.
+                no answer, the template refuses the conversation, the sequence is too long, or the
+                sample is not of the kind in :attr:`preferences`; names the row.
         """
         self.check_kind(sample)
+        segments = self.segments(sample)
         if sample.rejected:
             answers = (sample.turns[-1].text, sample.rejected)
             encoded, rejected = self.answered(sample, answers, rng)
             encoded = replace(encoded, rejected=rejected)
         else:
-            encoded = self._encode(sample, sample.media, self.segments(sample), rng)
+            encoded = self._encode(sample, sample.media, segments, rng)
         _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
@@ -203,8 +204,15 @@ class Encoder:
             raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
-        """Render the conversation; a document that continues ends without an end token."""
-        segments = self.template.render(sample.turns)
+        """Render the conversation; a document that continues ends without an end token.
+
+        Raises:
+            DataError: the template refuses the conversation; names the row.
+        """
+        try:
+            segments = self.template.render(sample.turns)
+        except ValueError as error:
+            raise DataError(sample.where, str(error), "remove the row or its source") from error
         while sample.continues and segments[-1].kind == "literal":
             segments = segments[:-1]
         return segments
