@@ -22,6 +22,7 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import complete_inputs
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.train.nf4 import share_nf4
 
 _GROUPS = ("rewards", "logps")
 
@@ -124,6 +125,7 @@ class Preference:
         """
         if not self._shares:  # the engine has stored the frozen weights since
             share_stored(self._model, self._reference)
+            share_nf4(self._model, self._reference)
             self._shares = True
         inputs = dict(inputs)
         labels = inputs.pop("labels")
