@@ -324,7 +324,7 @@ def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
                 read(one)
     encode(sample("What?", "A dog."))
     tokenizer.chat_template = jinja.replace("<|im_end|>", "!")
-    with pytest.raises(ValueError, match="^the chat template .* after an answer"):
+    with pytest.raises(ValueError, match=r"^the chat template .* after an answer"):
         verify_template(encoder_of(tokenizer, "tokenizer"))
 
 
