@@ -341,6 +341,15 @@ def test_an_answer_that_is_too_long_is_told(make_tokenizer):
         encode.answered(asked, ["A dog." * 9])
 
 
+def test_measuring_a_pair_checks_the_length_of_both_answers(make_tokenizer):
+    encode = encoder_of(make_tokenizer("qwen2"), "chatml", max_length=40)
+    pair = replace(sample("What?", "A dog."), rejected="A cat.")
+    assert encode.measure(pair) == encode.measure(replace(pair, rejected=""))
+    for read in (encode, encode.measure):
+        with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens .* max_length=40"):
+            read(replace(pair, rejected="A cat." * 9))
+
+
 def test_vocabulary_pieces_that_spell_special_tokens():
     """Unigram models hold their control tokens as pieces, and prefer the longest piece."""
     vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]

@@ -171,14 +171,18 @@ class Encoder:
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
 
-        The measured size is larger only if a video is shorter than its header says, or by the
-        digits of time tokens. Headers are read only if a size depends on them.
+        Of a preference pair it is the size with the chosen answer; both are checked. The measured
+        size is larger only if a video is shorter than its header says, or by the digits of time
+        tokens. Headers are read only if a size depends on them.
 
         Raises:
             DataError: as for a call, as far as headers show it.
         """
         ids, _, plans = self._planned(sample, self.media.plan)
         self._check_length(sample, len(ids), plans)
+        if sample.rejected:
+            worse = Turn("assistant", (Part("text", sample.rejected),))
+            self.measure(replace(sample, turns=(*sample.turns[:-1], worse), rejected=""))
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
