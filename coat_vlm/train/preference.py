@@ -108,6 +108,10 @@ class Preference:
             processing_class=processor.tokenizer,
         )
         self._trainer.remove_callback(PrinterCallback)
+        for module in model.modules():  # TRL turns nn.Dropout off, and attention has a number
+            for name in ("attention_dropout", "dropout"):
+                if isinstance(vars(module).get(name), float):
+                    setattr(module, name, 0.0)
         # The trainer sets use_cache: false for its own loop; the configuration is saved.
         vars(model.config).clear()
         vars(model.config).update(settings)
