@@ -341,6 +341,15 @@ def test_an_answer_that_is_too_long_is_told(make_tokenizer):
         encode.answered(asked, ["A dog." * 9])
 
 
+def test_an_answer_alone_follows_the_text_that_it_continues(make_tokenizer):
+    """The plain template without a begin-of-text token renders nothing before the answer."""
+    tokenizer = make_tokenizer("qwen2")
+    (found,) = encoder_of(tokenizer, "plain").answered(sample("Once upon", "-"), [" a time"])
+    assert shown(tokenizer, found.input_ids.tolist()) == "Once upon a time<|im_end|>"
+    labels = [label for label in found.labels.tolist() if label != IGNORE_INDEX]
+    assert shown(tokenizer, labels) == " a time<|im_end|>"
+
+
 def test_measuring_a_pair_checks_the_length_of_both_answers(make_tokenizer):
     encode = encoder_of(make_tokenizer("qwen2"), "chatml", max_length=40)
     pair = replace(sample("What?", "A dog."), rejected="A cat.")

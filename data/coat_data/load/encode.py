@@ -269,7 +269,7 @@ class Encoder:
             ids, labels = self.layout(replace(sample, turns=(*turns, said), media=media))
             end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
-            tail = torch.tensor(ids[before[-1] + 1 : end])
+            tail = torch.tensor(ids[before[-1] + 1 if before else 0 : end])
             length = len(prompt.input_ids) + len(tail)
             if length > self.max_length:
                 raise DataError(
