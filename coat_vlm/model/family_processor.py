@@ -274,9 +274,16 @@ class FamilyEncoder(Encoder):
             return [], {}
         processor, family = self._processor, self._family
         # One list per conversation: some processors treat several images of one differently.
-        found = processor.image_processor(
-            [list(images)], return_tensors="pt", **family.image_options
-        )
+        try:
+            found = processor.image_processor(
+                [list(images)], return_tensors="pt", **family.image_options
+            )
+        except ValueError as error:  # such as a side 200 times as long as the other (Qwen)
+            raise DataError(
+                f"images of {', '.join('{} x {}'.format(*image.size) for image in images)} pixels",
+                f"{family.name}'s image processor refuses them: {error}",
+                "crop them, or remove the row",
+            ) from error
         texts = [processor.replace_image_token(found, place) for place in range(len(images))]
         return texts, {name: found[name] for name in family.inputs if name in found}
 

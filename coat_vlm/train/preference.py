@@ -22,6 +22,7 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import complete_inputs
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.train.nf4 import share_nf4
 
 _GROUPS = ("rewards", "logps")
 
@@ -107,6 +108,10 @@ class Preference:
             processing_class=processor.tokenizer,
         )
         self._trainer.remove_callback(PrinterCallback)
+        for module in model.modules():  # TRL turns nn.Dropout off, and attention has a number
+            for name in ("attention_dropout", "dropout"):
+                if isinstance(vars(module).get(name), float):
+                    setattr(module, name, 0.0)
         # The trainer sets use_cache: false for its own loop; the configuration is saved.
         vars(model.config).clear()
         vars(model.config).update(settings)
@@ -124,6 +129,7 @@ class Preference:
         """
         if not self._shares:  # the engine has stored the frozen weights since
             share_stored(self._model, self._reference)
+            share_nf4(self._model, self._reference)
             self._shares = True
         inputs = dict(inputs)
         labels = inputs.pop("labels")

@@ -112,14 +112,17 @@ def _measure_layout(
 ) -> LongRow:
     bench = replace(bench, images=0)
     (case,) = list_stage_cases(bench, world)
-    recipe, packed = bench.recipe, layout.kind == "packed"
+    recipe, packing = bench.recipe, None
+    if layout.kind == "packed":
+        packing = PackingConfig(tokens=layout.size)
+        packing.row_tokens(recipe.model.max_length)  # raises if the longest sample does not fit
     per_image = case.frame.config.tokens_per_image
     drawn = draw_samples(count, per_image, recipe.model.max_length, recipe.seed)
     steps = arrange(drawn, layout, world.size, count_flops(case.frame).estimate)
     stage = replace(
         recipe.stages[case.name],
-        micro_batch_size=1 if packed else layout.size,
-        packing=PackingConfig(tokens=layout.size) if packed else None,
+        micro_batch_size=1 if packing else layout.size,
+        packing=packing,
         balance=False,
     )
     bench = replace(

@@ -256,14 +256,17 @@ def _write_runs(out: Path, runs: Sequence[Run]) -> None:
 
 
 def read_runs(out: Path) -> dict[tuple[str, int], Run]:
-    """Read the runs in a folder of :func:`train_all`, by precision and seed."""
+    """Read the runs in a folder of :func:`train_all`, by precision and seed.
+
+    A run whose curve was saved without its results, by a process that was killed, is left out.
+    """
     if not (out / RESULTS).is_file():
         return {}
     runs = {(c.precision, c.seed): Run(c, {}) for c in read_curves(out / CURVES)}
     with (out / RESULTS).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             runs[row["precision"], int(row["seed"])].results[row["measure"]] = float(row["value"])
-    return runs
+    return {key: run for key, run in runs.items() if run.results}
 
 
 def format_runs(runs: Sequence[Run]) -> str:

@@ -150,6 +150,10 @@ def test_layouts_measure_the_tokens_of_samples(
     [
         (["--stage", "sft", "--layouts", "sorted:3"], "--layouts sorted:3: allowed: packed:TOKENS"),
         (["--stage", "sft", "--layouts", "padded:0"], "--layouts padded:0: allowed: packed:TOKENS"),
+        (
+            ["--stage", "sft", "--layouts", "packed:128"],
+            "packing.tokens=128 is less than model.max",
+        ),
         (["--stage", "sft", "--layouts", "padded:2", "--longest", "8"], "leave one of them out"),
         (["--stage", "sft", "--layouts", "padded:2", "--images", "1"], "draw their own"),
         (["--stage", "sft", "--samples", "8"], "--samples has no effect without --layouts"),

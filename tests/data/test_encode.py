@@ -1,6 +1,7 @@
 """Token ids, labels and pixels: what is trained, what is parsed, and where the images are."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from coat_data.load.check_labels import verify_template
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
@@ -308,6 +310,24 @@ def test_data_errors_name_the_row(make_tokenizer, conversation: Sample, problem:
         encoder_of(make_tokenizer("qwen2"), "chatml")(conversation)
 
 
+def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
+    """Training replaces such a row as any other bad one; a template without end is no row's."""
+    tokenizer = make_tokenizer("qwen2")
+    jinja = tokenizer.chat_template
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusing + jinja
+    encode = encoder_of(tokenizer, "tokenizer")
+    row = sample("What?", "A dog.", system="Be kind.")
+    for one in (row, replace(row, rejected="A cat.")):
+        for read in (encode, encode.measure, encode.layout):
+            with pytest.raises(DataError, match=r"rows\.json:7: the chat template .*: no system"):
+                read(one)
+    encode(sample("What?", "A dog."))
+    tokenizer.chat_template = jinja.replace("<|im_end|>", "!")
+    with pytest.raises(ValueError, match=r"^the chat template .* after an answer"):
+        verify_template(encoder_of(tokenizer, "tokenizer"))
+
+
 def test_prompt_needs_a_question(make_tokenizer):
     with pytest.raises(DataError, match=r"rows\.json:7.*no question"):
         encoder_of(make_tokenizer("qwen2"), "chatml").prompt(sample(system="Be kind."))
@@ -319,6 +339,24 @@ def test_an_answer_that_is_too_long_is_told(make_tokenizer):
     assert len(encode.answered(asked, ["A dog."])) == 1
     with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens with the answer 'A dog"):
         encode.answered(asked, ["A dog." * 9])
+
+
+def test_an_answer_alone_follows_the_text_that_it_continues(make_tokenizer):
+    """The plain template without a begin-of-text token renders nothing before the answer."""
+    tokenizer = make_tokenizer("qwen2")
+    (found,) = encoder_of(tokenizer, "plain").answered(sample("Once upon", "-"), [" a time"])
+    assert shown(tokenizer, found.input_ids.tolist()) == "Once upon a time<|im_end|>"
+    labels = [label for label in found.labels.tolist() if label != IGNORE_INDEX]
+    assert shown(tokenizer, labels) == " a time<|im_end|>"
+
+
+def test_measuring_a_pair_checks_the_length_of_both_answers(make_tokenizer):
+    encode = encoder_of(make_tokenizer("qwen2"), "chatml", max_length=40)
+    pair = replace(sample("What?", "A dog."), rejected="A cat.")
+    assert encode.measure(pair) == encode.measure(replace(pair, rejected=""))
+    for read in (encode, encode.measure):
+        with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens .* max_length=40"):
+            read(replace(pair, rejected="A cat." * 9))
 
 
 def test_vocabulary_pieces_that_spell_special_tokens():

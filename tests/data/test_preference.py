@@ -135,6 +135,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rejected": "Red."}, "the chosen and the rejected answer are equal"),
     ({"rejected": 3}, "the rejected answer is int, no text"),
     ({"chosen": [said("assistant", [{"type": "image"}])]}, "the chosen answer is list, no text"),
+    ({"rejected": "Blue \ud800"}, "rejected has a broken character at 5"),
+    ({"chosen": gpt("Red."), "rejected": {"from": "human", "value": "No."}}, "different speakers"),
+    (
+        {"rejected": said("assistant", "No.") | {"tool_calls": ["f()"]}},
+        "rejected: the field tool_c",
+    ),
     ({"answer": "Red."}, "the row has answer beside chosen and rejected"),
     ({"chosen": [said("assistant", "Red."), said("user", "Sure?")]}, "before their last answer"),
 ]
@@ -153,6 +159,20 @@ def test_a_row_without_a_pair_is_an_error(
     assert problem in lines[0]
     assert lines[2] == "pairs: 2 of 2 rows are preference pairs"
     assert lines[-1].endswith("3 rows, 1 problems (read as question)")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        (said("user", "Red."), "turn 1 is spoken by user, expected assistant"),
+        (said("assistant", "Red.") | {"reasoning_content": "Hm."}, "the field reasoning_content"),
+    ],
+)
+def test_the_chosen_message_is_read_as_a_turn(
+    tmp_path: Path, chosen: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:0: .*{problem}"):
+        read(tmp_path, {**ROWS["TRL"], "chosen": [chosen], "rejected": "Blue."})
 
 
 def test_pairs_survive_ingest_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

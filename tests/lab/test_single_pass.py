@@ -12,7 +12,7 @@ from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_lab import single_pass
 from coat_lab.corpus import Corpus, Question, read_corpus, read_questions, score_questions
-from coat_lab.curves import DecoderCurve
+from coat_lab.curves import DecoderCurve, write_curves
 from coat_lab.decoder import DecoderBench, build_decoder
 from coat_lab.single_pass import (
     SIZES,
@@ -142,6 +142,10 @@ def test_the_command_trains_evaluates_and_goes_on(
     assert run.results["held-out loss"] < 0.8 * run.curve.training[0]
     sizes = {s: run.results[f"{s}, held-out loss"] for s in ("s0", "s1")}
     assert min(sizes.values()) <= run.results["held-out loss"] <= max(sizes.values())
+
+    curve = DecoderCurve("bf16", 0, [3.0], {1: 3.0})
+    write_curves(out / single_pass.CURVES, [run.curve, curve])  # killed before the results
+    assert [*read_runs(out)] == [("fp32", 0)]
 
     def train_one(*_: object, **__: object) -> Run:
         raise AssertionError

@@ -64,6 +64,7 @@ def verify_template(encoder: Encoder) -> None:
         ValueError: the template refuses such conversations.
     """
     for sample in synthetic_conversations(images=encoder.shows_media):
+        encoder.template.render(sample.turns)  # an error of the template, not of a row
         ids, labels = encoder.layout(sample)
         check_labels(sample, ids, labels, encoder)
 

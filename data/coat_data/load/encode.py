@@ -132,16 +132,17 @@ class Encoder:
 
         Raises:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
-                no answer, the sequence is too long, or the sample is not of the kind in
-                :attr:`preferences`; names the row.
+                no answer, the template refuses the conversation, the sequence is too long, or the
+                sample is not of the kind in :attr:`preferences`; names the row.
         """
         self.check_kind(sample)
+        segments = self.segments(sample)
         if sample.rejected:
             answers = (sample.turns[-1].text, sample.rejected)
             encoded, rejected = self.answered(sample, answers, rng)
             encoded = replace(encoded, rejected=rejected)
         else:
-            encoded = self._encode(sample, sample.media, self.segments(sample), rng)
+            encoded = self._encode(sample, sample.media, segments, rng)
         _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
@@ -170,14 +171,18 @@ class Encoder:
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
 
-        The measured size is larger only if a video is shorter than its header says, or by the
-        digits of time tokens. Headers are read only if a size depends on them.
+        Of a preference pair it is the size with the chosen answer; both are checked. The measured
+        size is larger only if a video is shorter than its header says, or by the digits of time
+        tokens. Headers are read only if a size depends on them.
 
         Raises:
             DataError: as for a call, as far as headers show it.
         """
         ids, _, plans = self._planned(sample, self.media.plan)
         self._check_length(sample, len(ids), plans)
+        if sample.rejected:
+            worse = Turn("assistant", (Part("text", sample.rejected),))
+            self.measure(replace(sample, turns=(*sample.turns[:-1], worse), rejected=""))
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
@@ -203,8 +208,15 @@ class Encoder:
             raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
-        """Render the conversation; a document that continues ends without an end token."""
-        segments = self.template.render(sample.turns)
+        """Render the conversation; a document that continues ends without an end token.
+
+        Raises:
+            DataError: the template refuses the conversation; names the row.
+        """
+        try:
+            segments = self.template.render(sample.turns)
+        except ValueError as error:
+            raise DataError(sample.where, str(error), "remove the row or its source") from error
         while sample.continues and segments[-1].kind == "literal":
             segments = segments[:-1]
         return segments
@@ -257,7 +269,7 @@ class Encoder:
             ids, labels = self.layout(replace(sample, turns=(*turns, said), media=media))
             end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
-            tail = torch.tensor(ids[before[-1] + 1 : end])
+            tail = torch.tensor(ids[before[-1] + 1 if before else 0 : end])
             length = len(prompt.input_ids) + len(tail)
             if length > self.max_length:
                 raise DataError(

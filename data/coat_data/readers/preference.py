@@ -13,12 +13,12 @@ Sources: huggingface/trl, docs/source/dataset_formats.md; hiyouga/LLaMA-Factory,
 the dataset card of openbmb/RLAIF-V-Dataset; modelscope/ms-swift, Custom-dataset.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coat_data.readers.boxes import convert_tags
-from coat_data.readers.fields import is_missing
+from coat_data.readers.fields import check_unused, is_missing
 from coat_data.sample import DataError, Part, Sample, Turn
 
 CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
@@ -32,6 +32,7 @@ _ANSWERS = {
     "instruction": "output",
 }
 """Field of a question -> field of its answer in an ordinary row."""
+_SPEAKER = ("role", "from")
 _REMEDY = "give both answers, or remove the row"
 
 
@@ -66,16 +67,26 @@ def with_chosen(row: Any) -> Any:
     return rest | _answer(rest, row[CHOSEN])
 
 
-def split_pair(row: Mapping[str, Any], where: str) -> Pair:
+def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Pair:
     """Take a preference row apart.
 
+    Args:
+        row: the row.
+        where: file and row, for messages.
+        ignore: fields of messages that the user allows to be left out.
+
     Raises:
-        DataError: an answer is missing, empty or no text, both are equal, the conversations before
-            them differ, or the row has another answer besides.
+        DataError: an answer is missing, empty or no text, the conversations before them or their
+            speakers differ, the rejected one has a field that must not be left out, or the row has
+            another answer besides.
     """
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
     rejected = _text(row.get(worse), worse, where)
+    for message in _turns(row[worse])[-1:]:
+        if isinstance(message, Mapping):
+            unused = message.keys() - {*_SPEAKER, "content", "value"}
+            check_unused(message, unused, ignore, f"{where}: {worse}")
     rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
     if swift and is_missing(row.get(CHOSEN)):
         return Pair(rest, rejected, frozenset({worse}), None)
@@ -87,6 +98,13 @@ def split_pair(row: Mapping[str, Any], where: str) -> Pair:
             "the conversations of chosen and rejected differ before their last answer",
             "let them differ in the last answer alone, or remove the row",
         )
+    speakers = {name: _speaker(row[name]) for name in (CHOSEN, worse)}
+    if None not in speakers.values() and speakers[CHOSEN] != speakers[worse]:
+        raise DataError(
+            where,
+            f"the answers have different speakers: {speakers}",
+            "let the assistant give both, or remove the row",
+        )
     added = _answer(rest, row[CHOSEN])
     (name,) = added
     if name not in _TURNS:
@@ -96,7 +114,8 @@ def split_pair(row: Mapping[str, Any], where: str) -> Pair:
                 f"the row has {name} beside chosen and rejected",
                 "keep chosen and rejected for a stage named dpo, or the other answer for the rest",
             )
-        added = {name: chosen}
+        # The reader of messages checks the speaker and the fields of the chosen one.
+        added = {name: _turns(row[CHOSEN]) if speakers[CHOSEN] and name == "completion" else chosen}
     return Pair(rest | added, rejected, frozenset({CHOSEN, worse}), None if name in rest else name)
 
 
@@ -142,6 +161,14 @@ def _answer(rest: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
 def _turns(value: Any) -> list[Any]:
     """Return the messages of an answer; none for a text."""
     return list(value) if isinstance(value, list | tuple) else [value] * isinstance(value, Mapping)
+
+
+def _speaker(answer: Any) -> Any:
+    """Return the speaker that the last message of an answer names; None for a text."""
+    for message in _turns(answer)[-1:]:
+        if isinstance(message, Mapping):
+            return next((message[name] for name in _SPEAKER if name in message), None)
+    return None
 
 
 def _text(value: Any, name: str, where: str) -> str:

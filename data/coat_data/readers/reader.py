@@ -126,13 +126,13 @@ class Reader:
         """
         if type(row) is not dict:
             return self.to_sample(row, place)
-        pair = split_pair(row, place.where) if is_pair(row) else None
+        pair = split_pair(row, place.where, place.ignore) if is_pair(row) else None
         row = Row(row if pair is None else pair.row)
         sample = self.to_sample(row, place)
         used, unused = row.keys() & row.used, row.keys() - row.used
         if pair is not None:
             if REJECTED not in place.ignore:
-                sample = add_rejected(sample, pair.rejected)
+                sample = add_rejected(sample, place.as_string(pair.rejected, REJECTED))
             used = used - {pair.added} | pair.fields
         if unused and not (place.columns and KEY in row):  # a field map of Energon is complete
             check_unused(row, unused, place.ignore, place.where, sample)
