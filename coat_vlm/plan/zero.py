@@ -92,7 +92,8 @@ class RankMemory:
 
 
 _DEFAULTS = DeepSpeedZeroConfig.model_validate({})
-"""DeepSpeed's defaults, which training does not change."""
+"""DeepSpeed's defaults. Training changes only what stage 3 gathers ahead, within
+``max_live_parameters``."""
 
 
 def count_sizes(
