@@ -1,5 +1,6 @@
 """Generation from a small random model, against a plain greedy loop without cache and padding."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -135,6 +136,13 @@ def test_generation_stops_at_the_token_trained_after_answers(
     hook.remove()
     assert answers == ["", ""]
     assert len(steps) == 1
+
+
+def test_a_length_below_the_templates_own_text_is_named(loaded: tuple[CoatVlm, CoatVlmProcessor]):
+    processor = copy.deepcopy(loaded[1])
+    processor.max_length = 5
+    with pytest.raises(ValueError, match=r"^model\.max_length=5 .* chat template chatml alone"):
+        PromptEncoder(processor)
 
 
 def test_no_sample_no_answer(loaded: tuple[CoatVlm, CoatVlmProcessor]):
