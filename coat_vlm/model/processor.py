@@ -51,6 +51,7 @@ from coat_vlm.model.processor_inputs import (
     MARKS,
     PLACEHOLDERS,
     check_image_tokens,
+    check_rows,
     find_padded_length,
     flat_options,
     flatten,
@@ -378,6 +379,7 @@ class CoatVlmProcessor(ProcessorMixin):
         """Encode rendered prompts; the tokenizer parses them."""
         mark_media = options.pop("return_mm_token_type_ids", False)
         return_tensors = options.pop("return_tensors")
+        check_rows(texts, images)
         media = place_media(texts, flatten(images, "image"), flatten(videos, "video"))
         shown, tensors = self.encoder(train=False).read_media(media, IMAGE_TOKEN)
         remaining = iter(shown)
