@@ -138,6 +138,23 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_max_pixels = image_max_pixels
         self.video = dict(video or {})
 
+    @classmethod
+    def get_processor_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read processor_config.json, whose settings are those of the model's training.
+
+        Raises:
+            ValueError: it is missing or contains no settings; defaults would be another model's.
+        """
+        found, rest = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
+        if "tokens_per_image" not in found:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has no processor_config.json with the settings "
+                "of images and the chat template; copy the whole folder again"
+            )
+        return found, rest
+
     @property
     def image_processor(self) -> "CoatVlmProcessor":
         """The processor itself reads images; pipelines ask for an image processor."""
