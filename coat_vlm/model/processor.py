@@ -120,6 +120,12 @@ class CoatVlmProcessor(ProcessorMixin):
         image_max_pixels: int | None = None,
         video: dict[str, Any] | None = None,
     ) -> None:
+        if not tokenizer.encode("a", add_special_tokens=False):
+            # transformers makes an empty tokenizer of a folder without vocabulary.
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no tokens for a text; copy its "
+                "files again (tokenizer.json)"
+            )
         super().__init__(tokenizer, chat_template=chat_template)
         tokenizer.padding_side = "left"  # of prompts that transformers' pipelines collate
         self.image_size = image_size
