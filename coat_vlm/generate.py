@@ -141,8 +141,15 @@ class PromptEncoder:
         # Encoding an example finds the end token of the chat template, which only the template
         # defines.
         turns = (Turn("user", (Part("text", "?"),)), Turn("assistant", (Part("text", "!"),)))
-        labels = encoder(Sample(id="stop", turns=turns)).labels
-        ends = {int(labels[labels != IGNORE_INDEX][-1]), self.tokenizer.eos_token_id}
+        ids, labels = encoder.layout(Sample(id="stop", turns=turns))
+        if len(ids) > encoder.max_length:
+            raise ValueError(
+                f"model.max_length={encoder.max_length} is too small: the chat template "
+                f"{processor.template} alone takes {len(ids)} tokens for a question and an answer "
+                "of one letter; raise model.max_length, or use a shorter template"
+            )
+        supervised = [label for label in labels if label != IGNORE_INDEX]
+        ends = {supervised[-1], self.tokenizer.eos_token_id}
         self.stop_token_ids = sorted(token for token in ends if token is not None)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:

@@ -123,8 +123,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read the value of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read the value of a JSON file; ValueError names a damaged one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ValueError(f"{path} is damaged: {error}; restore the file") from error
 
 
 def remove_folder(folder: Path) -> None:

@@ -109,7 +109,10 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     """Return how messages call the recipe, and its text."""
     path = Path(path_or_name)
     if path.is_file():
-        return str(path), path.read_text(encoding="utf-8")
+        try:
+            return str(path), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: a recipe is YAML in UTF-8: {error}") from error
     names = list_builtin_recipes()
     if path_or_name in names:
         resource = files("coat_vlm") / "recipes" / f"{path_or_name}.yaml"

@@ -158,10 +158,15 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
         dtype: dtype of the weights. Default: the dtype in config.json.
 
     Raises:
-        ValueError: files are missing or damaged, or the composed model does not support the
-            checkpoint.
+        ValueError: files are missing or damaged, the weights are compressed, or the composed model
+            does not support the checkpoint.
     """
     config = LlavaConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{folder} has compressed weights, which are read only in the layout coat; export the "
+            "checkpoint that it was made from"
+        )
     composed = _compose_config(folder, config)
     try:
         found = AutoProcessor.from_pretrained(folder, backend="pil")

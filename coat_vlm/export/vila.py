@@ -45,6 +45,7 @@ PARTS = ("llm", "vision_tower", "mm_projector")
 
 _SAME_PROJECTORS = {"mlp_downsample_2x2_fix": "mlp_downsample"}
 _WEIGHTS = "model.safetensors"
+_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def save_vila(
@@ -145,7 +146,12 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     recipe = _read_model_config(
         folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1"
     )
-    dtype = dtype or getattr(torch, str(top.get("model_dtype", "float16")).removeprefix("torch."))
+    stored = str(top.get("model_dtype", "float16")).removeprefix("torch.")
+    if stored not in _DTYPES:
+        raise ValueError(
+            f"{folder}/config.json: model_dtype is {stored!r}; allowed: {', '.join(_DTYPES)}"
+        )
+    dtype = dtype or getattr(torch, stored)
     model = build_model(recipe, tokenizer, dtype)
     config: Any = model.config
     projector = folder / "mm_projector"
@@ -206,7 +212,13 @@ def _read_image_config(folder: Path, top: dict[str, Any]) -> ImageConfig:
     if mode == "dynamic":
         settings["min_tiles"] = top.get("min_tiles")
     if mode == "dynamic_s2":
-        settings["s2_scales"] = tuple(map(int, top["s2_scales"].split(",")))
+        scales = str(top.get("s2_scales"))
+        if not all(scale.strip().isdecimal() for scale in scales.split(",")):
+            raise ValueError(
+                f"{folder}/config.json: s2_scales is {scales}; required with dynamic_s2: sides in "
+                'pixels, such as "448,896,1344"'
+            )
+        settings["s2_scales"] = tuple(map(int, scales.split(",")))
     return ImageConfig(**settings)
 
 

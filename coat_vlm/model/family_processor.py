@@ -123,6 +123,8 @@ def _limit_pixels(processor: Any, family: Family, max_pixels: int) -> None:
 class ProcessorTemplate(TokenizerTemplate):
     """The chat template of a processor, in which an image is the processor's image token."""
 
+    remedy = "change chat_template.jinja in a local folder of the model"
+
     def __init__(self, processor: Any, *, adds_end_token: bool = False) -> None:
         template = processor.chat_template or processor.tokenizer.chat_template
         super().__init__(cast(TokenizerLike, processor.tokenizer), template)

@@ -49,10 +49,17 @@ def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> 
 
 
 def load_processor(folder: str | Path) -> AnyProcessor:
-    """Load the processor of a model folder."""
+    """Load the processor of a model folder.
+
+    Raises:
+        ValueError: files of the tokenizer or the processor are missing or damaged.
+    """
     if is_family(folder):
         return FamilyProcessor.load("the model", str(folder))
-    return CoatVlmProcessor.from_pretrained(str(folder))
+    try:
+        return CoatVlmProcessor.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: the processor cannot be loaded: {error}") from error
 
 
 def create_meta_copy(

@@ -51,6 +51,7 @@ from coat_vlm.model.processor_inputs import (
     MARKS,
     PLACEHOLDERS,
     check_image_tokens,
+    check_rows,
     find_padded_length,
     flat_options,
     flatten,
@@ -119,6 +120,12 @@ class CoatVlmProcessor(ProcessorMixin):
         image_max_pixels: int | None = None,
         video: dict[str, Any] | None = None,
     ) -> None:
+        if not tokenizer.encode("a", add_special_tokens=False):
+            # transformers makes an empty tokenizer of a folder without vocabulary.
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no tokens for a text; copy its "
+                "files again (tokenizer.json)"
+            )
         super().__init__(tokenizer, chat_template=chat_template)
         tokenizer.padding_side = "left"  # of prompts that transformers' pipelines collate
         self.image_size = image_size
@@ -136,6 +143,23 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_s2_scales = None if image_s2_scales is None else list(image_s2_scales)
         self.image_max_pixels = image_max_pixels
         self.video = dict(video or {})
+
+    @classmethod
+    def get_processor_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read processor_config.json, whose settings are those of the model's training.
+
+        Raises:
+            ValueError: it is missing or contains no settings; defaults would be another model's.
+        """
+        found, rest = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
+        if "tokens_per_image" not in found:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has no processor_config.json with the settings "
+                "of images and the chat template; copy the whole folder again"
+            )
+        return found, rest
 
     @property
     def image_processor(self) -> "CoatVlmProcessor":
@@ -378,6 +402,7 @@ class CoatVlmProcessor(ProcessorMixin):
         """Encode rendered prompts; the tokenizer parses them."""
         mark_media = options.pop("return_mm_token_type_ids", False)
         return_tensors = options.pop("return_tensors")
+        check_rows(texts, images)
         media = place_media(texts, flatten(images, "image"), flatten(videos, "video"))
         shown, tensors = self.encoder(train=False).read_media(media, IMAGE_TOKEN)
         remaining = iter(shown)

@@ -50,6 +50,24 @@ def flatten(given: Any, kind: MediaKind) -> list[Any]:
     return [to_media(given, kind)]
 
 
+def check_rows(texts: list[str], images: Any) -> None:
+    """Raise ValueError if images are lists per row, and a row has another number of placeholders.
+
+    The images of all rows are one list in the model's inputs, so a row would get those of another.
+    """
+    if not isinstance(images, list | tuple) or len(images) != len(texts):
+        return
+    if not any(own is None or isinstance(own, list | tuple) for own in images):
+        return
+    for row, (text, own) in enumerate(zip(texts, images, strict=True)):
+        count, given = text.count(IMAGE_TOKEN), len(flatten(own, "image"))
+        if count != given:
+            raise ValueError(
+                f"row {row} of the text has {count} {IMAGE_TOKEN} but {given} images are given for "
+                f"it; write {IMAGE_TOKEN} once for each"
+            )
+
+
 def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[Any]:
     """Return the media in the order of their placeholders.
 

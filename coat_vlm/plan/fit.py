@@ -124,7 +124,7 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
     if f"stages.{name}.gradient_checkpointing" in keys:
         checkpointing = [False] if graphs else [False, True]
     if f"stages.{name}.micro_batch_size" in keys:
-        own = stage.batch_size // stage.count_replicas(ranks)
+        own = max(1, stage.batch_size // stage.count_replicas(ranks))  # of too few, plan says so
         sizes = [size for size in range(own, 0, -1) if own % size == 0]
     images: int | None = None
 

@@ -47,7 +47,7 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
         weights: format of compressed weights.
 
     Raises:
-        ValueError: the source is not in a run folder.
+        ValueError: the source is not in a run folder, or its recipe.yaml is damaged.
     """
     source = source.resolve()
     is_model = source.name == "model"
@@ -58,8 +58,13 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
             "RUN/STAGE/model or RUN/STAGE/checkpoints/step-..., or remove --card"
         )
     run = read_run_folder(folder)
-    last = [name for name in STAGES if name in (run.recipe.get("stages") or {})][-1]
-    final = is_model and stage.name == last
+    stages = [name for name in STAGES if name in (run.recipe.get("stages") or {})]
+    if not stages:
+        raise ValueError(
+            f"--card describes the run of a model, and {folder / 'recipe.yaml'} has no stages; "
+            "restore the file, or remove --card"
+        )
+    final = is_model and stage.name == stages[-1]
     done = STAGES[: STAGES.index(stage.name) + 1]
     run.stages = [one for one in run.stages if one.name in done]
     parts = [

@@ -104,7 +104,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     reports = {
         name: report
         for name in sets
-        if (report := _read_json(folder / "eval" / name / "report.json", missing)) is not None
+        if (report := _read_report(folder / "eval" / name / "report.json", missing)) is not None
     }
     trained = [folder / stage / "model" / "training.json" for stage in STAGES]
     trained = [path for path in trained if path.is_file()]
@@ -191,10 +191,22 @@ def _read_json(path: Path, missing: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of text that is not UTF-8
         missing.append(f"{path.parent.name}/{path.name} cannot be read: {error}")
         return None
+    if values is not None and not isinstance(values, dict):
+        missing.append(f"{path.parent.name}/{path.name} is a {type(values).__name__}, no object")
+        return None
+    return values
+
+
+def _read_report(path: Path, missing: list[str]) -> dict[str, Any] | None:
+    report = _read_json(path, missing)
+    if report is not None and "headline" not in report:
+        missing.append(f"{path.parent.name}/{path.name} has no headline: evaluate the set again")
+        return None
+    return report
 
 
 _COLUMNS = ("stage", "state", "step", "loss", "newest checkpoint")

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coat_eval.files import read_json_lines
 from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, check_same_items, read_sets
 from coat_eval.significance import (
     Z_95,
@@ -34,6 +33,7 @@ from coat_eval.significance import (
 )
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
+from coat_vlm.train.tracking import read_rows
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
@@ -379,9 +379,13 @@ def _read_losses(run: Path) -> dict[str, float]:
 
 
 def _read_last_stage(run: Path) -> list[dict[str, Any]]:
-    """Read the steps and validations of the last stage from a run's metrics.jsonl."""
-    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
-    rows = [row for row in rows if row["kind"] in ("step", "val")]
+    """Read the steps and validations of the last stage from a run's metrics.jsonl.
+
+    Skips what is no row, such as the line that a killed run truncated.
+    """
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("kind") in ("step", "val")]
+    if not any(row["kind"] == "step" for row in rows):
+        raise ValueError(f"{run}/metrics.jsonl has no steps yet; compare runs that have trained")
     stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
     return [row for row in rows if row["stage"] == stage]
 

@@ -72,7 +72,12 @@ def _compare(args: argparse.Namespace) -> int:
             "groups and training curves need run folders (they have recipe.yaml); list reports "
             "without --with: coat-vlm compare A B C"
         )
-    if len(paths) > 1 and (not args.other or len(paths) == 2):
+    # Of runs without evaluation sets, such as text pretraining, only losses are compared.
+    evaluated = not trained or args.html or args.json
+    evaluated = evaluated or any(next(path.glob("eval/*/items.jsonl"), None) for path in paths)
+    if not evaluated:
+        say("\nNo run is evaluated (coat-vlm eval --run), so no items are compared.")
+    elif len(paths) > 1 and (not args.other or len(paths) == 2):
         _compare_items(args, paths)
     elif not trained:
         raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")

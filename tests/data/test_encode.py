@@ -319,7 +319,7 @@ def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
     encode = encoder_of(tokenizer, "tokenizer")
     row = sample("What?", "A dog.", system="Be kind.")
     for one in (row, replace(row, rejected="A cat.")):
-        for read in (encode, encode.measure, encode.layout):
+        for read in (encode, encode.measure, encode.layout, encode.prompt):
             with pytest.raises(DataError, match=r"rows\.json:7: the chat template .*: no system"):
                 read(one)
     encode(sample("What?", "A dog."))

@@ -162,6 +162,18 @@ def test_a_row_without_a_pair_is_an_error(
 
 
 @pytest.mark.parametrize(
+    ("others", "named"),
+    [({}, "none"), ({"ask": "Which color?"}, "ask"), ({"messages": None}, "none")],
+)
+def test_a_pair_without_a_question_is_an_error(
+    tmp_path: Path, others: dict[str, Any], named: str
+) -> None:
+    told = rf"pairs\.jsonl:0: a preference row without a question; .*: {named} -> add one of prompt"
+    with pytest.raises(DataError, match=told):
+        read(tmp_path, {**PAIR, **others})
+
+
+@pytest.mark.parametrize(
     ("chosen", "problem"),
     [
         (said("user", "Red."), "turn 1 is spoken by user, expected assistant"),

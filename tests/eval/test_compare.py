@@ -1,6 +1,7 @@
 """Comparing runs, against figures worked out by hand and scikit-like formulas written again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,28 @@ def test_the_command_prints_a_table_and_draws(
     only = [int((flags[i] & ~flags[1 - i]).sum()) for i in (0, 1)]
     (row,) = [row for row in rows if "naming" in row and row.endswith("| 200 |")]
     assert [int(cell) for cell in row.split("|")[6:8]] == only
+
+
+def test_losses_of_runs_that_are_not_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One was killed while it wrote a line, and has continued."""
+    runs = [make_run(tmp_path / name, [], [], loss) for name, loss in (("a", 1.0), ("b", 2.0))]
+    for run in runs:
+        shutil.rmtree(run / "eval")
+        (run / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "eval_sets": {}}))
+    lines = (runs[0] / "metrics.jsonl").read_text().splitlines()
+    (runs[0] / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:20], *lines[2:]]))
+    picture = tmp_path / "loss.svg"
+    arguments = [*map(str, runs), "--plot", str(picture)]
+    assert main(["compare", *arguments]) == 0
+    assert "No run is evaluated" in capsys.readouterr().out
+    assert picture.is_file()
+    assert main(["compare", *arguments, "--json", str(tmp_path / "a.json")]) == 2
+    assert "has no scored set" in capsys.readouterr().err
+    (runs[1] / "metrics.jsonl").write_text("")
+    assert main(["compare", *arguments]) == 2
+    assert "has no steps yet" in capsys.readouterr().err
 
 
 def test_a_single_group_has_no_interval(

@@ -131,6 +131,14 @@ def test_local_folders_are_no_metadata(
     assert "started from `runs/a/sft/model`" in card.text
 
 
+def test_a_card_needs_the_recipe(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "recipe.yaml").write_text("")
+    source = str(folder / "sft" / "model")
+    assert main(["export", source, "--to", str(tmp_path / "out"), "--card"]) == 2
+    assert "recipe.yaml has no stages; restore the file" in capsys.readouterr().err
+
+
 def test_a_card_needs_a_run(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["export", str(checkpoint), "--to", str(tmp_path / "out"), "--card"]) == 2
     assert "--card describes the run of a model, and" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save
 
 from coat_data.saved_files import NewerVersionError
 from coat_kernels.moment_formats import REMOVED_CODECS
-from coat_vlm.checkpoint.atomic_folder import write_json
+from coat_vlm.checkpoint.atomic_folder import read_json, write_json
 from coat_vlm.checkpoint.folder_writer import FolderWriter
 from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.metadata import FORMAT, Contents, SavedParameter, read_contents
@@ -53,6 +53,14 @@ def test_what_differs_is_named(model: Contents, message: str) -> None:
     contents().check(contents(), "step-1")
     with pytest.raises(ValueError, match=f"step-1: .*{message}.*resume with"):
         contents().check(model, "step-1")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trainer.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path} is damaged: .*; restore the file"):
+        read_json(path)
 
 
 def test_deprecated_names_of_codec_and_master_are_read() -> None:

@@ -163,6 +163,13 @@ def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
         (".", {"s2": True}, "s2 is true.*dynamic_s2"),
         (".", {"image_aspect_ratio": "anyres"}, "'anyres'; allowed: resize"),
         ("mm_projector", {"mm_projector_type": "mlp3x_gelu"}, "'mlp3x_gelu'; allowed: linear"),
+        (".", {"model_dtype": "torch.float8"}, "'float8'; allowed: float16"),
+        (".", {"image_aspect_ratio": "dynamic_s2", "s2_scales": None}, "s2_scales is None; req"),
+        (
+            ".",
+            {"image_aspect_ratio": "dynamic_s2", "s2_scales": [28, 56]},
+            "s2_scales is .28, 56.;",
+        ),
         ("mm_projector", None, "mm_projector.*cannot be loaded"),
     ],
 )

@@ -245,6 +245,10 @@ def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Pat
     processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
     with pytest.raises(DataError, match="tokens, with those of 1 images, are more than max_length"):
         processor.encoder(train=True)(SAMPLES["one image"])
+    processor._processor.chat_template = "{{ raise_exception('no such thing') }}"
+    # A recipe with model.pretrained cannot choose another template.
+    with pytest.raises(DataError, match=r"no such thing; change chat_template\.jinja in a local"):
+        processor.encoder(train=True)(SAMPLES["one image"])
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}', encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"'mllama'; the families that can be trained are .*Qwen3-VL"

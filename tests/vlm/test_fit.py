@@ -101,6 +101,13 @@ def test_low_bits_are_chosen_where_zero_0_is(path: Path, peaks: dict[Any, float]
         chosen(path, size, "precision=bf16", f"{MICRO}=8", f"{RECOMPUTE}=false")
 
 
+def test_more_processes_than_rows_are_explained(path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"batch_size=8 is not a multiple of .* 1 \* 16 = 16; make"
+    ):
+        chosen(path, ranks=16)
+
+
 def test_a_run_goes_on_with_its_choices(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(path), ["memory.gpu_gb=1"])
     with pytest.raises(ValueError, match=r"memory leaves master_weights, .* to be chosen"):

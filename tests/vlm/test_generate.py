@@ -1,6 +1,8 @@
 """Generation from a small random model, against a plain greedy loop without cache and padding."""
 
+import copy
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +139,13 @@ def test_generation_stops_at_the_token_trained_after_answers(
     assert len(steps) == 1
 
 
+def test_a_length_below_the_templates_own_text_is_named(loaded: tuple[CoatVlm, CoatVlmProcessor]):
+    processor = copy.deepcopy(loaded[1])
+    processor.max_length = 5
+    with pytest.raises(ValueError, match=r"^model\.max_length=5 .* chat template chatml alone"):
+        PromptEncoder(processor)
+
+
 def test_no_sample_no_answer(loaded: tuple[CoatVlm, CoatVlmProcessor]):
     assert generate(*loaded, [], 5) == []
 
@@ -156,6 +165,20 @@ def test_a_bf16_checkpoint_runs_in_fp32_on_a_cpu_unless_told_otherwise(
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.float(), loaded[0].get_parameter(name)), name
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_damaged_processor_is_named(
+    checkpoint: Path, tmp_path: Path, name: str, content: str | None
+):
+    """Without its settings, images would be read with another model's defaults."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^{folder}: the processor cannot be loaded: "):
+        load(folder, "cpu")
 
 
 def test_a_run_folder_is_not_a_checkpoint(checkpoint: Path):

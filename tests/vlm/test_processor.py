@@ -106,6 +106,18 @@ def test_saved_settings_are_readable_json(processor: CoatVlmProcessor, tmp_path:
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab()[IMAGE_TOKEN] >= 0
 
 
+def test_a_tokenizer_without_vocabulary_is_refused(processor: CoatVlmProcessor, tmp_path: Path):
+    """transformers makes an empty one of a folder whose tokenizer.json is missing."""
+    processor.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "Qwen2Tokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"the tokenizer of '{tmp_path}' has no tokens for a text"):
+        CoatVlmProcessor(tokenizer)
+
+
 def test_settings_reach_the_encoder(processor: CoatVlmProcessor, tmp_path: Path):
     sample = photo_sample(tmp_path / "a.png")
     encode, evaluate = processor.encoder(train=True), processor.encoder(train=False)
@@ -304,6 +316,9 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
         ({"question": ["a", "b"], "images": [picture()]}, "2 prompts but 1 entries"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; allowed"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "allowed types"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, r"content \['a'\]; allowed"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "with text"),
+        ({"messages": [["a"]]}, "a message is 'a'; required"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "more image parts"),
         ({"messages": [{"role": "user", "content": "a"}], "images": [picture()]}, "1 more than"),
         ({"question": "a", "images": "none.png"}, r"none\.png"),

@@ -98,6 +98,9 @@ def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     recipe_path.write_text("- a\n")
     with pytest.raises(ValueError, match="a recipe is a mapping"):
         load_recipe(str(recipe_path))
+    recipe_path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=f"^{recipe_path}: a recipe is YAML in UTF-8"):
+        load_recipe(str(recipe_path))
     recipe_path.write_text(MINIMAL)
     monkeypatch.delenv("DATA")
     with pytest.raises(ValueError, match="environment variable DATA"):

@@ -412,6 +412,21 @@ def test_a_run_that_has_not_begun(tmp_path: Path, recipe: str, message: str):
     assert message in Page(write_report(tmp_path)).text
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("eval.json", b"[1]", "eval.json is a list, no object"),
+        ("eval.json", b"\xff\xfe", "eval.json cannot be read: 'utf-8' codec"),
+        ("eval/presence/report.json", b"{}", "presence/report.json has no headline"),
+    ],
+)
+def test_damaged_evaluations_are_listed(tmp_path: Path, name: str, content: bytes, message: str):
+    write_training(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    assert message in Page(write_report(tmp_path)).text
+
+
 def test_metrics_without_a_recipe(tmp_path: Path):
     write_training(tmp_path)
     (tmp_path / "recipe.yaml").unlink()

@@ -271,6 +271,11 @@ def test_videos_in_memory_equal_their_files(both, tmp_path: Path):
     ("call", "problem"),
     [
         ({"text": "a", "images": [picture(0)]}, "0 <image> but 1 images"),
+        (
+            {"text": ["<image>", "<image>"], "images": [[picture(0)] * 2, []]},
+            "row 0 of the text has 1 <image> but 2 images",
+        ),
+        ({"text": ["<image>", "a"], "images": [None, [picture(0)]]}, "row 0 .* 1 <image> but 0"),
         ({"text": "<video>"}, "1 <video> but 0 videos"),
         ({"text": "<image>", "images": np.zeros((2, 2))}, r"shape \(2, 2\) and dtype float64"),
         ({"text": "<video>", "videos": 7}, "a video is int"),

@@ -213,13 +213,16 @@ class Encoder:
         Raises:
             DataError: the template refuses the conversation; names the row.
         """
-        try:
-            segments = self.template.render(sample.turns)
-        except ValueError as error:
-            raise DataError(sample.where, str(error), "remove the row or its source") from error
+        segments = self._render(sample)
         while sample.continues and segments[-1].kind == "literal":
             segments = segments[:-1]
         return segments
+
+    def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
+        try:
+            return self.template.render(sample.turns, add_generation_prompt=add_generation_prompt)
+        except ValueError as error:
+            raise DataError(sample.where, str(error), "remove the row or its source") from error
 
     def prompt(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """Encode the conversation up to its last user turn, and the template's answer prefix.
@@ -230,7 +233,7 @@ class Encoder:
             DataError: as for a call, or the conversation has no user turn.
         """
         turns, media = _asked(sample)
-        segments = self.template.render(turns, add_generation_prompt=True)
+        segments = self._render(replace(sample, turns=turns), add_generation_prompt=True)
         encoded = self._encode(sample, media, segments, rng, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
@@ -244,9 +247,11 @@ class Encoder:
         Raises:
             DataError: as for a call, except for the answer.
         """
-        segments = self.segments(sample)
-        if add_generation_prompt:
-            segments = self.template.render(sample.turns, add_generation_prompt=True)
+        segments = (
+            self._render(sample, add_generation_prompt=True)
+            if add_generation_prompt
+            else self.segments(sample)
+        )
         before_answer = add_generation_prompt
         return self._encode(sample, sample.media, segments, None, before_answer=before_answer)
 

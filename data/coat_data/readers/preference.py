@@ -76,9 +76,9 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         ignore: fields of messages that the user allows to be left out.
 
     Raises:
-        DataError: an answer is missing, empty or no text, the conversations before them or their
-            speakers differ, the rejected one has a field that must not be left out, or the row has
-            another answer besides.
+        DataError: there is no question, an answer is missing, empty or no text, the conversations
+            before them or their speakers differ, the rejected one has a field that must not be left
+            out, or the row has another answer besides.
     """
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
@@ -107,6 +107,14 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         )
     added = _answer(rest, row[CHOSEN])
     (name,) = added
+    if name in _TURNS and not isinstance(added[name], list):
+        others = [other for other, value in rest.items() if not is_missing(value)]
+        raise DataError(
+            where,
+            "a preference row without a question; its fields beside chosen and rejected: "
+            f"{', '.join(others) or 'none'}",
+            f"add one of {', '.join(_ANSWERS)}, {', '.join(_TURNS)}, or map its field (columns)",
+        )
     if name not in _TURNS:
         if not is_missing(rest.get(name)):
             raise DataError(

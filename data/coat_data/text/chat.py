@@ -200,6 +200,9 @@ class TokenizerTemplate:
     Begin-of-text tokens are left to the template, as in transformers.
     """
 
+    remedy = "set template to vicuna_v1 or chatml"
+    """How to use another template, for errors."""
+
     def __init__(self, tokenizer: TokenizerLike, chat_template: Any = None) -> None:
         """Raise ValueError if there is no chat template; its default is the tokenizer's."""
         self._tokenizer = tokenizer
@@ -246,8 +249,8 @@ class TokenizerTemplate:
         except TemplateError as error:
             roles = [role for role, _ in shape]
             raise ValueError(
-                f"{self._name} refuses a conversation of {roles}: {error}; set template to "
-                "vicuna_v1 or chatml, or change the data"
+                f"{self._name} refuses a conversation of {roles}: {error}; {self.remedy}, or "
+                "change the data"
             ) from error
         found = _MARK.split(rendered)
         literals, numbers = found[::2], [ord(mark) - _FIRST_MARK for mark in found[1::2]]
@@ -284,14 +287,14 @@ class TokenizerTemplate:
             if times != 1:
                 raise ValueError(
                     f"{self._name} writes the {kind} of a {role} turn {times} times instead of "
-                    "once, so the supervised tokens are unknown; set template to vicuna_v1 or "
-                    "chatml, or change the chat template"
+                    f"once, so the supervised tokens are unknown; {self.remedy}, or change the "
+                    "data"
                 )
         media = [number for number in numbers if described[number][1] != "text"]
         if media != sorted(media):
             raise ValueError(
-                f"{self._name} changes the order of the images; set template to vicuna_v1 or "
-                "chatml, or move the images out of the system turn"
+                f"{self._name} changes the order of the images; {self.remedy}, or move the images "
+                "out of the system turn"
             )
 
     def split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
@@ -307,8 +310,8 @@ class TokenizerTemplate:
             return eos, ""
         raise ValueError(
             f"{self._name} puts {text[:40]!r} after an answer, which does not start with a special "
-            "token, so the model could not learn where to stop; set template to vicuna_v1 or "
-            "chatml, or make the chat template end answers with eos_token"
+            f"token, so the model could not learn where to stop; {self.remedy}, or end answers in "
+            "the chat template with eos_token"
         )
 
 

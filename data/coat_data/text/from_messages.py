@@ -67,6 +67,10 @@ def parse_messages(
     turns: list[Turn] = []
     sources: list[tuple[MediaKind, Any]] = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f"a message is {message!r}; required: a dictionary with role and content"
+            )
         role = message.get("role")
         if role not in _ROLES:
             raise ValueError(f"a message has the role {role!r}; allowed: {', '.join(_ROLES)}")
@@ -167,7 +171,13 @@ def _encode_image(picture: Any) -> bytes:
 
 def _content(message: Message) -> Iterator[dict[str, Any]]:
     content = message.get("content")
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError(
+            f"a message has the content {content!r}; allowed: a string, or a list of parts such as "
+            '{"type": "text", "text": "..."}'
+        )
+    for part in parts:
         part = {key: value for key, value in part.items() if value is not None}
         kind = part.get("type")
         if kind == "image_url" and "image_url" in part:  # OpenAI's
@@ -176,7 +186,9 @@ def _content(message: Message) -> Iterator[dict[str, Any]]:
             part, kind = {"type": "image", "url": url}, "image"
         if "base64" in part:
             part["base64"] = base64.b64decode(part["base64"])
-        if kind not in ("text", "image", "video") or (kind == "text" and "text" not in part):
+        if kind not in ("text", "image", "video") or (
+            kind == "text" and not isinstance(part.get("text"), str)
+        ):
             raise ValueError(
                 f"a message has the part {part}; allowed types: text (with text), image, video"
             )
