@@ -6,9 +6,8 @@ answer, image id], and the images, ``train/images/<id>.png`` or the same files i
 testing. The output folder is also the media root of every file in it::
 
     images/<id>.png
-    train.json                       one row per question
-    test.json                        the questions about the images that were kept out
-    eval/test/questions.jsonl        the same questions, for scoring
+    {shape,color,yes_no,negated}.json    training rows, one per question
+    eval/test/questions.jsonl            the questions about the images that were kept out
 """
 
 import json
@@ -22,6 +21,8 @@ from coat_data.sample import DataError
 from coat_data.tools.source import new_folder
 from coat_datasets.rows import Question, write_questions, write_training_rows
 
+CATEGORIES = ("shape", "color", "yes_no", "negated")
+
 _REMEDY = "give the folder `data` of easy-VQA, with train/questions.json and train/images"
 
 
@@ -31,8 +32,9 @@ def convert_easy_vqa(
     """Convert the training split to training rows and an evaluation folder in ``out_dir``.
 
     Questions and images keep their order, texts and bytes; nothing is drawn at random. A question's
-    category is ``color`` or ``shape``, after its answer, or ``yes_no`` or ``negated``: "is there
-    not a red shape?", "is no red shape present?".
+    category is ``shape`` or ``color``, after its answer, or ``yes_no`` or ``negated``: "is there
+    not a red shape?", "is no red shape present?". Training rows have a file for each category, so
+    that a recipe can weight them.
 
     Args:
         folder: easy-VQA's folder ``data``.
@@ -64,10 +66,15 @@ def convert_easy_vqa(
         for name, data in _read_images(split, ids):
             (target / name).write_bytes(data)
         summary = {"images": len(ids)}
-        for part, some in (("train", ids[:-num_test]), ("test", ids[-num_test:])):
-            asked = [one for image in some for one in questions[image]]
-            summary[f"{part}.json"] = write_training_rows(target / f"{part}.json", asked)
-        summary["eval/test"] = write_questions(target / "eval" / "test", asked)
+        train, test = (
+            [one for image in some for one in questions[image]]
+            for some in (ids[:-num_test], ids[-num_test:])
+        )
+        for category in CATEGORIES:
+            file = f"{category}.json"
+            own = [one for one in train if one.category == category]
+            summary[file] = write_training_rows(target / file, own)
+        summary["eval/test"] = write_questions(target / "eval" / "test", test)
         return summary
 
 

@@ -50,10 +50,14 @@ def make_source(folder, numbers=range(12), packed=False, rows=None):
 def test_the_last_images_are_kept_out_with_all_their_questions(tmp_path, packed):
     out = tmp_path / "out"
     summary = convert_easy_vqa(make_source(tmp_path / "data", packed=packed), out, num_test=3)
-    assert summary == {"images": 12, "train.json": 72, "test.json": 24, "eval/test": 24}
+    assert summary == {
+        "images": 12,
+        **{f"{name}.json": 18 for name in ("shape", "color", "yes_no", "negated")},
+        "eval/test": 24,
+    }
     files = {path.name: path.read_bytes() for path in (out / "images").iterdir()}
     assert files == {f"{number}.png": picture(number) for number in range(12)}
-    for name, numbers in (("train", range(9)), ("test", range(9, 12))):  # not by text: 10 < 9
+    for name in ("shape", "color", "yes_no", "negated"):
         assert json.loads((out / f"{name}.json").read_text()) == [
             {
                 "id": f"{number}-{index}",
@@ -63,8 +67,9 @@ def test_the_last_images_are_kept_out_with_all_their_questions(tmp_path, packed)
                     {"from": "gpt", "value": answer},
                 ],
             }
-            for number in numbers
-            for index, (text, answer, _) in enumerate(ASKED)
+            for number in range(9)  # not by text: 10 < 9
+            for index, (text, answer, category) in enumerate(ASKED)
+            if category == name
         ]
     lines = (out / "eval/test/questions.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
