@@ -14,6 +14,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -83,7 +84,7 @@ def _read_questions(path: Path) -> dict[int, list[Question]]:
     if not path.is_file():
         raise DataError(str(path), "there is no such file", _REMEDY)
     questions: dict[int, list[Question]] = {}
-    row: object = None
+    row: Any = None
     try:
         for row in json.loads(path.read_text(encoding="utf-8")):
             text, answer, image = row

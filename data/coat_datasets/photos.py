@@ -131,7 +131,8 @@ class PhotoSet:
         questions: list[Question] = []
         for photo, right in zip(photos, self._even(photos, NUM_CHOICES, rng), strict=True):
             others = self.options[photo.label]
-            options = [others[index] for index in rng.permutation(len(others))[: NUM_CHOICES - 1]]
+            drawn = rng.permutation(len(others))[: NUM_CHOICES - 1]
+            options = [others[int(index)] for index in drawn]
             options.insert(right, photo.label)
             listed = "\n".join(
                 f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)
