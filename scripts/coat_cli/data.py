@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     _add_overlap(jobs)
     _add_export(jobs)
     _add_download(jobs)
-    make = jobs.add_parser("make", help="generate scenes, cifar10 or nlvr as LLaVA JSON and images")
+    make = jobs.add_parser("make", help="generate or convert a data set as LLaVA JSON and images")
     _add_makers(make.add_subparsers(title="data sets", metavar="SET", required=True))
 
 
@@ -492,6 +492,34 @@ def _add_makers(sets: Commands) -> None:
 
     parser = command(
         sets,
+        "tiny_imagenet",
+        _tiny_imagenet,
+        "convert Tiny-ImageNet to the same conversations, with wrong answers that look alike",
+        "  coat-vlm data make tiny_imagenet --zip tiny_imagenet_100.zip --out data/tiny_imagenet\n",
+    )
+    add = parser.add_argument
+    add(
+        "--zip",
+        type=Path,
+        required=True,
+        help="archive of {train,val}/<class>/<number>.jpg and classes.json",
+    )
+    add("--out", type=Path, required=True, help="folder to make")
+    add("--seed", type=int, default=0, help="seed of the questions; default 0")
+
+    parser = command(
+        sets,
+        "easy_vqa",
+        _easy_vqa,
+        "convert easy-VQA's short questions about one colored shape; 400 images are kept out",
+        "  coat-vlm data make easy_vqa --folder easy_vqa/data --out runs/easy_vqa-data\n",
+    )
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="folder with train/questions.json")
+    add("--out", type=Path, required=True, help="folder to make")
+
+    parser = command(
+        sets,
         "nlvr",
         _nlvr,
         "convert NLVR's statements about drawn shapes to yes/no conversations",
@@ -526,6 +554,20 @@ def _cifar10(args: argparse.Namespace) -> int:
     from coat_datasets.cifar import convert_cifar10
 
     _say_made(args.out, convert_cifar10(args.zip, args.out, seed=args.seed))
+    return 0
+
+
+def _tiny_imagenet(args: argparse.Namespace) -> int:
+    from coat_datasets.tiny_imagenet import convert_tiny_imagenet
+
+    _say_made(args.out, convert_tiny_imagenet(args.zip, args.out, seed=args.seed))
+    return 0
+
+
+def _easy_vqa(args: argparse.Namespace) -> int:
+    from coat_datasets.easy_vqa import convert_easy_vqa
+
+    _say_made(args.out, convert_easy_vqa(args.folder, args.out))
     return 0
 
 

@@ -33,6 +33,8 @@ NOT_RUN = {
     ],
     "needs the published archives": [
         "coat-vlm data make cifar10 ...",
+        "coat-vlm data make tiny_imagenet ...",
+        "coat-vlm data make easy_vqa ...",
         "coat-vlm data make nlvr ...",
     ],
     "needs a GPU": [

@@ -124,7 +124,8 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_video_sft",
         "vila_long_video",
     }
-    assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(list_builtin_recipes())
+    own = {"quickstart", "easy_vqa", "scenes_binding", "real_photos", "tiny_imagenet"}
+    assert own | {"vila_sft_lora"} | published == set(list_builtin_recipes())
     for name in list_builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
