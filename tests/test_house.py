@@ -91,6 +91,7 @@ FORBIDDEN = re.compile(
             r"breakpoint" + r"\(",
             r"set_" + r"trace\(",
             "make_" + "block_ptr",
+            "^<{7} |^>{7} ",  # of a merge
         ]
     )
 )
@@ -111,8 +112,8 @@ def test_no_forbidden_words():
 
 @pytest.mark.parametrize(
     "path",
-    ["see /" + "work/x", "TO" + "DO: later", "break" + "point()"],
-    ids=["path", "todo", "stop"],
+    ["see /" + "work/x", "TO" + "DO: later", "break" + "point()", "<" * 7 + " HEAD"],
+    ids=["path", "todo", "stop", "merge"],
 )
 def test_the_forbidden_words_are_recognised(path: str):
     assert FORBIDDEN.search(path)
