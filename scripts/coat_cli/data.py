@@ -478,34 +478,27 @@ def _add_makers(sets: Commands) -> None:
         # Omitted from the namespace if not given, so that make_scenes has the only defaults.
         add(flag, type=int, default=argparse.SUPPRESS, metavar="N", help=meaning)
 
-    parser = command(
-        sets,
-        "cifar10",
-        _cifar10,
-        "convert CIFAR-10 to classification, yes/no and multiple-choice conversations",
-        "  coat-vlm data make cifar10 --zip cifar10_train_jpeg.zip --out data/cifar10\n",
-    )
-    add = parser.add_argument
-    add("--zip", type=Path, required=True, help="archive of train/<class>/<number>.jpg")
-    add("--out", type=Path, required=True, help="folder to make")
-    add("--seed", type=int, default=0, help="seed of the questions; default 0")
-
-    parser = command(
-        sets,
-        "tiny_imagenet",
-        _tiny_imagenet,
-        "convert Tiny-ImageNet to the same conversations, with wrong answers that look alike",
-        "  coat-vlm data make tiny_imagenet --zip tiny_imagenet_100.zip --out data/tiny_imagenet\n",
-    )
-    add = parser.add_argument
-    add(
-        "--zip",
-        type=Path,
-        required=True,
-        help="archive of {train,val}/<class>/<number>.jpg and classes.json",
-    )
-    add("--out", type=Path, required=True, help="folder to make")
-    add("--seed", type=int, default=0, help="seed of the questions; default 0")
+    for name, run, archive, content, summary in (
+        (
+            "cifar10",
+            _cifar10,
+            "cifar10_train_jpeg.zip",
+            "train/<class>/<number>.jpg",
+            "convert CIFAR-10 to classification, yes/no and multiple-choice conversations",
+        ),
+        (
+            "tiny_imagenet",
+            _tiny_imagenet,
+            "tiny_imagenet_100.zip",
+            "{train,val}/<class>/<number>.jpg and classes.json",
+            "convert Tiny-ImageNet to the same conversations, with wrong answers that look alike",
+        ),
+    ):
+        example = f"  coat-vlm data make {name} --zip {archive} --out data/{name}\n"
+        add = command(sets, name, run, summary, example).add_argument
+        add("--zip", type=Path, required=True, help=f"archive of {content}")
+        add("--out", type=Path, required=True, help="folder to make")
+        add("--seed", type=int, default=0, help="seed of the questions; default 0")
 
     parser = command(
         sets,

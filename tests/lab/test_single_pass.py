@@ -13,7 +13,7 @@ from coat_data.sample import DataError
 from coat_lab import single_pass
 from coat_lab.corpus import Corpus, Question, read_corpus, read_questions, score_questions
 from coat_lab.curves import DecoderCurve, write_curves
-from coat_lab.decoder import DecoderBench, build_decoder
+from coat_lab.decoder import DecoderBench, build_decoder, use_gpu_in_turn
 from coat_lab.single_pass import (
     SIZES,
     Run,
@@ -156,6 +156,19 @@ def test_the_command_trains_evaluates_and_goes_on(
     assert "write to another folder" in capsys.readouterr().err
     assert main([*words[:-1], str(tmp_path / "other"), "--steps", "9999"]) == 2
     assert "no text is read twice" in capsys.readouterr().err
+
+
+def test_runs_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for number in range(5):
+        use_gpu_in_turn(number)
+    assert chosen == [0, 1, 2, 0, 1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    use_gpu_in_turn(5)
+    assert len(chosen) == 5
 
 
 def test_differences_are_paired_by_seed() -> None:
