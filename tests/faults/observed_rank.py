@@ -37,7 +37,7 @@ from coat_vlm.train.step import TrainStep
 PART = 1 << 26
 """Elements that are hashed at once."""
 COMMIT_S = 300.0
-"""Longest wait until a checkpoint is complete."""
+"""Longest wait for a checkpoint, or for what another rank writes."""
 
 
 def hash_tensor(tensor: Tensor) -> str:
@@ -85,18 +85,30 @@ def observe(options: dict[str, Any]) -> Callable[..., StageLoop]:
     ) -> StageLoop:
         rank, newest = step.world.rank, saved
 
+        def digest_file(event: str, of_rank: int) -> Path:
+            return Path(options["digests"]) / f"{event}-{step.finished}-{of_rank}.json"
+
         def record(event: str) -> None:
-            path = Path(options["digests"]) / f"{event}-{step.finished}-{rank}.json"
-            path.write_text(json.dumps(digest(step)))
+            path = digest_file(event, rank)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(digest(step)))
+            part.replace(path)
 
         def save_observed(number: int, sampler_state: SamplerState) -> None:
             nonlocal newest
-            wait_for_checkpoint(Path(options["checkpoints"]), newest)
+            wait_until(lambda: is_complete(newest), f"the checkpoint of step {newest}")
             record("reached")
             if number == options["kill_at"] and rank == 1:
+                # The launcher ends the other rank soon afterwards.
+                other = digest_file("reached", 0)
+                wait_until(other.is_file, f"{other} of rank 0")
                 os.kill(os.getpid(), signal.SIGKILL)
             save(number, sampler_state)
             newest = number
+
+        def is_complete(number: int) -> bool:
+            saves = list_checkpoints(Path(options["checkpoints"]))
+            return not number or number in map(path_step, saves)
 
         if saved:
             record("loaded")
@@ -105,11 +117,11 @@ def observe(options: dict[str, Any]) -> Callable[..., StageLoop]:
     return build
 
 
-def wait_for_checkpoint(folder: Path, step: int) -> None:
+def wait_until(done: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + COMMIT_S
-    while step and step not in map(path_step, list_checkpoints(folder)):
+    while not done():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the checkpoint of step {step} is not complete in {COMMIT_S:.0f} s")
+            raise TimeoutError(f"{what} is not complete in {COMMIT_S:.0f} s")
         time.sleep(0.02)
 
 
