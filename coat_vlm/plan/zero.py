@@ -92,8 +92,7 @@ class RankMemory:
 
 
 _DEFAULTS = DeepSpeedZeroConfig.model_validate({})
-"""DeepSpeed's defaults. Training changes only what stage 3 gathers ahead, within
-``max_live_parameters``."""
+"""DeepSpeed's defaults, which training does not change."""
 
 
 def count_sizes(

@@ -29,16 +29,13 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from packaging.specifiers import SpecifierSet
-from torch import nn
 from transformers import PreTrainedModel
 
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
-from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.nf4 import quantize_frozen_weights
 
@@ -120,31 +117,13 @@ def _foreach_step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 -
     return False
 
 
-def count_prefetched(model: nn.Module) -> int:
-    """Count the elements that ZeRO-3 gathers ahead: a block, or DeepSpeed's default if larger.
-
-    The default, 5e7, is less than half of a block of an 8B model, whose other weights would be
-    waited for.
-    """
-    rows = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    largest = max((count_parameters(block) for row in rows for block in row), default=0)
-    return max(largest, DeepSpeedZeroConfig.model_validate({}).prefetch_bucket_size)
-
-
 def build_deepspeed_config(
-    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int, prefetched: int
+    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int
 ) -> dict[str, Any]:
     """Build DeepSpeed's configuration of one stage.
 
     DeepSpeed is not told about sequence parallelism: it averages gradients over all ranks, and
     :class:`coat_vlm.train.step.TrainStep` undoes the averaging.
-
-    Args:
-        recipe: provides the ZeRO stage and clipping.
-        stage: provides batch sizes.
-        arithmetic: the recipe's precision on this device.
-        world_size: number of ranks.
-        prefetched: elements that ZeRO-3 gathers ahead.
     """
     per_micro_step = stage.micro_batch_size * stage.count_replicas(world_size)
     return {
@@ -153,10 +132,7 @@ def build_deepspeed_config(
         "gradient_accumulation_steps": stage.batch_size // per_micro_step,
         # Without a wrapper DeepSpeed does not report the norm: the training step clips.
         "gradient_clipping": 0.0 if training_loop_clips(recipe, arithmetic) else stage.grad_clip,
-        "zero_optimization": {
-            "stage": recipe.zero_stage,
-            **({"stage3_prefetch_bucket_size": prefetched} if recipe.zero_stage == 3 else {}),
-        },
+        "zero_optimization": {"stage": recipe.zero_stage},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": arithmetic.fp32_copy},
         # For low bits DeepSpeed is configured as for an FP32 model, which it does not wrap or copy.
@@ -213,9 +189,7 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=build_deepspeed_config(
-            recipe, stage, arithmetic, world.size, count_prefetched(model)
-        ),
+        config=build_deepspeed_config(recipe, stage, arithmetic, world.size),
         dist_init_required=False,
     )
     # At stage 0 in BF16 DeepSpeed runs a step on zero gradients to allocate the states. With lr 0
