@@ -4,8 +4,10 @@
 
 One autograd Function from the residual stream to q, k and v. Saves for backward the tensors of the
 norm (``norm.py``). Backward reads the gradients of q, k and v as attention returns them, rotates
-and quantizes them: the fused matrix [M, N] never exists in high precision. If heads have their own
-norms (Qwen3, Gemma 3), the model's functions normalize and rotate them.
+and quantizes them: the fused matrix [M, N] never exists in high precision. If each head has its own
+RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k, and saves them as the
+projection returns them. What fits neither (InternVL's norm of all heads, partial rotation) is done
+by the model's functions.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from coat_kernels import (
     INT8,
     QuantizedGradient,
     dequantize_group,
+    head_norm,
+    head_norm_bwd,
     quantize_group,
     rope,
     rope_gradient,
@@ -30,7 +34,7 @@ from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.attention import QuantizedHeads, as_heads, modeling_of, pair_tensors
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
-from coat_vlm.fp8.norm import NormSettings
+from coat_vlm.fp8.norm import NormSettings, read_norm
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Query [B, heads, T, head_dim]; key and value [B, key/value heads, T, head_dim]."""
@@ -91,7 +95,12 @@ def norm_heads(
     query, key, value, residual, *quantized = _NormHeads.apply(
         x, None, *norms.arguments(norm, layers, group_size), settings
     )
-    if by_model:
+    if by_model and _is_per_head(attention, position_embeddings):
+        assert position_embeddings is not None
+        cos_sin = [t.reshape(-1, D).contiguous() for t in position_embeddings]
+        query = _HeadNorm.apply(query, *read_norm(attention.q_norm), *cos_sin)
+        key = _HeadNorm.apply(key, *read_norm(attention.k_norm), *cos_sin)
+    elif by_model:
         together = position_embeddings is None  # InternVL normalizes all heads of a token at once
         query = _normalize(query, getattr(attention, "q_norm", None), together)
         key = _normalize(key, getattr(attention, "k_norm", None), together)
@@ -181,6 +190,42 @@ def _heads_backward(
     )
     saturation.observe_gradient(quantized, lambda: rope_gradient_values(*back))
     return quantized
+
+
+def _is_per_head(attention: Any, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+    """Return whether q and k have an RMSNorm for each head, and all channels are rotated."""
+    D = attention.head_dim
+    return (
+        position_embeddings is not None
+        and position_embeddings[0].shape[-1] == D
+        and all(
+            type(norm).__name__.endswith("RMSNorm") and norm.weight.shape == (D,)
+            for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        )
+    )
+
+
+class _HeadNorm(torch.autograd.Function):
+    """RMSNorm and rotation of heads [B, n, T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        x = heads.transpose(1, 2).flatten(-2).flatten(0, 1)  # a view
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.eps = eps
+        shape = (heads.shape[0], heads.shape[2])
+        return as_heads(head_norm(x, weight, cos, sin, eps), shape, heads.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        (grad,) = grad_outputs
+        dy = matrix(grad.transpose(1, 2).flatten(-2))
+        dx, dweight = head_norm_bwd(dy, x, weight, cos, sin, ctx.eps)
+        shape = (grad.shape[0], grad.shape[2])
+        return as_heads(dx, shape, grad.shape[3]), dweight.to(weight.dtype), None, None, None
 
 
 def _normalize(x: Tensor, norm: nn.Module | None, together: bool) -> Tensor:

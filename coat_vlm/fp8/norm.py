@@ -55,13 +55,18 @@ def arguments(
     Returns:
         The norm's weight, bias or None, and settings; :func:`coat_vlm.fp8.gemm.arguments`.
     """
-    weight, eps = norm.weight, getattr(norm, "variance_epsilon", None)
-    if type(norm).__name__ == "Gemma3RMSNorm":
-        weight = 1.0 + weight.float()  # Gemma's parameter is the difference from one
-    eps = float(norm.eps if eps is None else eps)
+    weight, eps = read_norm(norm)
     settings = NormSettings(eps, isinstance(norm, nn.LayerNorm), group_size)
     of_layers = gemm.arguments(layers, pad_rows=pad_rows)
     return weight, getattr(norm, "bias", None), settings, *of_layers
+
+
+def read_norm(norm: Any) -> tuple[Tensor, float]:
+    """Return the weight that multiplies a norm's result, and its epsilon."""
+    weight, eps = norm.weight, getattr(norm, "variance_epsilon", None)
+    if type(norm).__name__ == "Gemma3RMSNorm":
+        weight = 1.0 + weight.float()  # Gemma's parameter is the difference from one
+    return weight, float(norm.eps if eps is None else eps)
 
 
 def forward(

@@ -25,6 +25,7 @@ from coat_kernels.formats import (
     TensorScaled,
 )
 from coat_kernels.gemm import scaled_mm
+from coat_kernels.head_norm import head_norm, head_norm_bwd
 from coat_kernels.master_weights import (
     MASTER_WEIGHTS,
     join_master,
@@ -90,6 +91,8 @@ __all__ = [
     "dequantize_tensor",
     "encode_moment",
     "get_codec",
+    "head_norm",
+    "head_norm_bwd",
     "join_master",
     "logit_gradient",
     "new_moment",

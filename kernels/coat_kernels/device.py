@@ -267,3 +267,28 @@ def store_quantized(
         mask = m_n[:, None] & (o_t[None, :] < M_END)
         o = o_n[:, None].to(tl.int64) * stride_t + o_t[None, :]
         tl.store(qt_ptr + o, tl.reshape(words, (BLOCK_N, BLOCK_M)), mask=mask)
+
+
+@triton.jit
+def _half_mask(m_m, D, HALF: tl.constexpr):
+    """Return the mask of the D / 2 channels of a half."""
+    return m_m[:, None] & (tl.arange(0, HALF)[None, :] < D // 2)
+
+
+@triton.jit
+def load_halves(x_ptr, o_m, stride, m_m, D, HALF: tl.constexpr):
+    """Load both halves [BLOCK_M, HALF] of a head's D channels in rows o_m, FP32, else zero."""
+    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
+    mask = _half_mask(m_m, D, HALF)
+    x1 = tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + (o + D // 2), mask=mask, other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def store_halves(x_ptr, o_m, stride, m_m, D, y1, y2, HALF: tl.constexpr):
+    """Store both halves like :func:`load_halves`, rounded to the matrix's dtype."""
+    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
+    mask = _half_mask(m_m, D, HALF)
+    tl.store(x_ptr + o, y1.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + (o + D // 2), y2.to(x_ptr.dtype.element_ty), mask=mask)

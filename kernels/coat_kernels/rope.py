@@ -33,9 +33,11 @@ from coat_kernels.device import (
     exponent_scale,
     get_exponent,
     inverse_scale,
+    load_halves,
     magnitude_bits,
     publish_scale,
     row_offsets,
+    store_halves,
     store_quantized,
     word_offsets,
 )
@@ -74,31 +76,6 @@ STATS_WARPS = 8
 
 
 @triton.jit
-def _half_mask(m_m, D, HALF: tl.constexpr):
-    """Return the mask of the D / 2 channels of a half."""
-    return m_m[:, None] & (tl.arange(0, HALF)[None, :] < D // 2)
-
-
-@triton.jit
-def _load_halves(x_ptr, o_m, stride, m_m, D, HALF: tl.constexpr):
-    """Load both halves [BLOCK_M, HALF] of D channels of rows o_m, FP32; zero outside the mask."""
-    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
-    mask = _half_mask(m_m, D, HALF)
-    x1 = tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + (o + D // 2), mask=mask, other=0.0).to(tl.float32)
-    return x1, x2
-
-
-@triton.jit
-def _store_halves(x_ptr, o_m, stride, m_m, D, y1, y2, HALF: tl.constexpr):
-    """Store both halves like :func:`_load_halves`, rounded to the matrix's dtype."""
-    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
-    mask = _half_mask(m_m, D, HALF)
-    tl.store(x_ptr + o, y1.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(x_ptr + (o + D // 2), y2.to(x_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _head_pointer(q_ptr, k_ptr, v_ptr, head, H, KV, size):
     """Return the address of a head in the first row; heads are counted through q, k and v."""
     part = q_ptr + head * size
@@ -120,7 +97,7 @@ def _quantize_head(
     inverse, scale = exponent_inverse(e)[:, None], exponent_scale(e)[:, None]
     q1 = cast_scaled(y1 * inverse, q8_ptr.dtype.element_ty)
     q2 = cast_scaled(y2 * inverse, q8_ptr.dtype.element_ty)
-    _store_halves(q8_ptr, o_m, stride, mask, D, q1, q2, HALF)
+    store_halves(q8_ptr, o_m, stride, mask, D, q1, q2, HALF)
     tl.store(exponents + o_m * groups, e.to(tl.uint8), mask=mask)
     return q1.to(tl.float32) * scale, q2.to(tl.float32) * scale
 
@@ -136,8 +113,8 @@ def _rope_kernel(
 ):  # fmt: skip
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
     m_m = o_m < M
-    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
-    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
+    c1, c2 = load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
     heads = H + 2 * KV
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
@@ -147,7 +124,7 @@ def _rope_kernel(
         stride = in_row * D
         fused = qkv_ptr + head * D
         mask = m_m & (head < heads)
-        x1, x2 = _load_halves(fused, o_m, heads * D, mask, D, HALF)
+        x1, x2 = load_halves(fused, o_m, heads * D, mask, D, HALF)
         y1, y2 = x1, x2
         if head < H + KV:
             y1 = x1 * c1 - x2 * s1
@@ -158,7 +135,7 @@ def _rope_kernel(
             y1, y2 = _quantize_head(
                 y1, y2, saved, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
             )
-        _store_halves(part, o_m, stride, mask, D, y1, y2, HALF)
+        store_halves(part, o_m, stride, mask, D, y1, y2, HALF)
 
 
 @triton.jit
@@ -169,7 +146,7 @@ def _rotate_back(
     part = _head_pointer(dq_ptr, dk_ptr, dv_ptr, head, H, KV, D)
     stride = (H if head < H else KV) * D
     mask = m_m & (head < H + 2 * KV)
-    y1, y2 = _load_halves(part, o_m, stride, mask, D, HALF)
+    y1, y2 = load_halves(part, o_m, stride, mask, D, HALF)
     x1, x2 = y1, y2
     if head < H + KV:
         x1 = y1 * c1 + y2 * s2
@@ -186,8 +163,8 @@ def _rope_gradient_stats_kernel(
 ):  # fmt: skip
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
     m_m = o_m < M
-    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
-    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
+    c1, c2 = load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
     bits = tl.zeros((BLOCK_M, HALF), dtype=tl.int32)
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
@@ -210,8 +187,8 @@ def _rope_gradient_kernel(
     i_m = tl.program_id(0)
     o_m = word_offsets(i_m, BLOCK_M)
     m_m = o_m < M
-    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
-    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
+    c1, c2 = load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
     inverse = inverse_scale(scale_ptr)
     o_h = tl.arange(0, HALF)
     for i in range(BLOCK_H):

@@ -26,6 +26,8 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("adamw_step", torch.float32): 3e-6,
     ("rope_gradient", torch.float32): 3e-6,
     ("cross_entropy_", torch.float32): 3e-6,
+    ("head_norm", torch.float32): 1e-6,
+    ("head_norm_bwd", torch.float32): 3e-6,
     # A product and a sum may be one instruction.
     ("rope", torch.float32): 1e-6,
     # Dequantized INT8 values.
@@ -36,6 +38,10 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     # The same, then rounded to 16 bits: some results lie on different sides of a tie.
     ("norm_bwd", torch.bfloat16): 2e-4,
     ("norm_bwd", torch.float16): 5e-5,
+    ("head_norm", torch.bfloat16): 2e-4,
+    ("head_norm", torch.float16): 5e-5,
+    ("head_norm_bwd", torch.bfloat16): 2e-4,
+    ("head_norm_bwd", torch.float16): 5e-5,
     ("rope", torch.bfloat16): 2e-4,
     ("rope", torch.float16): 5e-5,
     ("cross_entropy_", torch.bfloat16): 2e-4,

@@ -276,6 +276,19 @@ def _rope_gradient(i: _Inputs) -> Examples:
     return examples
 
 
+def _head_norm(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, (qkv, cos, sin, heads, _) in _rope(i).items():
+        # q's columns of the fused matrix.
+        x, weight = qkv[:, : heads * i.columns], 1.0 + 0.1 * i.normal(i.columns)
+        examples[name] = (x, weight, cos, sin, 1e-6)
+    return examples
+
+
+def _head_norm_bwd(i: _Inputs) -> Examples:
+    return {name: (i.normal(*x.shape), x, *others) for name, (x, *others) in _head_norm(i).items()}
+
+
 _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "tensor_scale": _tensor_scale,
     "quantize_tensor": _quantize_tensor,
@@ -294,6 +307,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "scaled_mm": _scaled_mm,
     "cross_entropy_": _cross_entropy,
     "logit_gradient": _logit_gradient,
+    "head_norm": _head_norm,
+    "head_norm_bwd": _head_norm_bwd,
     "rope": _rope,
     "rope_gradient": _rope_gradient,
     "rope_quantize": _rope_quantize,

@@ -20,6 +20,7 @@ WRITES_CODES = {
 WITHOUT_FP8 = {  # these run on any GPU
     *("_amax_kernel", "_transpose_quantized_kernel", "_rope_gradient_stats_kernel"),
     *("adamw_scalars_kernel", "_cross_entropy_kernel", "_rope_kernel"),
+    *("_head_norm_kernel", "_head_norm_bwd_kernel"),
     "_logit_gradient_kernel",  # E5M2, which Triton converts to in software there
 }
 BIT_EXACT = {

@@ -6,7 +6,7 @@ from torch import Tensor
 from coat_kernels.reference.quantize import dequantize_group, quantize_gradient, quantize_group
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     """Rotate x [M, heads * D]; returns FP32 [M, heads, D]."""
     tokens, (period, channels) = x.shape[0], cos.shape
     c1, c2 = cos.float().repeat(tokens // period, 1)[:, None].chunk(2, -1)
@@ -23,7 +23,7 @@ def _rotate_heads(
     """Return FP32 q and k, rotated, and v: [M, heads * D] and twice [M, kv_heads * D]."""
     sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
     q, k, v = qkv.float().split(sizes, -1)
-    q, k = (_rotate(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
+    q, k = (rotate(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
     return q, k, v
 
 
@@ -52,7 +52,7 @@ def rope_quantize(
 
 def rope_gradient_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute the FP32 gradient [M, (heads + 2 kv_heads) * D] of qkv."""
-    back = (_rotate(x, cos, sin, backward=True).flatten(-2) for x in (dq, dk))
+    back = (rotate(x, cos, sin, backward=True).flatten(-2) for x in (dq, dk))
     return torch.cat([*back, dv.float()], -1)
 
 
