@@ -5,9 +5,9 @@
 One autograd Function from the residual stream to q, k and v. Saves for backward the tensors of the
 norm (``norm.py``). Backward reads the gradients of q, k and v as attention returns them, rotates
 and quantizes them: the fused matrix [M, N] never exists in high precision. If each head has its own
-RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k, and saves them as the
-projection returns them. What fits neither (InternVL's norm of all heads, partial rotation) is done
-by the model's functions.
+RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k. It saves them as columns
+of the projection's result, which keeps v's columns, too. What fits neither (InternVL's norm of all
+heads, partial rotation) is done by the model's functions.
 """
 
 from collections.abc import Sequence

@@ -90,8 +90,9 @@ def _head_norm_bwd_kernel(
         g1, g2 = y1 * c1 + y2 * s2, y2 * c2 - y1 * s1
         x1, x2 = load_halves(x_ptr + head * D, o_m, stride, mask, D, HALF)
         n1, n2, rstd = _normalize(x1, x2, D, eps)
-        dw1 += tl.sum(g1 * n1, axis=0)
-        dw2 += tl.sum(g2 * n2, axis=0)
+        # With eps = 0 the zeros beyond the last row and head are normalized to NaN.
+        dw1 += tl.sum(tl.where(mask[:, None], g1 * n1, 0.0), axis=0)
+        dw2 += tl.sum(tl.where(mask[:, None], g2 * n2, 0.0), axis=0)
         g1 *= w1
         g2 *= w2
         average = ((tl.sum(g1 * n1, axis=1) + tl.sum(g2 * n2, axis=1)) / D)[:, None]

@@ -255,7 +255,16 @@ def _build_rope_cases(shape: LayerShape) -> list[Case]:
         gradients = [draw.matrix(t, width) for width in widths]
         return (*gradients, *embedding(draw), "e5m2", True, True, shape.family == "qwen2")
 
+    def of_queries(draw: Draw) -> Arguments:
+        weight = draw.matrix(1, head).flatten()
+        return (draw.matrix(t, widths[0]), weight, *embedding(draw), 1e-6)
+
+    def gradient_of_queries(draw: Draw) -> Arguments:
+        return (draw.matrix(t, widths[0]), *of_queries(draw))
+
     return [
+        Case("head_norm", "q", of_queries),
+        Case("head_norm_bwd", "q", gradient_of_queries),
         Case("rope", "q, k, v", forward),
         Case("rope_quantize", "q, k, v", forward),
         Case("rope_gradient", "q, k, v, both", gradient),

@@ -200,7 +200,9 @@ def draw_long(rows: Sequence[LongRow], out: Path) -> None:
             ours = [row.implementation.startswith(OURS) for row, _ in panel.values()]
             colors = [COLORS[0] if own else GREY for own in ours]
             values = [value for _, value in panel.values()]
-            _fill_bars(bars, [*panel], values, colors, "{:,.0f}", title)
+            _fill_bars(bars, [*panel], values, colors, "{:,.0f}", "")
+            # Names take half of the width: the title extends over them.
+            bars.set_title(title, color=GREY, fontsize=9, loc="right")
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ OURS: dict[str, str] = {
     "_rope_kernel": ROPE,
     "_rope_gradient_stats_kernel": ROPE,
     "_rope_gradient_kernel": ROPE,
+    "_head_norm_kernel": ROPE,
+    "_head_norm_bwd_kernel": ROPE,
     "_cross_entropy_kernel": LOSS,
     "_logit_gradient_kernel": LOSS,
     "adamw_kernel": OPTIMIZER,

@@ -55,6 +55,10 @@ BYTES = {
     ("llama", "norm_bwd", "with a residual"): 6 * T * H + COPY + 2 * H + 4 * T + 4 * H,
     # Read q, k, v of all tokens, cos and sin of one sequence; write q, k, v.
     ("qwen2", "rope", "q, k, v"): 2 * (2 * T * 128) + 2 * (2 * L * 16),
+    # Read q, the weight, cos and sin; write q.
+    ("qwen2", "head_norm", "q"): 2 * (2 * T * 64) + 2 * 16 + 2 * (2 * L * 16),
+    # Read dy, q, the weight, cos and sin; write dx and, in FP32, the weight's gradient.
+    ("qwen2", "head_norm_bwd", "q"): 2 * (3 * T * 64) + (2 + 4) * 16 + 2 * (2 * L * 16),
     # Read dq, dk, dv, cos and sin twice; write both layouts, the scale and, in FP32, the bias's.
     ("qwen2", "rope_gradient", "q, k, v, both"): (
         (5 * T + TP) * 128 + 2 * 2 * (2 * L * 16) + 4 + 4 * 128

@@ -50,6 +50,13 @@ def test_gradients_are_autograds(run: Run):
         torch.testing.assert_close(dweight.double(), weight64.grad, rtol=1e-5, atol=1e-4)
 
 
+def test_without_epsilon_masked_rows_add_nothing(run: Run):
+    x, weight, cos, sin, _ = arguments()
+    dy = torch.ones(x.shape)
+    dweight = run("head_norm_bwd", (dy, x, weight, cos, sin, 0.0))[1]
+    assert dweight.isfinite().all()
+
+
 def test_a_nan_stays_in_its_head_and_token(run: Run):
     x, *others = arguments()
     x = x.clone()
