@@ -195,13 +195,11 @@ def _heads_backward(
 def _is_per_head(attention: Any, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
     """Return whether q and k have an RMSNorm for each head, and all channels are rotated."""
     D = attention.head_dim
+    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return (
         position_embeddings is not None
         and position_embeddings[0].shape[-1] == D
-        and all(
-            type(norm).__name__.endswith("RMSNorm") and norm.weight.shape == (D,)
-            for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        )
+        and all(type(n).__name__.endswith("RMSNorm") and n.weight.shape == (D,) for n in norms)
     )
 
 

@@ -13,6 +13,8 @@ Programs sum the gradient of the weight for their rows and heads; the partial su
 fixed order, so they are deterministic. Reference: ``reference/head_norm.py``.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -104,9 +106,7 @@ def _head_norm_bwd_kernel(
     tl.store(sums_ptr + program * D + D // 2 + o_h, dw2, mask=o_h < D // 2)
 
 
-def _arguments(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> dict[str, object]:
+def _arguments(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> dict[str, Any]:
     """Return what both kernels have in common."""
     (M, N), (R, D) = x.shape, cos.shape
     return {

@@ -281,7 +281,7 @@ def _head_norm(i: _Inputs) -> Examples:
     for name, (qkv, cos, sin, heads, _) in _rope(i).items():
         # q's columns of the fused matrix.
         x, weight = qkv[:, : heads * i.columns], 1.0 + 0.1 * i.normal(i.columns)
-        examples[name] = (x, weight, cos, sin, 1e-6)
+        examples[name] = (x, weight, cos, sin, 1e-3)
     return examples
 
 

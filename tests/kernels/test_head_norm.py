@@ -32,7 +32,8 @@ def expected(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) ->
 
 def test_heads_are_normalized_and_rotated(run: Run):
     given = arguments()
-    doubles = expected(*(t.double() for t in given[:4]), EPS)
+    x, weight, cos, sin = (t.double() for t in given[:4])
+    doubles = expected(x, weight, cos, sin, EPS)
     for result in (run("head_norm", given)[0], head_norm(*given)):
         torch.testing.assert_close(result.double(), doubles, rtol=1e-5, atol=1e-5)
         assert result.is_contiguous()
