@@ -64,7 +64,8 @@ def load(
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
-        found = sorted(path.parent for path in folder.glob("*/model/config.json"))
+        found = [path.parent for path in sorted(folder.glob("*/model/config.json"))]
+        found += [path.parent for path in folder.glob("model/config.json")]
         hint = f"; did you mean {found[-1]}?" if found else ""
         raise FileNotFoundError(
             f"{folder} is not a coat_vlm checkpoint: it has no config.json (expected a folder like "

@@ -4,7 +4,7 @@
 
 # The versions and extras that make_environment installs.
 constraints=constraints.txt
-extras=dev,trl
+extras=dev,trl,qlora
 
 find_python() {
   local candidate

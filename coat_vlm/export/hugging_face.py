@@ -350,6 +350,11 @@ def _check_folders(source: Path, target: Path) -> Path:
     """Check both folders; return the folder with the source's config.json."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"{target} is inside {source}, which an export leaves as it is; give a folder elsewhere "
+            "with --to"
+        )
     is_checkpoint = (source / "trainer.json").is_file()
     if not (is_checkpoint or (source / "config.json").is_file()):
         patterns = ("*/checkpoints/step-*", "checkpoints/step-*", "step-*")

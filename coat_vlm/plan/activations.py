@@ -327,8 +327,8 @@ def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1)
         raise ValueError(f"--images {images}: the model has no vision tower; remove the option")
     if len(groups) * per_image >= length:
         raise ValueError(
-            f"{len(groups)} images of {per_image} tokens leave no tokens for text in max_length="
-            f"{length}; raise model.max_length or lower --images"
+            f"{len(groups)} images of {per_image} tokens leave no tokens for text in rows of "
+            f"{length}; raise model.max_length (or --tokens) or lower --images"
         )
     return groups
 

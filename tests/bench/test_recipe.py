@@ -234,7 +234,7 @@ def test_another_failure_is_not_called_out_of_memory(
     ("words", "message"),
     [
         (["--stage", "tune"], "--stage tune: the recipe has the stages align, pretrain, sft"),
-        (["--images", "99"], "99 images of 9 tokens leave no tokens for text in max_length=256"),
+        (["--images", "99"], "99 images of 9 tokens leave no tokens for text in rows of 256;"),
         (["--images", "-1"], "--images -1: at least 0 is needed"),
         (["--steps", "0"], "--steps, --warmup and --accumulation are 1 or more"),
         (["model.image.mode=dynamic_s2"], "measure the same model with model.image.mode=dynamic"),

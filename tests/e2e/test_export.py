@@ -128,3 +128,7 @@ def test_what_cannot_be_exported(
     (tmp_path / "used" / "file").touch()
     assert main(["export", str(changing / "sft" / "model"), "--to", str(tmp_path / "used")]) == 2
     assert "not empty" in capsys.readouterr().err
+    inside = changing / "sft" / "model" / "exported"
+    assert main(["export", str(inside.parent), "--to", str(inside)]) == 2
+    assert f"{inside} is inside {inside.parent}" in capsys.readouterr().err
+    assert not inside.exists()

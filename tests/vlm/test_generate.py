@@ -181,9 +181,10 @@ def test_a_damaged_processor_is_named(
         load(folder, "cpu")
 
 
-def test_a_run_folder_is_not_a_checkpoint(checkpoint: Path):
+@pytest.mark.parametrize("level", [0, 1], ids=["stage", "run"])
+def test_a_folder_above_a_checkpoint_names_it(checkpoint: Path, level: int):
     with pytest.raises(FileNotFoundError, match=r"no config\.json .* did you mean .*sft.model\?"):
-        load(checkpoint.parents[1])
+        load(checkpoint.parents[level])
 
 
 def test_an_absent_folder_is_named(tmp_path: Path):
