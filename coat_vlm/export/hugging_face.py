@@ -352,7 +352,7 @@ def _check_folders(source: Path, target: Path) -> Path:
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
     if target.resolve().is_relative_to(source.resolve()):
         raise ValueError(
-            f"{target} is inside {source}, which an export leaves as it is; give a folder elsewhere "
+            f"{target} is inside {source}, which an export leaves as it is; give another folder "
             "with --to"
         )
     is_checkpoint = (source / "trainer.json").is_file()

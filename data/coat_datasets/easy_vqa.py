@@ -6,11 +6,13 @@ answer, image id], and the images, ``train/images/<id>.png`` or the same files i
 testing. The output folder is also the media root of every file in it::
 
     images/<id>.png
-    {shape,color,yes_no,negated}.json    training rows, one per question
-    eval/test/questions.jsonl            the questions about the images that were kept out
+    shape.json                   training rows, one for each question whose answer is a shape
+    conversations.json           training rows, one for each image with all its questions
+    eval/test/questions.jsonl    the questions about the images that were kept out
 """
 
 import json
+import random
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,13 @@ from tqdm import tqdm
 
 from coat_data.sample import DataError
 from coat_data.tools.source import new_folder
-from coat_datasets.rows import Question, write_questions, write_training_rows
-
-CATEGORIES = ("shape", "color", "yes_no", "negated")
+from coat_datasets.rows import (
+    Question,
+    conversation,
+    write_conversations,
+    write_questions,
+    write_training_rows,
+)
 
 _REMEDY = "give the folder `data` of easy-VQA, with train/questions.json and train/images"
 
@@ -32,10 +38,11 @@ def convert_easy_vqa(
 ) -> dict[str, int]:
     """Convert the training split to training rows and an evaluation folder in ``out_dir``.
 
-    Questions and images keep their order, texts and bytes; nothing is drawn at random. A question's
-    category is ``shape`` or ``color``, after its answer, or ``yes_no`` or ``negated``: "is there
-    not a red shape?", "is no red shape present?". Training rows have a file for each category, so
-    that a recipe can weight them.
+    Questions and images keep their texts and bytes. A question's category is ``shape`` or
+    ``color``, after its answer, or ``yes_no`` or ``negated``: "is there not a red shape?", "is no
+    red shape present?". The source asks for shape and color first; a conversation has its questions
+    in an order that is drawn (seed 0), so that questions of each category come without an answer
+    before them that tells theirs.
 
     Args:
         folder: easy-VQA's folder ``data``.
@@ -71,12 +78,19 @@ def convert_easy_vqa(
             [one for image in some for one in questions[image]]
             for some in (ids[:-num_test], ids[-num_test:])
         )
-        for category in CATEGORIES:
-            file = f"{category}.json"
-            own = [one for one in train if one.category == category]
-            summary[file] = write_training_rows(target / file, own)
+        shapes = [one for one in train if one.category == "shape"]
+        summary["shape.json"] = write_training_rows(target / "shape.json", shapes)
+        order = random.Random(0)
+        rows = [_converse(image, questions[image], order) for image in ids[:-num_test]]
+        summary["conversations.json"] = write_conversations(target / "conversations.json", rows)
         summary["eval/test"] = write_questions(target / "eval" / "test", test)
         return summary
+
+
+def _converse(image: int, questions: list[Question], order: random.Random) -> dict[str, Any]:
+    """Return one row with all questions about an image."""
+    asked = order.sample(questions, len(questions))
+    return conversation(str(image), asked[0].image, [(one.text, one.answer) for one in asked])
 
 
 def _read_questions(path: Path) -> dict[int, list[Question]]:

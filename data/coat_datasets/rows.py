@@ -15,7 +15,7 @@ from coat_data.sample import DataError
 
 def article(word: str) -> str:
     """Return ``a`` or ``an``, as required before the word."""
-    return "an" if word[0] in "aeiou" else "a"
+    return "an" if word.startswith(("a", "e", "i", "o", "u", "hour")) else "a"
 
 
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:

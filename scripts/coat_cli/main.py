@@ -8,6 +8,7 @@ same command (train: with ``--resume auto``) continues; 130 Ctrl-C.
 """
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or a status that the module docstring lists.
     """
     args = parse(argv)
+    logging.getLogger("DeepSpeed").addFilter(_print_to_stderr)
     if "RANK" in os.environ:
         from coat_vlm.run.launcher import die_with_launcher
 
@@ -80,6 +82,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return args
+
+
+def _print_to_stderr(record: logging.LogRecord) -> bool:
+    """Print what DeepSpeed logs; its own handler writes to standard output, among the results."""
+    sys.stderr.write(f"DeepSpeed: {record.levelname.lower()}: {record.getMessage()}\n")
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -52,25 +52,36 @@ def test_the_last_images_are_kept_out_with_all_their_questions(tmp_path, packed)
     summary = convert_easy_vqa(make_source(tmp_path / "data", packed=packed), out, num_test=3)
     assert summary == {
         "images": 12,
-        **{f"{name}.json": 18 for name in ("shape", "color", "yes_no", "negated")},
+        "shape.json": 18,
+        "conversations.json": 9,
         "eval/test": 24,
     }
     files = {path.name: path.read_bytes() for path in (out / "images").iterdir()}
     assert files == {f"{number}.png": picture(number) for number in range(12)}
-    for name in ("shape", "color", "yes_no", "negated"):
-        assert json.loads((out / f"{name}.json").read_text()) == [
-            {
-                "id": f"{number}-{index}",
-                "image": f"images/{number}.png",
-                "conversations": [
-                    {"from": "human", "value": f"<image>\n{text}"},
-                    {"from": "gpt", "value": answer},
-                ],
-            }
-            for number in range(9)  # not by text: 10 < 9
-            for index, (text, answer, category) in enumerate(ASKED)
-            if category == name
-        ]
+    assert json.loads((out / "shape.json").read_text()) == [
+        {
+            "id": f"{number}-{index}",
+            "image": f"images/{number}.png",
+            "conversations": [
+                {"from": "human", "value": f"<image>\n{text}"},
+                {"from": "gpt", "value": answer},
+            ],
+        }
+        for number in range(9)  # not by text: 10 < 9
+        for index, (text, answer, category) in enumerate(ASKED)
+        if category == "shape"
+    ]
+    rows = json.loads((out / "conversations.json").read_text())
+    assert [(row["id"], row["image"]) for row in rows] == [
+        (str(number), f"images/{number}.png") for number in range(9)
+    ]
+    orders = [[turn["value"] for turn in row["conversations"]] for row in rows]
+    assert len({tuple(order) for order in orders}) > 1  # drawn for each image
+    for order in orders:
+        placeholder, _, first = order[0].partition("\n")
+        assert placeholder == "<image>"
+        pairs = list(zip([first, *order[2::2]], order[1::2], strict=True))
+        assert sorted(pairs) == sorted((text, answer) for text, answer, _ in ASKED)
     lines = (out / "eval/test/questions.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {

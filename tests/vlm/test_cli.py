@@ -48,6 +48,15 @@ def test_wrong_arguments_end_with_status_2(words: list[str], capsys: pytest.Capt
     assert "usage: coat-vlm" in capsys.readouterr().err
 
 
+def test_standard_output_has_the_result_alone():
+    """DeepSpeed logs to standard output, for one that there is no GPU."""
+    words = [sys.executable, "-m", "coat_cli.main", "plan", "quickstart", "model.max_length=64"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.startswith("stage align: ")
+    assert "DeepSpeed: warning: Setting accelerator to CPU" in ended.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [["--local_rank=3", "train", "quickstart"], ["train", "quickstart", "--local-rank", "3"]],
