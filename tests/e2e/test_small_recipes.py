@@ -59,7 +59,7 @@ def make_scenes() -> list[str]:
 @pytest.mark.parametrize(
     ("name", "make", "sets", "required"),
     [
-        ("easy_vqa", make_easy_vqa, ["test"], ("test", "80.00")),
+        ("easy_vqa", make_easy_vqa, ["test"], ("test", "97.00")),
         (
             "tiny_imagenet",
             make_tiny_imagenet,
