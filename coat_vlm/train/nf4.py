@@ -35,7 +35,9 @@ class Nf4Linear(nn.Linear):
         import bitsandbytes  # pyright: ignore[reportMissingImports]
 
         packed, state = self.nf4
-        return bitsandbytes.matmul_4bit(input, packed, state, bias=self.bias)
+        # The package's documentation names this function, which its __init__ only imports.
+        multiply = bitsandbytes.matmul_4bit  # pyright: ignore[reportPrivateImportUsage]
+        return multiply(input, packed, state, bias=self.bias)
 
 
 class _RoundedNf4Linear(Nf4Linear):
