@@ -195,5 +195,5 @@ def test_checkpointed_blocks_keep_their_inputs(tiny: Any) -> None:
 
 def test_rows_need_room_for_text(tiny: Any) -> None:
     made = frame(tiny, stage(*ALL))
-    with pytest.raises(ValueError, match=r"16 images of 4 tokens .* rows of 64; raise model\.max_length"):
+    with pytest.raises(ValueError, match=r"16 images of 4 tokens leave no .* in rows of 64; raise"):
         trace(made, 1, 64, 16)
