@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
     missing = [name for name in changed if name not in parameters]
     if missing:
         raise ValueError(f"{folder} does not fit {base}, which has no {missing[0]}; {_REMEDY}")
+    _check_not_shared(parameters, changed, folder)
     before = {name: parameters[name].detach().to("cpu", copy=True) for name in changed}
     try:
         with torch.no_grad():
@@ -87,19 +89,33 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         inner = folder / "adapter"
         hint = f"; did you mean {inner}?" if (inner / ADAPTER_CONFIG).is_file() else ""
         raise ValueError(f"{folder} is not an adapter folder: it has no {ADAPTER_CONFIG}{hint}")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file: {error}; {_SAVE}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} has a JSON {type(config).__name__}, no object; {_SAVE}")
     wrong = {name: config[name] for name in _UNSUPPORTED if config.get(name)}
     if config.get("peft_type") != "LORA":
         wrong["peft_type"] = config.get("peft_type")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         wrong["init_lora_weights"] = config["init_lora_weights"]
+    if config.get("bias", "none") != "none":
+        wrong["bias"] = config["bias"]
     if wrong:
         found = ", ".join(f"{name}: {value!r}" for name, value in wrong.items())
         raise ValueError(f"{path} has {found}, which cannot be merged here; {_MERGE}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"{path} has r: {rank!r} and lora_alpha: {alpha!r}; r must be a number of columns "
+            f"and lora_alpha a number; {_SAVE}"
+        )
     return config
 
 
 _MERGE = "merge it with peft's merge_and_unload, and give the merged folder as the model"
+_SAVE = "save the adapter again with peft's save_pretrained"
 _REMEDY = "give the folder that the adapter was trained on as the model"
 
 
@@ -107,12 +123,19 @@ def _read_weights(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str,
     """Read the adapters by layer, and the full weights of other modules by name."""
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     others: dict[str, Tensor] = {}
-    for saved, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; {_SAVE}") from error
+    if not tensors:
+        raise ValueError(f"{path} has no weights; {_SAVE}")
+    for saved, tensor in tensors.items():
         name = saved.removeprefix(PEFT_PREFIX)
         # peft saves the lengths of DoRA without this ending.
         name += ".weight" if name.endswith(".lora_magnitude_vector") else ""
         layer, _, kind = name.partition(".lora_")
-        if not kind:
+        if not kind and ".base_layer." not in name:
             others[name] = tensor
         elif f"lora_{kind}" in _LORA:
             layers[layer][name] = tensor
@@ -129,13 +152,34 @@ def _merge_layer(
     folder: Path,
 ) -> None:
     """Replace a layer's weight [N, K] by its sum with an adapter."""
-    a, b = (adapter.get(f"{layer}.{name}") for name in _LORA[:2])
-    if a is None or b is None:
-        raise ValueError(f"{folder} is incomplete: {layer} has only {', '.join(adapter)}")
+    a, b, lengths = (adapter.get(f"{layer}.{name}") for name in _LORA)
+    dora = bool(config.get("use_dora"))
+    if a is None or b is None or dora != (lengths is not None):
+        raise ValueError(
+            f"{folder}: {layer} has {', '.join(adapter)}; use_dora: {dora} needs lora_A, "
+            f"lora_B and {'' if dora else 'no '}lora_magnitude_vector; {_SAVE}"
+        )
+    if not len(a) == b.shape[1] == config["r"]:
+        raise ValueError(
+            f"{folder}: {ADAPTER_CONFIG} has r: {config['r']}, and {layer} has {len(a)} rows in "
+            f"lora_A and {b.shape[1]} columns in lora_B; {_SAVE}"
+        )
     _check_shape(weight, torch.Size((len(b), a.shape[1])), layer, folder)
     state = {f"{layer}.weight": weight}
     merge(state, {name: one.to(weight.device) for name, one in adapter.items()}, find_scale(config))
     weight.copy_(state[f"{layer}.weight"])
+
+
+def _check_not_shared(parameters: Mapping[str, Tensor], changed: list[str], folder: Path) -> None:
+    """Raise a ValueError if a weight to be changed is also the weight of another module."""
+    for name in changed:
+        others = [n for n, one in parameters.items() if one is parameters[name] and n != name]
+        if others:
+            raise ValueError(
+                f"{folder} changes {name}, whose weights are those of {', '.join(others)}, too "
+                "(tie_word_embeddings), so that it would change both; set tie_word_embeddings to "
+                f"false in the model's config, {_MERGE}"
+            )
 
 
 def _check_shape(weight: Tensor, shape: torch.Size, name: str, folder: Path) -> None:

@@ -169,7 +169,19 @@ def test_what_cannot_be_merged(
     check("rank_pattern.*merge_and_unload", {"rank_pattern": {"q_proj": 2}}, weights)
     check("peft_type: 'IA3'", {"peft_type": "IA3"}, weights)
     check("init_lora_weights: 'pissa'", {"init_lora_weights": "pissa"}, weights)
-    check("incomplete", {}, {name: one for name, one in weights.items() if name != first})
+    check("bias: 'lora_only'.*merge_and_unload", {"bias": "lora_only"}, weights)
+    check("r: 8, and .* has 4 rows in lora_A and 4 columns", {"r": 8}, weights)
+    check("r: None and lora_alpha: 8", {"r": None}, weights)
+    check("lora_alpha: None", {"lora_alpha": None}, weights)
+    check(
+        "use_dora: False needs lora_A",
+        {},
+        {name: one for name, one in weights.items() if name != first},
+    )
+    check("use_dora: True needs", {"use_dora": True}, weights)
+    check("has no weights", {}, {})
+    bias = {"base_model.model.language_model.lm_head.base_layer.bias": torch.ones(1)}
+    check("cannot be merged", {}, weights | bias)
     check("cannot be merged", {}, {**weights, first.replace("A.weight", "B.bias"): torch.ones(1)})
     check("which has no gone", {}, {"base_model.model.gone.weight": torch.ones(1)})
     check("for a weight of", {}, {**weights, first: torch.ones(4, 5)})
@@ -177,6 +189,46 @@ def test_what_cannot_be_merged(
     with caplog.at_level(logging.WARNING), merged_adapter(model, folders / "plain", "other"):
         pass
     assert f"was trained on {speaking_model} and is evaluated on other" in caplog.text
+
+
+def test_files_that_peft_did_not_write(folders: Path, speaking_model: Path, tmp_path: Path) -> None:
+    model = CoatVlm.from_pretrained(speaking_model)
+    folder = shutil.copytree(folders / "plain", tmp_path / "broken")
+
+    def check(message: str) -> None:
+        with (
+            pytest.raises(ValueError, match=f"{message}.*peft's save_pretrained"),
+            merged_adapter(model, folder, str(speaking_model)),
+        ):
+            pass
+
+    (folder / "adapter_model.safetensors").write_bytes(b"broken")
+    check("adapter_model.safetensors cannot be read")
+    (folder / "adapter_model.safetensors").unlink()
+    check("adapter_model.safetensors cannot be read")
+    (folder / "adapter_config.json").write_text("[]")
+    check("adapter_config.json has a JSON list, no object")
+    (folder / "adapter_config.json").write_text("{")
+    check("adapter_config.json is no JSON file")
+
+
+def test_embeddings_that_are_also_the_head_are_not_changed(tmp_path: Path) -> None:
+    """peft trains a copy of the head alone; the embeddings keep their weights."""
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    base: Any = Qwen2ForCausalLM(config)
+    base.save_pretrained(tmp_path / "base")
+    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+    message = "changes lm_head.weight, whose weights are those of model.embed_tokens.weight, too"
+    with (
+        pytest.raises(ValueError, match=message),
+        merged_adapter(model, tmp_path / "adapter", str(tmp_path / "base")),
+    ):
+        pass
 
 
 def test_names_of_output_folders(folders: Path, tmp_path: Path) -> None:
