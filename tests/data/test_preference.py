@@ -141,6 +141,21 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"rejected": said("assistant", "No.") | {"tool_calls": ["f()"]}},
         "rejected: the field tool_c",
     ),
+    (
+        {"chosen": said("assistant", "Red.") | {"reasoning_content": "Hm."}},
+        "chosen: the field reasoning_content",
+    ),
+    ({"chosen": said("assistant", "Red.") | {"weight": 0}}, "chosen: the field weight"),
+    (
+        {name: said("user", text) for name, text in PAIR.items()},
+        "rejected answer is spoken by user",
+    ),
+    ({"rejected": ["Blue.", "Green."]}, "rejected has 2 answers"),
+    ({"rejected_response": "Green."}, "the row has rejected and rejected_response"),
+    (
+        {"messages": ASKED} | {name: ASKED + answer for name, answer in ANSWERS.items()},
+        "the row has messages beside whole conversations in chosen and rejected",
+    ),
     ({"answer": "Red."}, "the row has answer beside chosen and rejected"),
     ({"chosen": [said("assistant", "Red."), said("user", "Sure?")]}, "before their last answer"),
 ]

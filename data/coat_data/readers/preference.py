@@ -33,6 +33,8 @@ _ANSWERS = {
 }
 """Field of a question -> field of its answer in an ordinary row."""
 _SPEAKER = ("role", "from")
+_ASKERS = ("user", "human", "prompter", "system", "developer", "tool")
+"""Speakers that give no answer."""
 _REMEDY = "give both answers, or remove the row"
 
 
@@ -76,35 +78,21 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         ignore: fields of messages that the user allows to be left out.
 
     Raises:
-        DataError: there is no question, an answer is missing, empty or no text, the conversations
-            before them or their speakers differ, the rejected one has a field that must not be left
-            out, or the row has another answer besides.
+        DataError: there is no question, an answer is missing, empty, no text or not spoken by the
+            assistant, the conversations before them or their speakers differ, an answer has a field
+            that must not be left out, or the row has another answer or conversation besides.
     """
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
+    if not swift and not is_missing(row.get(RESPONSE)):
+        raise DataError(where, f"the row has {REJECTED} and {RESPONSE}", "keep one of them")
     rejected = _text(row.get(worse), worse, where)
-    for message in _turns(row[worse])[-1:]:
-        if isinstance(message, Mapping):
-            unused = message.keys() - {*_SPEAKER, "content", "value"}
-            check_unused(message, unused, ignore, f"{where}: {worse}")
+    _check_fields(row, worse, ignore, where)
     rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
     if swift and is_missing(row.get(CHOSEN)):
         return Pair(rest, rejected, frozenset({worse}), None)
     chosen = _text(row.get(CHOSEN), CHOSEN, where)
-    before = [_turns(row[name])[:-1] for name in (CHOSEN, worse)]
-    if before[0] != before[1]:
-        raise DataError(
-            where,
-            "the conversations of chosen and rejected differ before their last answer",
-            "let them differ in the last answer alone, or remove the row",
-        )
-    speakers = {name: _speaker(row[name]) for name in (CHOSEN, worse)}
-    if None not in speakers.values() and speakers[CHOSEN] != speakers[worse]:
-        raise DataError(
-            where,
-            f"the answers have different speakers: {speakers}",
-            "let the assistant give both, or remove the row",
-        )
+    speaker = _check_conversations(row, worse, where)
     added = _answer(rest, row[CHOSEN])
     (name,) = added
     if name in _TURNS and not isinstance(added[name], list):
@@ -122,8 +110,12 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
                 f"the row has {name} beside chosen and rejected",
                 "keep chosen and rejected for a stage named dpo, or the other answer for the rest",
             )
-        # The reader of messages checks the speaker and the fields of the chosen one.
-        added = {name: _turns(row[CHOSEN]) if speakers[CHOSEN] and name == "completion" else chosen}
+        if speaker and name == "completion":
+            # The reader of messages checks the speaker and the fields.
+            added = {name: _turns(row[CHOSEN])}
+        else:
+            _check_fields(row, CHOSEN, ignore, where)
+            added = {name: chosen}
     return Pair(rest | added, rejected, frozenset({CHOSEN, worse}), None if name in rest else name)
 
 
@@ -145,6 +137,34 @@ def add_rejected(sample: Sample, rejected: str) -> Sample:
             sample.where, "the chosen and the rejected answer are equal", "remove the row"
         )
     return replace(sample.only_last_supervised(), rejected=text)
+
+
+def _check_conversations(row: Mapping[str, Any], worse: str, where: str) -> Any:
+    """Check the speakers of both answers and what is before them; return the chosen one's."""
+    before = [_turns(row[name])[:-1] for name in (CHOSEN, worse)]
+    if before[0] != before[1]:
+        raise DataError(
+            where,
+            "the conversations of chosen and rejected differ before their last answer",
+            "let them differ in the last answer alone, or remove the row",
+        )
+    speakers = {name: _speaker(row[name]) for name in (CHOSEN, worse)}
+    if None not in speakers.values() and speakers[CHOSEN] != speakers[worse]:
+        raise DataError(
+            where,
+            f"the answers have different speakers: {speakers}",
+            "let the assistant give both, or remove the row",
+        )
+    if speakers[worse] in _ASKERS:
+        raise DataError(where, f"the {worse} answer is spoken by {speakers[worse]}", _REMEDY)
+    beside = [name for name in _TURNS if not is_missing(row.get(name))]
+    if before[0] and beside:
+        raise DataError(
+            where,
+            f"the row has {beside[0]} beside whole conversations in chosen and {worse}",
+            f"remove {beside[0]}, or give the answers alone in chosen and {worse}",
+        )
+    return speakers[CHOSEN]
 
 
 def _answer(rest: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
@@ -179,8 +199,18 @@ def _speaker(answer: Any) -> Any:
     return None
 
 
+def _check_fields(row: Mapping[str, Any], name: str, ignore: Collection[str], where: str) -> None:
+    """Refuse a field of an answer's message that must not be left out."""
+    for message in _turns(row[name])[-1:]:
+        if isinstance(message, Mapping):
+            unused = message.keys() - {*_SPEAKER, "content", "value"}
+            check_unused(message, unused, ignore, f"{where}: {name}")
+
+
 def _text(value: Any, name: str, where: str) -> str:
     """Return the text of the answer ``name``."""
+    if isinstance(value, list | tuple) and len(value) > 1 and isinstance(value[-1], str):
+        raise DataError(where, f"{name} has {len(value)} answers", "give one, or write more rows")
     message = value[-1] if isinstance(value, list | tuple) and value else value
     if isinstance(message, Mapping) and not is_missing(message):
         message = message.get("content", message.get("value"))
