@@ -130,6 +130,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # PyYAML rejects lists and mappings as keys
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key_node.value!r} is repeated",
@@ -152,7 +154,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not dotted:
         raise ValueError(f"override {override!r}: expected key=value, such as seed=1")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: the value is not YAML: {error}") from error
     keys = dotted.split(".")
@@ -188,6 +190,8 @@ def _list_open_keys(data: dict[str, Any]) -> None:
             memory["choose"] += [
                 f"stages.{name}.{key}" for key in CHOSEN_IN_STAGES if key not in stage
             ]
+    if not isinstance(memory["choose"], list):
+        return  # the type check of the recipe says what is allowed
     for name, stage in stages.items():
         if f"stages.{name}.micro_batch_size" in memory["choose"]:
             stage.setdefault("micro_batch_size", 1)
@@ -205,7 +209,9 @@ def _clear_other_length(
         if len(keys) != 3 or keys[0] != "stages" or keys[2] not in _LENGTHS:
             continue
         stage, other = data["stages"][keys[1]], _LENGTHS[keys[2]]
-        if None in (stage[keys[2]], stage.get(other)) or [*keys[:2], other] in given:
+        if not isinstance(stage, dict):  # a later override replaced the stage
+            continue
+        if None in (stage.get(keys[2]), stage.get(other)) or [*keys[:2], other] in given:
             continue
         dotted = ".".join(keys)
         say(

@@ -1,6 +1,7 @@
 """A whole recipe: model, stages, evaluation sets, and settings of the run."""
 
 import dataclasses
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -181,7 +182,7 @@ class Recipe:
                     stage.packing.row_tokens(self.model.max_length)
                 except ValueError as error:
                     raise ValueError(f"stages.{name}: {error}") from None
-        self._check_keep_best()
+        self._check_kept()
         for key in ("fp8", "monitor"):
             if getattr(self, key) is not None and self.precision not in FP8_PRECISIONS:
                 raise ValueError(
@@ -198,13 +199,32 @@ class Recipe:
         self._check_dpo()
         self._check_choose()
 
-    def _check_keep_best(self) -> None:
-        """Reject a source that no stage validates."""
+    def _check_kept(self) -> None:
+        """Reject rules for keeping checkpoints that keep none."""
+        if self.keep_every_steps and not any(
+            _coincide(stage, stage.save_every_steps, self.keep_every_steps)
+            for stage in self.stages.values()
+        ):
+            raise ValueError(
+                f"keep_every_steps: {self.keep_every_steps} has no effect: no stage saves a "
+                "checkpoint at a multiple of it; set save_every_steps of a stage to a divisor of "
+                "it, or remove it"
+            )
         validated = {source.name for stage in self.stages.values() for source in stage.val_data}
         if self.keep_best is not None and self.keep_best not in validated:
             raise ValueError(
                 f"keep_best: {self.keep_best!r} is not the name of a source in val_data "
                 f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
+            )
+        if self.keep_best is not None and not any(
+            _coincide(stage, stage.save_every_steps, stage.eval_every_steps)
+            for stage in self.stages.values()
+            if any(source.name == self.keep_best for source in stage.val_data)
+        ):
+            raise ValueError(
+                f"keep_best: {self.keep_best} has no effect: no stage saves a checkpoint at a step "
+                "at which it validates this source; set save_every_steps and eval_every_steps of "
+                "a stage to the same number, or remove it"
             )
 
     def _check_low_bits(self) -> None:
@@ -383,3 +403,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as dicts, lists and scalars."""
         return dataclasses.asdict(self)
+
+
+def _coincide(stage: StageConfig, first: int, second: int) -> bool:
+    """Whether a step of a stage is a multiple of both numbers; 0 is never."""
+    steps = math.inf if stage.max_steps is None else stage.max_steps
+    return 0 < math.lcm(first, second) <= steps

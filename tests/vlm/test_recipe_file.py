@@ -43,6 +43,45 @@ def test_overrides_and_variables(recipe_path: Path) -> None:
     assert recipe.stages["sft"].vision.train is False
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["keep_every_steps=4", "stages.sft.save_every_steps=4"], ""),
+        (["keep_every_steps=6", "stages.sft.save_every_steps=2"], "a multiple of it"),
+        (["keep_every_steps=2", "stages.sft.save_every_steps=3"], "a multiple of it"),
+        (["keep_best=v", "stages.sft.save_every_steps=4", "stages.sft.eval_every_steps=2"], ""),
+        (["keep_best=v", "stages.sft.save_every_steps=2"], "at which it validates this source"),
+        (["keep_best=v", "stages.sft.eval_every_steps=2"], "at which it validates this source"),
+        (
+            ["keep_best=v", "stages.sft.save_every_steps=3", "stages.sft.eval_every_steps=2"],
+            "at which it validates this source",
+        ),
+    ],
+)
+def test_checkpoints_that_are_kept_exist(
+    recipe_path: Path, overrides: list[str], message: str
+) -> None:
+    """The stage has five steps."""
+    overrides = ["stages.sft.val_data=[{name: v, path: v.json}]", *overrides]
+    if not message:
+        load_recipe(str(recipe_path), overrides)
+        return
+    with pytest.raises(ValueError, match=f"has no effect: .*{message}"):
+        load_recipe(str(recipe_path), overrides)
+
+
+def test_overrides_that_contradict_each_other(recipe_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"stages\.sft"):
+        load_recipe(str(recipe_path), ["stages.sft.max_steps=2", "stages.sft=null"])
+
+
+def test_a_list_is_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(MINIMAL + "? [a, b]\n: 1\n")
+    with pytest.raises(ValueError, match="unhashable key"):
+        load_recipe(str(path))
+
+
 def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(recipe_path))
     save_recipe(recipe, tmp_path / "saved.yaml")
@@ -69,6 +108,10 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("stages.sft.batch_size=-8", "stages.sft.batch_size: input should be greater than 0"),
         ("stages.sft.data.4.path=x", "expected an index below 1, got '4'"),
         ("seed", "expected key=value"),
+        ("stages.sft.vision={train: false, train: true}", "the key 'train' is repeated"),
+        ("memory={gpu_gb: 80, choose: 5}", "memory.choose: input should be a valid list, got 5"),
+        ("keep_every_steps=2", "keep_every_steps: 2 has no effect"),
+        ("keep_best=a", "keep_best: 'a' is not the name of a source in val_data"),
     ],
 )
 def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) -> None:
