@@ -21,14 +21,22 @@ from coat_vlm.train.steady import add_up
 
 CARD = "README.md"
 """File in a model folder, which the Hub shows."""
-_LIBRARIES = {"llava": "transformers", "language": "transformers", "vila": "vila"}
+_PUBLISHED = "published"
+"""Layout of a run of ``model.pretrained``: that in which the model was published."""
+_LIBRARIES = {
+    **dict.fromkeys(("llava", "language", _PUBLISHED), "transformers"),
+    "vila": "vila",
+}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"hf:(?://)?datasets/([\w.-]+/[\w.-]+)")
-_LOADING = {
-    "coat": "import coat_vlm\n"
+_AUTO_CLASSES = (
     "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     "model = AutoModelForImageTextToText.from_pretrained(FOLDER)\n"
-    "processor = AutoProcessor.from_pretrained(FOLDER)",
+    "processor = AutoProcessor.from_pretrained(FOLDER)"
+)
+_LOADING = {
+    "coat": f"import coat_vlm\n{_AUTO_CLASSES}",
+    _PUBLISHED: _AUTO_CLASSES,
     "llava": "from transformers import AutoProcessor, LlavaForConditionalGeneration\n\n"
     "model = LlavaForConditionalGeneration.from_pretrained(FOLDER)\n"
     "processor = AutoProcessor.from_pretrained(FOLDER)",
@@ -64,6 +72,8 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
             f"--card describes the run of a model, and {folder / 'recipe.yaml'} has no stages; "
             "restore the file, or remove --card"
         )
+    if (run.recipe.get("model") or {}).get("pretrained"):
+        layout = _PUBLISHED
     final = is_model and stage.name == stages[-1]
     done = STAGES[: STAGES.index(stage.name) + 1]
     run.stages = [one for one in run.stages if one.name in done]
@@ -89,8 +99,9 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
 
 def _metadata(recipe: Mapping[str, Any], layout: str) -> str:
     model, stages = recipe.get("model") or {}, recipe.get("stages") or {}
-    text_only = layout == "language" or model.get("vision") is None
-    names = [recipe.get("init_from")]
+    pretrained = model.get("pretrained")
+    text_only = pretrained is None and (layout == "language" or model.get("vision") is None)
+    names = [recipe.get("init_from") or pretrained]
     if names[0] is None:
         parts = ["language"] if text_only else ["language", "vision"]
         names = [(model.get(part) or {}).get("name_or_path") for part in parts]
@@ -112,7 +123,8 @@ def _describe(run: RunFolder, source: Path, stage: str) -> str:
     parts = ", ".join(f"{name} {format_count(number)}" for name, number in total.items())
     state = "the model at the end of" if source.name == "model" else f"checkpoint {source.name} of"
     size = f" of {format_count(sum(total.values()))} parameters ({parts})" if total else ""
-    start = run.recipe.get("init_from")
+    model = run.recipe.get("model") or {}
+    start = run.recipe.get("init_from") or model.get("pretrained")
     return (
         f"# {run.recipe.get('name')}\n\nA model{size}: {state} stage `{stage}`"
         + (f", started from `{start}`" if start else "")

@@ -11,6 +11,7 @@ the same items for all runs of both groups, so the common difficulty of an item 
 interval measures the uncertainty from the choice of items, the standard deviation that from seeds.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -317,9 +318,22 @@ def compare_runs(
 
     Raises:
         FileNotFoundError: a run was not evaluated.
-        ValueError: the runs have different evaluation sets or items.
+        ValueError: a run is given twice, or the runs have different evaluation sets or items.
     """
+    places = Counter(run.resolve() for run in (*first, *second))
+    twice = [str(run) for run, count in places.items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"{twice[0]} is given twice, and would count as two independent runs; name it once"
+        )
     recipe = load_recipe(str(first[0] / "recipe.yaml"))
+    for run in (*first[1:], *second):
+        sets = load_recipe(str(run / "recipe.yaml")).eval_sets
+        if sets.keys() != recipe.eval_sets.keys():
+            raise ValueError(
+                f"{run} has the eval_sets {', '.join(sets) or 'none'} and {first[0]} has "
+                f"{', '.join(recipe.eval_sets) or 'none'}; only runs with the same sets compare"
+            )
     rows = []
     for name, settings in recipe.eval_sets.items():
         metric = get_task(settings.task).headline[0]

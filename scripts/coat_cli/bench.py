@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coat_cli.command import PRECISIONS, Commands, add_recipe, command, read_recipe, say
+from coat_cli.command import PRECISIONS, Commands, add_recipe, at_least, command, read_recipe, say
 
 if TYPE_CHECKING:
     from coat_bench.recipe import RecipeRow
@@ -55,7 +55,8 @@ sizes:
         "The others are compared with the first; default bf16 coat")
     add("--seeds", type=int, nargs="+", default=[0], metavar="N",
         help="seeds of initial weights and batches, one run each per precision; default 0")
-    add("--steps", type=int, help="optimizer steps; default: depends on --size")
+    add("--steps", type=at_least(1), metavar="N",
+        help="optimizer steps; default: depends on --size")
     add("--lr", type=float, help="peak learning rate; default: depends on --size")
     add("--beta2", type=float, help="AdamW's beta2; default 0.95")
     add("--out", type=Path, metavar="DIR",
@@ -137,7 +138,8 @@ take about ten minutes.
 """)
     parser.add_argument("--states", type=Path, metavar="TEXT",
         help="measure errors of moments from training on this text instead of speed")
-    parser.add_argument("--steps", type=int, default=3000, help="steps of --states; default 3000")
+    parser.add_argument("--steps", type=at_least(1), metavar="N",
+        help="steps of --states; default 3000")
     _add_csv(parser)
 
 
@@ -429,9 +431,12 @@ def _run_adamw(args: argparse.Namespace) -> int:
     if args.states is not None:
         from coat_lab.moments import bench_moments, format_rows
 
-        moments = bench_moments(args.states, args.steps, every=max(1, args.steps // 6))
-        _show(f"{args.steps:,} steps", format_rows(moments), moments, args.csv)
+        steps = args.steps or 3000
+        moments = bench_moments(args.states, steps, every=max(1, steps // 6))
+        _show(f"{steps:,} steps", format_rows(moments), moments, args.csv)
         return 0
+    if args.steps is not None:
+        raise ValueError("--steps are those of --states TEXT; give it, or leave --steps out")
     from coat_bench.adamw import bench_adamw
     from coat_bench.adamw import format_rows as format_speeds
 
@@ -458,6 +463,8 @@ def _run_step(args: argparse.Namespace) -> int:
         at = "" if row.optimizer == "none" else f", ZeRO-{row.zero}"
         say(f"\n{row.implementation}, {row.optimizer}{at}, batch {row.batch}: {tables}\n")
 
+    if args.zero and set(args.optimizer) == {"none"}:
+        raise ValueError("--zero has no effect without an optimizer: name one with --optimizer")
     bench = StepBench(
         size=args.size,
         precisions=args.precisions,

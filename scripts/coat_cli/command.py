@@ -43,6 +43,17 @@ def command(
     return parser
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the ``type`` of an option that is a whole number and not below ``least``."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: at least {least} is needed")
+        return int(text)
+
+    return number
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declare the recipe and the overrides of its keys, for :func:`read_recipe`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")

@@ -52,7 +52,10 @@ published results.
     )
     parser.add_argument("--plot", type=Path, help="plot the training losses (.svg or .png)")
     parser.add_argument(
-        "--labels", nargs=2, default=("first", "second"), help="names of the groups in the plot"
+        "--labels",
+        nargs=2,
+        metavar="NAME",
+        help="--plot: names of the groups; default first second",
     )
 
 
@@ -60,10 +63,7 @@ def _compare(args: argparse.Namespace) -> int:
     from coat_eval.compare_models import compare_runs, draw_curves, format_comparison
 
     paths = [*args.runs, *args.other]
-    if args.html is None and (args.flips is not None or args.media_root is not None):
-        raise ValueError("--flips and --media-root have no effect without --html FILE")
-    if (args.html or args.json) and args.other and len(paths) > 2:
-        raise ValueError("--html and --json compare single models; list them without --with")
+    _check_options(args, paths)
     trained = all((path / "recipe.yaml").is_file() for path in paths)
     if trained:
         say(format_comparison(compare_runs(args.runs, args.other, seed=args.seed)))
@@ -82,9 +82,22 @@ def _compare(args: argparse.Namespace) -> int:
     elif not trained:
         raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")
     if args.plot is not None:
-        draw_curves(args.runs, args.other, tuple(args.labels), args.plot)
+        first, second = args.labels or ("first", "second")
+        draw_curves(args.runs, args.other, (first, second), args.plot)
         say(f"curves: {args.plot}")
     return 0
+
+
+def _check_options(args: argparse.Namespace, paths: list[Path]) -> None:
+    """Raise a ValueError for options without effect."""
+    if args.html is None and (args.flips is not None or args.media_root is not None):
+        raise ValueError("--flips and --media-root have no effect without --html FILE")
+    if args.plot is None and args.labels is not None:
+        raise ValueError("--labels has no effect without --plot FILE")
+    if (args.html or args.json) and len(paths) == 1:
+        raise ValueError(f"--html and --json compare models; give two: {paths[0]} OTHER")
+    if (args.html or args.json) and args.other and len(paths) > 2:
+        raise ValueError("--html and --json compare single models; list them without --with")
 
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from coat_cli.command import Commands, command, say
+from coat_cli.command import Commands, at_least, command, say
 
 
 def add(commands: Commands) -> None:
@@ -99,7 +99,8 @@ Two runs, one trained in BF16 and one in FP8, show which of them loses less in I
     add("--data", nargs="*", default=["normal", "t4"], metavar="DATA",
         help="distributions; default normal t4")
     add("--runs", type=Path, nargs="+", default=[], metavar="RUN", help="finished run folders")
-    add("--batches", type=int, default=8, help="micro-batches of each loss of a run; default 8")
+    add("--batches", type=at_least(1), metavar="N",
+        help="micro-batches of each loss of a run; default 8")
     add("--eval", action="store_true", help="also answer eval_samples of each of a run's eval_sets")
     add("--csv", type=Path, help="append the rows to this file")
     add("--plot", type=Path, metavar="SVG", help="draw the values")
@@ -182,12 +183,14 @@ def _run_formats(args: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --data normal t4, --runs RUN, or both")
     if args.runs == [] and args.eval:
         raise ValueError("--eval answers a run's evaluation sets; give --runs RUN")
+    if args.runs == [] and args.batches is not None:
+        raise ValueError("--batches is a number of a run's micro-batches; give --runs RUN")
     study = study_formats(
         args.formats,
         args.scales,
         args.data,
         args.runs,
-        num_batches=args.batches,
+        num_batches=args.batches or 8,
         evaluate=args.eval,
     )
     rows = list(study)

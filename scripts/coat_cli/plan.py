@@ -1,9 +1,8 @@
 """``coat-vlm plan``."""
 
 import argparse
-from collections.abc import Callable
 
-from coat_cli.command import PRECISIONS, Commands, add_recipe, command, read_recipe, say
+from coat_cli.command import PRECISIONS, Commands, add_recipe, at_least, command, read_recipe, say
 
 DEFAULT_GPU_MEMORY_GB = 80.0
 
@@ -27,7 +26,7 @@ model, seconds to minutes (long rows with recomputation).
 """,
     )
     add_recipe(parser)
-    parser.add_argument("--gpus", type=_at_least(1), default=1, metavar="N", help="GPUs; default 1")
+    parser.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help="GPUs; default 1")
     parser.add_argument(
         "--gpu-memory", type=_positive_number, metavar="GB",
         help="memory of each GPU as it is sold; default: that of this machine's GPU, else "
@@ -38,11 +37,11 @@ model, seconds to minutes (long rows with recomputation).
         help="ZeRO stages to compare with the recipe's own, separated by commas; default all",
     )  # fmt: skip
     parser.add_argument(
-        "--images", type=_at_least(0), metavar="N",
+        "--images", type=at_least(0), metavar="N",
         help="image tiles and video frames per row; default: counted in the stage's data, else 1",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=_at_least(1), metavar="T",
+        "--tokens", type=at_least(1), metavar="T",
         help="tokens per row, images included; default model.max_length, or packing.tokens",
     )  # fmt: skip
     parser.add_argument("--stage", help="plan this stage only: align, pretrain, sft or dpo")
@@ -79,15 +78,6 @@ def _local_gpu_gb() -> float:
         return DEFAULT_GPU_MEMORY_GB
     # CUDA reports about 6% more than the size with which a GPU is sold: 85.0e9 bytes for 80 GB.
     return 0.94 * torch.cuda.get_device_properties(0).total_memory / 1e9
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: at least {least} is needed")
-        return int(text)
-
-    return number
 
 
 def _positive_number(text: str) -> float:

@@ -319,6 +319,8 @@ def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:
     parts = [text.read_text(encoding="utf-8") for text in texts]
     ended = [part if part.endswith("\n") else part + "\n" for part in parts[:-1]]
     lines = "".join([*ended, parts[-1]]).splitlines(keepends=True)
+    if not lines:
+        raise ValueError(f"{', '.join(map(str, texts))}: there is no text; give a longer one")
     tokenizer = train_tokenizer(lines[: int(len(lines) * (1 - HELD_OUT))], bench.vocab_size)
     encoded = tokenizer(lines, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([token for line in encoded for token in line])

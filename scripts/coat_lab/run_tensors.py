@@ -70,6 +70,11 @@ def open_run(folder: Path, num_batches: int) -> OpenRun:
     """
     recipe = replace(load_recipe(str(folder / "recipe.yaml")), num_workers=0)
     stage = select_stages(recipe, None)[-1]
+    if recipe.stages[stage].dpo is not None:
+        raise ValueError(
+            f"{folder}: the last stage is {stage}, and the lab does not know the loss on pairs of "
+            "rows; give a run without this stage"
+        )
     model, processor = load(find_final_model(folder, recipe), dtype=torch.float32)
     if not isinstance(model, CoatVlm) or not isinstance(processor, CoatVlmProcessor):
         raise ValueError(

@@ -102,12 +102,18 @@ def train_all(
         A line for every run that ended; the last line is a table of all runs in the folder.
 
     Raises:
-        ValueError: a precision is unknown, the text is too short, a file of questions has another
-            layout, or ``out`` has results of other settings.
+        ValueError: a precision is unknown, the text is too short, two files of questions have the
+            same name, or one has another layout, or ``out`` has results of other settings.
         RuntimeError: runs failed; the others are in the folder.
     """
     for precision in precisions:
         parse_arithmetic(precision)
+    names = [file.stem for file in setup.questions]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"--questions {' '.join(map(str, setup.questions))}: two files have the same name, by "
+            "which their accuracies are distinguished; rename one"
+        )
     out.mkdir(parents=True, exist_ok=True)
     _check_settings(setup, out)
     corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
@@ -115,6 +121,7 @@ def train_all(
     for file in setup.questions:
         read_questions(file)
     done = read_runs(out)
+    precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
     todo = [(p, s) for s in seeds for p in precisions if (p, s) not in done]
     failed: list[str] = []
     spawn = multiprocessing.get_context("spawn")

@@ -32,6 +32,7 @@ import math
 import multiprocessing
 import os
 import re
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -99,8 +100,9 @@ class Run:
 
     @property
     def file(self) -> str:
-        """Name of the run's file."""
-        return re.sub(r"[^\w.-]", "_", f"{self.variant}_lr{self.lr:g}_seed{self.seed}") + ".json"
+        """Name of the run's file; two runs have different ones."""
+        variant = urllib.parse.quote(self.variant, safe="@:,+")
+        return f"{variant}_lr{self.lr!r}_seed{self.seed}.json"
 
 
 @dataclass(slots=True)
@@ -236,8 +238,8 @@ def sweep(
         jobs: processes that train at the same time, on all GPUs in turn or on the CPU's cores.
 
     Raises:
-        ValueError: there is no such variant, there are too few steps, or the folder has runs of
-            other settings.
+        ValueError: there is no such variant or learning rate, there are too few steps, or the
+            folder has runs of other settings.
         OSError: a text cannot be read, or the folder cannot be written.
     """
     if bench.steps < LAST_STEPS or jobs < 1:
@@ -245,6 +247,9 @@ def sweep(
             f"{bench.steps} steps, {jobs} jobs: allowed are at least {LAST_STEPS} steps, the "
             "losses of which are averaged, and at least 1 job"
         )
+    for lr in lrs:
+        if not 0 < lr < math.inf:
+            raise ValueError(f"--lrs {lr}: must be above 0 and finite")
     for variant in variants:  # raises before any training
         build_variant(bench, variant)
     runs = [

@@ -480,6 +480,8 @@ def test_the_command_writes_rows_and_a_table(
     assert f"| bf16 | none | - | 1 | 32 | {float(row['ms']):.1f} |" in table
     assert main(["bench", "step", "--csv", str(path), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "no rows of tiny have a speed and a peak" in capsys.readouterr().err
+    assert main(["bench", "step", "--zero", "2"]) == 2
+    assert "--zero has no effect without an optimizer" in capsys.readouterr().err
 
 
 def test_training_has_the_attention_of_recipes(

@@ -109,6 +109,7 @@ def test_moments_are_those_of_the_checkpoint(run: Path) -> None:
     ("options", "problem"),
     [
         (["--data"], "nothing to measure"),
+        (["--batches", "2"], "--batches is a number of a run's micro-batches; give --runs"),
         (["--eval"], "--eval answers a run's evaluation sets; give --runs"),
         (["--formats", "e0m0"], "format 'e0m0' cannot exist"),
         (["--runs", "a/same", "b/same"], "two folders have the same name"),

@@ -142,6 +142,30 @@ def test_other_items_do_not_compare(tmp_path: Path) -> None:
         compare_runs([a], [b])
 
 
+def test_what_is_no_group_of_runs(
+    runs: tuple[list[Path], list[Path], dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second, _ = runs
+    with pytest.raises(ValueError, match="0 is given twice"):
+        compare_runs([first[0], tmp_path / "1" / ".." / "0"], second)
+    more = {**RECIPE["eval_sets"], "more": {"task": "yes_no", "path": "p"}}
+    (second[1] / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "eval_sets": more}))
+    with pytest.raises(
+        ValueError,
+        match=r"3 has the eval_sets more, .* and .*/0 has naming, pre",
+    ):
+        compare_runs(first, second)
+    for options, problem in (
+        (["--json", "a.json"], "--html and --json compare models; give two"),
+        (["--html", "a.html"], "--html and --json compare models; give two"),
+        (["--labels", "a", "b"], "--labels has no effect without --plot"),
+    ):
+        assert main(["compare", str(first[0]), *options]) == 2
+        assert problem in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_and_draws(
     runs: tuple[list[Path], list[Path], dict[str, Any]],
     tmp_path: Path,

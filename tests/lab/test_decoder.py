@@ -158,6 +158,9 @@ def test_a_short_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words\n" * 10)
     with pytest.raises(ValueError, match=r"short\.txt: \d+ tokens.*give a longer text"):
         read_corpus([tmp_path / "short.txt"], SMALL)
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(ValueError, match=r"short\.txt: there is no text; give a longer one"):
+        read_corpus([tmp_path / "short.txt"], SMALL)
 
 
 def test_texts_are_read_as_one(text: Path, tmp_path: Path) -> None:

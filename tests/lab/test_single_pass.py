@@ -1,6 +1,7 @@
 """The single-pass study on a CPU, small."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,13 @@ def test_the_command_trains_evaluates_and_goes_on(
     assert "write to another folder" in capsys.readouterr().err
     assert main([*words[:-1], str(tmp_path / "other"), "--steps", "9999"]) == 2
     assert "no text is read twice" in capsys.readouterr().err
+    monkeypatch.setattr(single_pass, "format_runs", lambda runs: f"runs: {len(runs)}")
+    assert main([*words, "--seeds", "0", "0"]) == 0
+    assert capsys.readouterr().out == "runs: 1\n"
+    (tmp_path / "b").mkdir()
+    again = shutil.copy(questions, tmp_path / "b")
+    assert main([*words, "--questions", str(questions), str(again)]) == 2
+    assert "two files have the same name" in capsys.readouterr().err
 
 
 def test_runs_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

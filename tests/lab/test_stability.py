@@ -142,6 +142,21 @@ def test_a_sweep_goes_on_after_a_run_that_diverges(
         stability.sweep([text], replace(TINY, steps=25), ["fp32"], [5e-3], [0], tmp_path)
 
 
+@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_that_cannot_be_is_refused(text: Path, tmp_path: Path, lr: float) -> None:
+    with pytest.raises(ValueError, match=f"--lrs {lr}: must be above 0 and finite"):
+        stability.sweep([text], replace(TINY, steps=20), ["fp32"], [1e-3, lr], [0], tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+def test_runs_have_files_of_their_own() -> None:
+    """The parts of these variants, and the digits of these rates, differ in little."""
+    variants = ["e4m3:xw@q+v", "e4m3:xw@q/v", "e4m3:xw@q v", "e4m3:xw@q_v"]
+    runs = [stability.Run(v, lr, 0) for v in variants for lr in (1e-3, 0.0010000001)]
+    assert len({run.file for run in runs}) == len(runs)
+    assert all("/" not in run.file for run in runs)
+
+
 def test_processes_train_the_same_runs(text: Path, tmp_path: Path) -> None:
     for jobs in (1, 2):
         bench = replace(TINY, steps=20)

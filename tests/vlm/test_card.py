@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import HfApi, ModelCard
 
 from coat_cli.main import main
@@ -129,6 +130,20 @@ def test_local_folders_are_no_metadata(
     card = export_card(Path("b/sft/model"), Path("out_b"))
     assert card.data.base_model is None
     assert "started from `runs/a/sft/model`" in card.text
+
+
+def test_a_published_model_is_a_model_of_transformers(run: Path, tmp_path: Path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["model"] = {"pretrained": "Qwen/Qwen3-VL-8B-Instruct"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    card = export_card(folder / "sft" / "model", tmp_path / "out")
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert card.data.base_model == ["Qwen/Qwen3-VL-8B-Instruct"]
+    assert "started from `Qwen/Qwen3-VL-8B-Instruct`" in card.text
+    assert "AutoModelForImageTextToText.from_pretrained" in card.text
+    assert "import coat_vlm" not in card.text
 
 
 def test_a_card_needs_the_recipe(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
