@@ -45,6 +45,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "prompt": "Which color?",
         **{name: ASKED + answer for name, answer in ANSWERS.items()},
     },
+    "UltraFeedback": {
+        "image": "a.png",
+        "prompt": "Which color?",
+        "messages": ASKED + ANSWERS["chosen"],
+        **{name: ASKED + answer for name, answer in ANSWERS.items()},
+    },
     "LlamaFactory": {
         "images": ["a.png"],
         "conversations": HUMAN,
@@ -93,7 +99,10 @@ def test_every_format_is_the_same_pair(tmp_path: Path, name: str) -> None:
     assert expected[1:] == (["a.png"], "Blue.")
     sample = read(tmp_path, ROWS[name])
     assert content(sample) == expected
-    used = ROWS[name].keys() - {"ds_name", "prompt" if name == "a prompt besides" else ""}
+    used = ROWS[name].keys() - {
+        "ds_name",
+        "prompt" if name in ("a prompt besides", "UltraFeedback") else "",
+    }
     assert sample.reading.used == used
 
 
@@ -153,8 +162,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rejected": ["Blue.", "Green."]}, "rejected has 2 answers"),
     ({"rejected_response": "Green."}, "the row has rejected and rejected_response"),
     (
-        {"messages": ASKED} | {name: ASKED + answer for name, answer in ANSWERS.items()},
-        "the row has messages beside whole conversations in chosen and rejected",
+        {"messages": [said("user", "Well?")]}
+        | {name: ASKED + answer for name, answer in ANSWERS.items()},
+        "the row has another conversation in messages than in chosen and rejected",
     ),
     ({"answer": "Red."}, "the row has answer beside chosen and rejected"),
     ({"chosen": [said("assistant", "Red."), said("user", "Sure?")]}, "before their last answer"),

@@ -157,13 +157,15 @@ def _check_conversations(row: Mapping[str, Any], worse: str, where: str) -> Any:
         )
     if speakers[worse] in _ASKERS:
         raise DataError(where, f"the {worse} answer is spoken by {speakers[worse]}", _REMEDY)
+    # UltraFeedback repeats the chosen conversation in messages.
     beside = [name for name in _TURNS if not is_missing(row.get(name))]
-    if before[0] and beside:
-        raise DataError(
-            where,
-            f"the row has {beside[0]} beside whole conversations in chosen and {worse}",
-            f"remove {beside[0]}, or give the answers alone in chosen and {worse}",
-        )
+    for name in beside if before[0] else ():
+        if _turns(row[name]) not in (_turns(row[CHOSEN]), before[0]):
+            raise DataError(
+                where,
+                f"the row has another conversation in {name} than in chosen and {worse}",
+                f"remove {name}, or give the answers alone in chosen and {worse}",
+            )
     return speakers[CHOSEN]
 
 
