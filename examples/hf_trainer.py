@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArgumen
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert
+from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW
 
 VOCABULARY, TOKENS = 64, 32
@@ -45,6 +46,7 @@ def build_trainer(out: Path, steps: int) -> Trainer:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     print(convert(model, Fp8Config(language="coat")))
+    set_cudnn_attention("auto")  # off for calls with a mask whose gradients may be NaN
     optimizer = CoatAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=8, save_steps=20,

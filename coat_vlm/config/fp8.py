@@ -62,10 +62,10 @@ class Fp8Config:
     bf16_forward_first: NonNegative | None = None
     """Blocks at the beginning of the tower and of the language model, under ``coat`` and
     ``coat_lean``, whose forward GEMMs run in BF16 (FP32 on a CPU): their rounding error reaches all
-    later blocks and is more than half of what FP8 costs in training loss (docs/results.md). Their
-    saved activations and gradients are FP8 as in other blocks, and attention saves what it saves
-    under ``coat``. When absent, a sixth of the blocks, at most two. ``skip_first`` counts from the
-    same block. Does not apply to blocks with LoRA adapters."""
+    later blocks and is more than half of what FP8 costs in training loss (docs/lab/2026-11.md).
+    Their saved activations and gradients are FP8 as in other blocks, and attention saves what it
+    saves under ``coat``. When absent, a sixth of the blocks, at most two. ``skip_first`` counts
+    from the same block. Does not apply to blocks with LoRA adapters."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels per scale in the quantized activations that norms and activation functions save.
     (Attention under ``coat_lean`` has one scale per head and token, or the largest group.)"""

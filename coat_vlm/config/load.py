@@ -208,7 +208,8 @@ def _clear_other_length(
     for keys in given:
         if len(keys) != 3 or keys[0] != "stages" or keys[2] not in _LENGTHS:
             continue
-        stage, other = data["stages"][keys[1]], _LENGTHS[keys[2]]
+        stages, other = data.get("stages"), _LENGTHS[keys[2]]
+        stage = stages.get(keys[1]) if isinstance(stages, dict) else None
         if not isinstance(stage, dict):  # a later override replaced the stage
             continue
         if None in (stage.get(keys[2]), stage.get(other)) or [*keys[:2], other] in given:

@@ -1,7 +1,6 @@
 """A whole recipe: model, stages, evaluation sets, and settings of the run."""
 
 import dataclasses
-import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -201,14 +200,10 @@ class Recipe:
 
     def _check_kept(self) -> None:
         """Reject rules for keeping checkpoints that keep none."""
-        if self.keep_every_steps and not any(
-            _coincide(stage, stage.save_every_steps, self.keep_every_steps)
-            for stage in self.stages.values()
-        ):
+        if self.keep_every_steps and not any(one.save_every_steps for one in self.stages.values()):
             raise ValueError(
-                f"keep_every_steps: {self.keep_every_steps} has no effect: no stage saves a "
-                "checkpoint at a multiple of it; set save_every_steps of a stage to a divisor of "
-                "it, or remove it"
+                f"keep_every_steps: {self.keep_every_steps} has no effect without save_every_steps "
+                "of a stage; set it, or remove keep_every_steps"
             )
         validated = {source.name for stage in self.stages.values() for source in stage.val_data}
         if self.keep_best is not None and self.keep_best not in validated:
@@ -217,14 +212,14 @@ class Recipe:
                 f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
             )
         if self.keep_best is not None and not any(
-            _coincide(stage, stage.save_every_steps, stage.eval_every_steps)
+            stage.save_every_steps and stage.eval_every_steps
             for stage in self.stages.values()
             if any(source.name == self.keep_best for source in stage.val_data)
         ):
             raise ValueError(
-                f"keep_best: {self.keep_best} has no effect: no stage saves a checkpoint at a step "
-                "at which it validates this source; set save_every_steps and eval_every_steps of "
-                "a stage to the same number, or remove it"
+                f"keep_best: {self.keep_best} has no effect without save_every_steps and "
+                "eval_every_steps of a stage that validates this source; set both, or remove "
+                "keep_best"
             )
 
     def _check_low_bits(self) -> None:
@@ -403,9 +398,3 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as dicts, lists and scalars."""
         return dataclasses.asdict(self)
-
-
-def _coincide(stage: StageConfig, first: int, second: int) -> bool:
-    """Whether a step of a stage is a multiple of both numbers; 0 is never."""
-    steps = math.inf if stage.max_steps is None else stage.max_steps
-    return 0 < math.lcm(first, second) <= steps

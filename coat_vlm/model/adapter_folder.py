@@ -62,7 +62,7 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
     missing = [name for name in changed if name not in parameters]
     if missing:
         raise ValueError(f"{folder} does not fit {base}, which has no {missing[0]}; {_REMEDY}")
-    _check_not_shared(parameters, changed, folder)
+    _check_shared(parameters, changed, others, folder)
     before = {name: parameters[name].detach().to("cpu", copy=True) for name in changed}
     try:
         with torch.no_grad():
@@ -100,8 +100,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         wrong["peft_type"] = config.get("peft_type")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         wrong["init_lora_weights"] = config["init_lora_weights"]
-    if config.get("bias", "none") != "none":
-        wrong["bias"] = config["bias"]
     if wrong:
         found = ", ".join(f"{name}: {value!r}" for name, value in wrong.items())
         raise ValueError(f"{path} has {found}, which cannot be merged here; {_MERGE}")
@@ -170,15 +168,24 @@ def _merge_layer(
     weight.copy_(state[f"{layer}.weight"])
 
 
-def _check_not_shared(parameters: Mapping[str, Tensor], changed: list[str], folder: Path) -> None:
-    """Raise a ValueError if a weight to be changed is also the weight of another module."""
+def _check_shared(
+    parameters: Mapping[str, Tensor],
+    changed: list[str],
+    full: Mapping[str, Tensor],
+    folder: Path,
+) -> None:
+    """Raise a ValueError if modules that share a weight are not changed alike.
+
+    A language model with tied embeddings that was trained in full has equal copies in the file.
+    """
     for name in changed:
         others = [n for n, one in parameters.items() if one is parameters[name] and n != name]
-        if others:
+        alike = name in full and all(n in full and full[name].equal(full[n]) for n in others)
+        if others and not alike:
             raise ValueError(
                 f"{folder} changes {name}, whose weights are those of {', '.join(others)}, too "
-                "(tie_word_embeddings), so that it would change both; set tie_word_embeddings to "
-                f"false in the model's config, {_MERGE}"
+                "(tie_word_embeddings), so that it would change both; give a merged model in which "
+                "each has weights of its own as the model, without --adapter"
             )
 
 

@@ -11,6 +11,7 @@ the same items for all runs of both groups, so the common difficulty of an item 
 interval measures the uncertainty from the choice of items, the standard deviation that from seeds.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ from coat_eval.significance import (
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
 from coat_vlm.train.tracking import read_rows
+
+logger = logging.getLogger(__name__)
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
@@ -318,7 +321,7 @@ def compare_runs(
 
     Raises:
         FileNotFoundError: a run was not evaluated.
-        ValueError: a run is given twice, or the runs have different evaluation sets or items.
+        ValueError: a run is given twice, or the runs have different items.
     """
     places = Counter(run.resolve() for run in (*first, *second))
     twice = [str(run) for run, count in places.items() if count > 1]
@@ -326,17 +329,14 @@ def compare_runs(
         raise ValueError(
             f"{twice[0]} is given twice, and would count as two independent runs; name it once"
         )
-    recipe = load_recipe(str(first[0] / "recipe.yaml"))
-    for run in (*first[1:], *second):
-        sets = load_recipe(str(run / "recipe.yaml")).eval_sets
-        if sets.keys() != recipe.eval_sets.keys():
-            raise ValueError(
-                f"{run} has the eval_sets {', '.join(sets) or 'none'} and {first[0]} has "
-                f"{', '.join(recipe.eval_sets) or 'none'}; only runs with the same sets compare"
-            )
+    sets = [load_recipe(str(run / "recipe.yaml")).eval_sets for run in (*first, *second)]
+    common = [name for name in sets[0] if all(name in one for one in sets)]
+    some = sorted(set().union(*sets) - set(common))
+    if some:
+        logger.warning("not compared, as not all runs have these eval_sets: %s", ", ".join(some))
     rows = []
-    for name, settings in recipe.eval_sets.items():
-        metric = get_task(settings.task).headline[0]
+    for name in common:
+        metric = get_task(sets[0][name].task).headline[0]
         runs = [
             compute_metrics(one)[metric][0] for one in _read_runs([*first, *second], name, metric)
         ]

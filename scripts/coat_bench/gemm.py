@@ -96,7 +96,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
         lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16),
         TOLERANCE["scaled_mm", torch.bfloat16],
     ),
-    # The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training. About
+    # The same kernel of cuBLASLt with fast accumulation, as in training. About
     # 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv 2412.19437,
     # section 3.3.2, reports errors of 2% at K = 4096).
     "fp8_fast": (lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16, fast=True), 2e-2),

@@ -113,8 +113,8 @@ def _gemm(jobs: Commands) -> None:
   coat-vlm bench gemm                                   # the twelve GEMMs of Llama-2-7B's block
   coat-vlm bench gemm --shape qwen2.5-7b siglip-so400m --csv gemm.csv
 
-Training uses fp8_fast, which accumulates with fewer bits, in the forward pass and fp8 for the
-gradients. The error is relative to an FP32 GEMM of the BF16 operands. A GEMM that differs from
+Training uses fp8_fast, which accumulates with fewer bits, for all three GEMMs; fp8 is there for
+comparison. The error is relative to an FP32 GEMM of the BF16 operands. A GEMM that differs from
 FP32 on its own operands is not timed. Times are medians on the GPU without CPU launch overhead (a
 CUDA graph of the GEMM is replayed), with flushed caches. The last line is the whole block: all
 operations over the sum of the times.

@@ -51,6 +51,16 @@ ROWS: dict[str, dict[str, Any]] = {
         "messages": ASKED + ANSWERS["chosen"],
         **{name: ASKED + answer for name, answer in ANSWERS.items()},
     },
+    "capybara": {
+        "image": "a.png",
+        "conversation": [{"input": "Which color?", "output": "Red."}],
+        **{name: ASKED + answer for name, answer in ANSWERS.items()},
+    },
+    "ShareGPT besides": {
+        "image": "a.png",
+        "conversations": [*HUMAN, gpt("Red.")],
+        **{name: ASKED + answer for name, answer in ANSWERS.items()},
+    },
     "LlamaFactory": {
         "images": ["a.png"],
         "conversations": HUMAN,
@@ -99,10 +109,12 @@ def test_every_format_is_the_same_pair(tmp_path: Path, name: str) -> None:
     assert expected[1:] == (["a.png"], "Blue.")
     sample = read(tmp_path, ROWS[name])
     assert content(sample) == expected
-    used = ROWS[name].keys() - {
-        "ds_name",
-        "prompt" if name in ("a prompt besides", "UltraFeedback") else "",
+    repeated = {
+        "a prompt besides": {"prompt"},
+        "UltraFeedback": {"prompt"},
+        "capybara": {"conversation"},
     }
+    used = ROWS[name].keys() - {"ds_name"} - repeated.get(name, set())
     assert sample.reading.used == used
 
 
@@ -145,7 +157,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rejected": 3}, "the rejected answer is int, no text"),
     ({"chosen": [said("assistant", [{"type": "image"}])]}, "the chosen answer is list, no text"),
     ({"rejected": "Blue \ud800"}, "rejected has a broken character at 5"),
-    ({"chosen": gpt("Red."), "rejected": {"from": "human", "value": "No."}}, "different speakers"),
+    ({"chosen": gpt("Red."), "rejected": {"from": "human", "value": "No."}}, "spoken by human"),
+    ({"chosen": gpt("Red."), "rejected": {"from": "Tom", "value": "No."}}, "different speakers"),
+    ({"chosen": said("user", "Red.")}, "chosen answer is spoken by user"),
+    (
+        {name: said("tool", text) for name, text in PAIR.items()},
+        "answer is spoken by tool",
+    ),
     (
         {"rejected": said("assistant", "No.") | {"tool_calls": ["f()"]}},
         "rejected: the field tool_c",
@@ -158,6 +176,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {name: said("user", text) for name, text in PAIR.items()},
         "rejected answer is spoken by user",
+    ),
+    (
+        {"chosen": None, "rejected": None, "answer": "Red.", "rejected_response": ASKED * 2},
+        "rejected_response answer is spoken by user",
+    ),
+    (
+        {"chosen": None, "rejected": None, "answer": "Red."}
+        | {"rejected_response": ASKED + ANSWERS["rejected"]},
+        "rejected_response is a conversation",
     ),
     ({"rejected": ["Blue.", "Green."]}, "rejected has 2 answers"),
     ({"rejected_response": "Green."}, "the row has rejected and rejected_response"),

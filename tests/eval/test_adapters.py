@@ -169,7 +169,6 @@ def test_what_cannot_be_merged(
     check("rank_pattern.*merge_and_unload", {"rank_pattern": {"q_proj": 2}}, weights)
     check("peft_type: 'IA3'", {"peft_type": "IA3"}, weights)
     check("init_lora_weights: 'pissa'", {"init_lora_weights": "pissa"}, weights)
-    check("bias: 'lora_only'.*merge_and_unload", {"bias": "lora_only"}, weights)
     check("r: 8, and .* has 4 rows in lora_A and 4 columns", {"r": 8}, weights)
     check("r: None and lora_alpha: 8", {"r": None}, weights)
     check("lora_alpha: None", {"lora_alpha": None}, weights)
@@ -212,23 +211,39 @@ def test_files_that_peft_did_not_write(folders: Path, speaking_model: Path, tmp_
     check("adapter_config.json is no JSON file")
 
 
-def test_embeddings_that_are_also_the_head_are_not_changed(tmp_path: Path) -> None:
-    """peft trains a copy of the head alone; the embeddings keep their weights."""
+def test_embeddings_that_are_also_the_head_change_only_alike(tmp_path: Path) -> None:
+    """peft trains a copy of the head alone by default; the embeddings keep their weights."""
     config = Qwen2Config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
     base: Any = Qwen2ForCausalLM(config)
     base.save_pretrained(tmp_path / "base")
-    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], bias="all")
     get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
-    model = Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
-    message = "changes lm_head.weight, whose weights are those of model.embed_tokens.weight, too"
-    with (
-        pytest.raises(ValueError, match=message),
-        merged_adapter(model, tmp_path / "adapter", str(tmp_path / "base")),
+    model: Any = Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = {n: one for n, one in load_file(file).items() if ".base_layer." not in n}
+    head = tensors.pop("base_model.model.lm_head.weight")
+    embeddings = "base_model.model.model.embed_tokens.weight"
+    message = "changes .*lm_head.weight|changes .*embed_tokens.weight"
+    for more in (
+        {"base_model.model.lm_head.weight": head},
+        {embeddings: head},
+        {"base_model.model.lm_head.weight": head, embeddings: head + 1},
     ):
-        pass
+        save_file({**tensors, **more}, file)
+        with (
+            pytest.raises(ValueError, match=message),
+            merged_adapter(model, tmp_path / "adapter", str(tmp_path / "base")),
+        ):
+            pass
+    # Both in full and equal, as after training of the whole language model.
+    both = {"base_model.model.lm_head.weight": head + 1, embeddings: head + 1}
+    save_file({**tensors, **both}, file)
+    with merged_adapter(model, tmp_path / "adapter", str(tmp_path / "base")):
+        assert model.get_input_embeddings().weight.equal(head + 1)
+    assert model.get_input_embeddings().weight.equal(head)
 
 
 def test_names_of_output_folders(folders: Path, tmp_path: Path) -> None:

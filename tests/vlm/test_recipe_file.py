@@ -47,32 +47,27 @@ def test_overrides_and_variables(recipe_path: Path) -> None:
     ("overrides", "message"),
     [
         (["keep_every_steps=4", "stages.sft.save_every_steps=4"], ""),
-        (["keep_every_steps=6", "stages.sft.save_every_steps=2"], "a multiple of it"),
-        (["keep_every_steps=2", "stages.sft.save_every_steps=3"], "a multiple of it"),
+        (["keep_every_steps=600", "stages.sft.save_every_steps=200"], ""),  # a short test run
         (["keep_best=v", "stages.sft.save_every_steps=4", "stages.sft.eval_every_steps=2"], ""),
-        (["keep_best=v", "stages.sft.save_every_steps=2"], "at which it validates this source"),
-        (["keep_best=v", "stages.sft.eval_every_steps=2"], "at which it validates this source"),
-        (
-            ["keep_best=v", "stages.sft.save_every_steps=3", "stages.sft.eval_every_steps=2"],
-            "at which it validates this source",
-        ),
+        (["keep_best=v", "stages.sft.save_every_steps=2"], "eval_every_steps of a stage that"),
+        (["keep_best=v", "stages.sft.eval_every_steps=2"], "eval_every_steps of a stage that"),
     ],
 )
 def test_checkpoints_that_are_kept_exist(
     recipe_path: Path, overrides: list[str], message: str
 ) -> None:
-    """The stage has five steps."""
     overrides = ["stages.sft.val_data=[{name: v, path: v.json}]", *overrides]
     if not message:
         load_recipe(str(recipe_path), overrides)
         return
-    with pytest.raises(ValueError, match=f"has no effect: .*{message}"):
+    with pytest.raises(ValueError, match=f"has no effect without .*{message}"):
         load_recipe(str(recipe_path), overrides)
 
 
-def test_overrides_that_contradict_each_other(recipe_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"stages\.sft"):
-        load_recipe(str(recipe_path), ["stages.sft.max_steps=2", "stages.sft=null"])
+@pytest.mark.parametrize("override", ["stages.sft=null", "stages=null", "stages={}"])
+def test_overrides_that_contradict_each_other(recipe_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match="stages"):
+        load_recipe(str(recipe_path), ["stages.sft.max_steps=2", override])
 
 
 def test_a_list_is_no_key(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fields of a row: which ones a reader used, and which others it must not leave out.
+"""Fields of a row: which ones a reader used, which others it must not leave out; speakers.
 
 A :class:`Row` records every field that a reader asks for. A field that was not used and looks like
 a medium or a weight of the loss is an error, as training without it would be wrong and nobody would
@@ -10,7 +10,17 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError, Role, Sample
+
+ROLES: Mapping[str, Role] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("tool", "tool_response", "function", "observation", "ipython"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "chatbot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("bing", "bard", "claude", "tool_call", "function_call"), "assistant"),
+}
+"""Names of speakers in a file -> roles in a sample. Results of tools are input to the model, as in
+the chat templates of Qwen (role ``user``); calls of tools are answers."""
 
 
 def _names(text: str) -> frozenset[str]:

@@ -12,10 +12,9 @@ Files of other projects differ in many ways; :func:`to_sample` lists the rules.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coat_data.readers.fields import check_unused
+from coat_data.readers.fields import ROLES, check_unused
 from coat_data.readers.reader import (
     LOSS_FIELDS,
-    ROLES,
     Place,
     Reader,
     Said,

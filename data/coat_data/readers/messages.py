@@ -20,10 +20,9 @@ from typing import Any
 from coat_data.containers.remote_file import is_url
 from coat_data.media.image import image_size
 from coat_data.readers.boxes import EDGES, write_box
-from coat_data.readers.fields import check_unused, has_placeholder, is_missing
+from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import (
     LOSS_FIELDS,
-    ROLES,
     Place,
     Reader,
     Said,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coat_data.readers.boxes import convert_tags
-from coat_data.readers.fields import check_unused, is_missing
+from coat_data.readers.fields import ROLES, check_unused, is_missing
 from coat_data.sample import DataError, Part, Sample, Turn
 
 CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
@@ -33,8 +33,6 @@ _ANSWERS = {
 }
 """Field of a question -> field of its answer in an ordinary row."""
 _SPEAKER = ("role", "from")
-_ASKERS = ("user", "human", "prompter", "system", "developer", "tool")
-"""Speakers that give no answer."""
 _REMEDY = "give both answers, or remove the row"
 
 
@@ -87,12 +85,14 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
     if not swift and not is_missing(row.get(RESPONSE)):
         raise DataError(where, f"the row has {REJECTED} and {RESPONSE}", "keep one of them")
     rejected = _text(row.get(worse), worse, where)
-    _check_fields(row, worse, ignore, where)
+    _check_message(row, worse, ignore, where)
     rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
     if swift and is_missing(row.get(CHOSEN)):
+        if len(_turns(row[worse])) > 1:
+            raise DataError(where, f"{worse} is a conversation", "give its last answer alone")
         return Pair(rest, rejected, frozenset({worse}), None)
     chosen = _text(row.get(CHOSEN), CHOSEN, where)
-    speaker = _check_conversations(row, worse, where)
+    speaker = _check_conversations(row, worse, ignore, where)
     added = _answer(rest, row[CHOSEN])
     (name,) = added
     if name in _TURNS and not isinstance(added[name], list):
@@ -114,7 +114,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
             # The reader of messages checks the speaker and the fields.
             added = {name: _turns(row[CHOSEN])}
         else:
-            _check_fields(row, CHOSEN, ignore, where)
+            _check_message(row, CHOSEN, ignore, where)
             added = {name: chosen}
     return Pair(rest | added, rejected, frozenset({CHOSEN, worse}), None if name in rest else name)
 
@@ -139,7 +139,9 @@ def add_rejected(sample: Sample, rejected: str) -> Sample:
     return replace(sample.only_last_supervised(), rejected=text)
 
 
-def _check_conversations(row: Mapping[str, Any], worse: str, where: str) -> Any:
+def _check_conversations(
+    row: Mapping[str, Any], worse: str, ignore: Collection[str], where: str
+) -> Any:
     """Check the speakers of both answers and what is before them; return the chosen one's."""
     before = [_turns(row[name])[:-1] for name in (CHOSEN, worse)]
     if before[0] != before[1]:
@@ -155,16 +157,16 @@ def _check_conversations(row: Mapping[str, Any], worse: str, where: str) -> Any:
             f"the answers have different speakers: {speakers}",
             "let the assistant give both, or remove the row",
         )
-    if speakers[worse] in _ASKERS:
-        raise DataError(where, f"the {worse} answer is spoken by {speakers[worse]}", _REMEDY)
     # UltraFeedback repeats the chosen conversation in messages.
-    beside = [name for name in _TURNS if not is_missing(row.get(name))]
-    for name in beside if before[0] else ():
-        if _turns(row[name]) not in (_turns(row[CHOSEN]), before[0]):
+    told = [[_said(turn) for turn in turns] for turns in (_turns(row[CHOSEN]), before[0])]
+    for name in _TURNS if before[0] else ():
+        turns = [_said(turn) for turn in _turns(row.get(name))]
+        if name not in ignore and all(turns) and turns not in ([], *told):
             raise DataError(
                 where,
                 f"the row has another conversation in {name} than in chosen and {worse}",
-                f"remove {name}, or give the answers alone in chosen and {worse}",
+                f"give the answers alone in chosen and {worse}, or leave {name} out with "
+                f"ignore_fields: [{name}]",
             )
     return speakers[CHOSEN]
 
@@ -201,12 +203,23 @@ def _speaker(answer: Any) -> Any:
     return None
 
 
-def _check_fields(row: Mapping[str, Any], name: str, ignore: Collection[str], where: str) -> None:
-    """Refuse a field of an answer's message that must not be left out."""
+def _check_message(row: Mapping[str, Any], name: str, ignore: Collection[str], where: str) -> None:
+    """Refuse an answer's message of another speaker, or with a field that must not be left out."""
     for message in _turns(row[name])[-1:]:
         if isinstance(message, Mapping):
             unused = message.keys() - {*_SPEAKER, "content", "value"}
             check_unused(message, unused, ignore, f"{where}: {name}")
+    speaker = _speaker(row[name])
+    if ROLES.get(str(speaker).lower(), "assistant") != "assistant":
+        raise DataError(where, f"the {name} answer is spoken by {speaker}", _REMEDY)
+
+
+def _said(turn: Any) -> tuple[Any, Any] | None:
+    """Return role and content of a message; None if it is none."""
+    if not isinstance(turn, Mapping) or _speaker(turn) is None:
+        return None
+    speaker = str(_speaker(turn)).lower()
+    return ROLES.get(speaker, speaker), turn.get("content", turn.get("value"))
 
 
 def _text(value: Any, name: str, where: str) -> str:

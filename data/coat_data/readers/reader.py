@@ -185,16 +185,6 @@ _DEEPEST_STRUCT = 4
 PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
 """Placeholders of media in a human turn -> kind of media."""
 
-ROLES: Mapping[str, Role] = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("tool", "tool_response", "function", "observation", "ipython"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "chatbot", "model", "ai"), "assistant"),
-    **dict.fromkeys(("bing", "bard", "claude", "tool_call", "function_call"), "assistant"),
-}
-"""Names of speakers in a file -> roles in a sample. Results of tools are input to the model, as in
-the chat templates of Qwen (role ``user``); calls of tools are answers."""
-
 LOSS_FIELDS = ("weight", "loss", "train")
 """Fields of a turn that say whether it is supervised."""
 
