@@ -169,9 +169,14 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     if case.get("packed"):
         for each in (model, exact):
             each.language_model.set_attn_implementation(PACKED)
-    loss, wanted = run(model, dict(batch), divisor)
+    alone = batch
+    if case.get("alone_packed"):
+        for each in (model, exact):
+            each.language_model.set_attn_implementation(PACKED)
+        alone = make_batch(model, {**case, "packed": case["alone_packed"]})
+    loss, wanted = run(model, dict(alone), divisor)
     wanted = {name: grad.clone() for name, grad in wanted.items()}
-    _, of_fp32 = run(exact, dict(batch), divisor)
+    _, of_fp32 = run(exact, dict(alone), divisor)
 
     model.language_model.set_attn_implementation(PACKED)
     check_sequence_parallel(model.language_model, group.size)
