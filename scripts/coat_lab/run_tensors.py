@@ -66,7 +66,8 @@ def open_run(folder: Path, num_batches: int) -> OpenRun:
 
     Raises:
         FileNotFoundError: there is no recipe, or the last stage has not finished.
-        ValueError: a source cannot be opened.
+        ValueError: a source cannot be opened, the last stage trains on pairs of answers, or the
+            model is a published one.
     """
     recipe = replace(load_recipe(str(folder / "recipe.yaml")), num_workers=0)
     stage = select_stages(recipe, None)[-1]

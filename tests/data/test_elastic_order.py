@@ -323,3 +323,19 @@ def test_rows_are_dealt_by_cost_and_ranks_wait_less() -> None:
     few = [BatchRow((n,), cost=cost) for n, cost in enumerate((2.0, 9.0, 3.0, 8.0))]
     (step,) = assign_to_ranks(few, 2, 2)
     assert [[row.cost for row in rank] for rank in step] == [[9, 2], [8, 3]]
+
+
+def test_ranks_have_about_the_same_work_in_all_micro_steps_together() -> None:
+    """By hand: 9 8, then 6 2, then 1 1; the rank with 9 gets 2, and so the ranks have 12 and 15."""
+    costs = (1.0, 9.0, 8.0, 6.0, 2.0, 1.0)
+    rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(costs)]
+    dealt = assign_to_ranks(rows, 1, 2)
+    assert [[rank[0].cost for rank in step] for step in dealt] == [[9, 8], [2, 6], [1, 1]]
+    # The rank with the most so far gets the least, so totals differ by no more than a micro-step.
+    rng = np.random.default_rng(0)
+    for ranks in (2, 4, 8):
+        rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(rng.pareto(1.5, 128) + 1)]
+        dealt = assign_to_ranks(rows, 2, ranks)
+        work = np.array([[sum(row.cost for row in rank) for rank in step] for step in dealt])
+        totals = work.sum(0)
+        assert totals.max() - totals.min() <= (work.max(1) - work.min(1)).max() * (1 + 1e-12)

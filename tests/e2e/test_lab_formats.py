@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from coat_bench.rows import read_rows
@@ -66,6 +67,15 @@ def test_rows_of_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert values["SQNR of weights", DOWN, "int8", "token"] == pytest.approx(expected, abs=0.02)
     assert "run: held-out loss, tiny" in capsys.readouterr().out
     assert svg.read_text().count("<svg") == 1
+
+
+def test_a_stage_that_trains_on_pairs_is_refused(run: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (stage,) = recipe["stages"].values()
+    recipe["stages"]["dpo"] = {**stage, "packing": None, "dpo": {"beta": 0.1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ValueError, match="last stage is dpo, and the lab does not know the loss"):
+        open_run(tmp_path, 1)
 
 
 def test_a_conversion_rounds_weights_and_inputs_and_is_undone(run: Path) -> None:

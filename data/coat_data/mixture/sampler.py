@@ -281,11 +281,14 @@ def assign_to_ranks(
 ) -> list[list[list[BatchRow]]]:
     """Assign the batch rows of a step to micro-steps and ranks.
 
-    Ranks wait for each other in every micro-step, so the rows of a micro-step should cost about the
-    same: rows are sorted by cost, then images, then tokens, largest first. Within a micro-step each
-    row is assigned to the rank with the least cost (then images, then tokens) that has fewer than
-    ``micro_batch_size`` rows (Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J.
-    Appl. Math. 17(2), longest processing time first). Rows without measured sizes keep their order.
+    With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step, so the rows of a
+    micro-step should cost about the same: rows are sorted by cost, then images, then tokens,
+    largest first. Within a micro-step each row is assigned to the group with the least cost (then
+    images, then tokens) that has fewer than ``micro_batch_size`` rows (Graham 1969, "Bounds on
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), longest processing time first).
+    With ZeRO-0 and ZeRO-1 ranks wait once a step, so the group with the largest cost goes to the
+    rank with the least cost in the micro-steps before. Rows without measured sizes keep their
+    order.
 
     Args:
         rows: batch rows; their number is a multiple of ``micro_batch_size * world_size``.
@@ -298,15 +301,21 @@ def assign_to_ranks(
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed
     micro_steps: list[list[list[BatchRow]]] = []
+    before: list[list[BatchRow]] = [[] for _ in range(world_size)]
     for start in range(0, len(ranked), unit):
-        ranks: list[list[BatchRow]] = [[] for _ in range(world_size)]
+        groups: list[list[BatchRow]] = [[] for _ in range(world_size)]
         for number, row in enumerate(ranked[start : start + unit]):
-            rank = ranks[number // micro_batch_size]
+            group = groups[number // micro_batch_size]
             if any(_sum_work([row])):
-                free = [rank for rank in ranks if len(rank) < micro_batch_size]
-                rank = min(free, key=_sum_work)
-            rank.append(row)
-        micro_steps.append(ranks)
+                free = [group for group in groups if len(group) < micro_batch_size]
+                group = min(free, key=_sum_work)
+            group.append(row)
+        groups.sort(key=_sum_work, reverse=True)
+        ranks = sorted(range(world_size), key=lambda rank: _sum_work(before[rank]))
+        by_rank = dict(zip(ranks, groups, strict=True))
+        for rank, group in by_rank.items():
+            before[rank] += group
+        micro_steps.append([by_rank[rank] for rank in range(world_size)])
     return micro_steps
 
 
