@@ -148,7 +148,8 @@ class Throughput:
 def measure_imbalance(work: np.ndarray) -> float:
     """Return the share of the time that ranks wait for each other, if time is proportional to work.
 
-    It is the mean over micro-steps of ``1 - mean / max`` over ranks.
+    It is the mean over micro-steps of ``1 - mean / max`` over ranks, in each of which ranks wait
+    with ZeRO-2 and ZeRO-3. With ZeRO-0 and ZeRO-1 they wait once a step, and less.
 
     Args:
         work: work of each micro-step and rank, (micro-steps, ranks).

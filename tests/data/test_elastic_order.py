@@ -331,6 +331,9 @@ def test_ranks_have_about_the_same_work_in_all_micro_steps_together() -> None:
     rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(costs)]
     dealt = assign_to_ranks(rows, 1, 2)
     assert [[rank[0].cost for rank in step] for step in dealt] == [[9, 8], [2, 6], [1, 1]]
+    bad = [BatchRow((n,), cost=cost) for n, cost in enumerate((5.0, 4.0, 3.0, 0.0))]
+    (step,) = assign_to_ranks(bad, 2, 2)  # a row that could not be measured
+    assert [[row.cost for row in rank] for rank in step] == [[4, 3], [5, 0]]
     # The rank with the most so far gets the least, so totals differ by no more than a micro-step.
     rng = np.random.default_rng(0)
     for ranks in (2, 4, 8):

@@ -166,13 +166,11 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     divisor = count_supervised_tokens(batch)
-    if case.get("packed"):
+    if case.get("packed") or case.get("alone_packed"):
         for each in (model, exact):
             each.language_model.set_attn_implementation(PACKED)
     alone = batch
     if case.get("alone_packed"):
-        for each in (model, exact):
-            each.language_model.set_attn_implementation(PACKED)
         alone = make_batch(model, {**case, "packed": case["alone_packed"]})
     loss, wanted = run(model, dict(alone), divisor)
     wanted = {name: grad.clone() for name, grad in wanted.items()}
