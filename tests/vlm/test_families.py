@@ -31,8 +31,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "smolvlm":
-        pytest.importorskip("num2words", reason="transformers' processor needs it")
     folder = tmp_path_factory.mktemp("published") / request.param
     MAKERS[request.param](folder)
     return folder

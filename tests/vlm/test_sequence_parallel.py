@@ -52,6 +52,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "bf16, packed": {**MIXED, "precision": "bf16", "packed": 16},
     "coat, packed": {**MIXED, "precision": "coat", "packed": 16},
     "coat_lean, packed": {**MIXED, "precision": "coat_lean", "packed": 16},
+    "coat, padded against no padding": {**MIXED, "precision": "coat", "alone_packed": 1},
     "coat, no tower": {"rows": [[61, 0]], "vision": False, "precision": "coat"},
     "coat_lean, one row, one key head": {
         "rows": [[37, 5]],

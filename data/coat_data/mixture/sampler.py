@@ -287,8 +287,8 @@ def assign_to_ranks(
     images, then tokens) that has fewer than ``micro_batch_size`` rows (Graham 1969, "Bounds on
     multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), longest processing time first).
     With ZeRO-0 and ZeRO-1 ranks wait once a step, so the group with the largest cost goes to the
-    rank with the least cost in the micro-steps before. A row without measured sizes goes to the
-    first group that is not full, so if none is measured, rows keep their order.
+    rank with the least cost in the micro-steps before. If no row is measured, they keep their
+    order.
 
     Args:
         rows: batch rows; their number is a multiple of ``micro_batch_size * world_size``.
@@ -301,21 +301,16 @@ def assign_to_ranks(
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed
     micro_steps: list[list[list[BatchRow]]] = []
-    before = [(0.0, 0, 0)] * world_size
+    before: list[tuple[float, ...]] = [(0.0, 0, 0)] * world_size
     for start in range(0, len(ranked), unit):
         groups: list[list[BatchRow]] = [[] for _ in range(world_size)]
         for row in ranked[start : start + unit]:
             free = [group for group in groups if len(group) < micro_batch_size]
-            (min(free, key=_sum_work) if any(_sum_work([row])) else free[0]).append(row)
+            min(free, key=_sum_work).append(row)
         groups.sort(key=_sum_work, reverse=True)
         by_rank = dict(zip(sorted(range(world_size), key=before.__getitem__), groups, strict=True))
         for rank, group in by_rank.items():
-            cost, images, tokens = _sum_work(group)
-            before[rank] = (
-                before[rank][0] + cost,
-                before[rank][1] + images,
-                before[rank][2] + tokens,
-            )
+            before[rank] = tuple(map(sum, zip(before[rank], _sum_work(group), strict=True)))
         micro_steps.append([by_rank[rank] for rank in range(world_size)])
     return micro_steps
 
