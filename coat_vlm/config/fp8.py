@@ -64,14 +64,13 @@ class Fp8Config:
     ``coat_lean``, whose forward GEMMs run in BF16 (FP32 on a CPU): their rounding error reaches all
     later blocks and is more than half of what FP8 costs in training loss (docs/lab/2026-11.md).
     Their saved activations and gradients are FP8 as in other blocks, and attention saves what it
-    saves under ``coat``. When absent, a sixth of the blocks, at most two. ``skip_first`` counts
-    from the same block. Does not apply to blocks with LoRA adapters."""
+    saves under ``coat``, as a BF16 GEMM cannot be repeated from its FP8 input. When absent, a sixth
+    of the blocks, at most two. ``skip_first`` counts from the same block. Does not apply to blocks
+    with LoRA adapters."""
     group_size: Literal[16, 32, 64, 128] = 16
-    """Channels per scale in the quantized activations that norms and activation functions save.
-    (Attention under ``coat_lean`` has one scale per head and token, or the largest group.)"""
-    gradients: Literal["e5m2", "e4m3"] | None = None
-    """FP8 format of gradients: ``e4m3`` halves the rounding error, ``e5m2`` has a wider range.
-    When absent, ``e4m3`` in blocks under ``coat_lean`` and ``e5m2`` elsewhere."""
+    """Channels per scale in the quantized activations that norms and activation functions save."""
+    gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    """FP8 format of gradients: ``e4m3`` halves the rounding error, ``e5m2`` has a wider range."""
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if

@@ -100,8 +100,9 @@ class Recipe:
     precision: Precision = "bf16"
     """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
     ``fp8_linear``: GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer
-    states; ``coat_lean``: also the tensors that attention saves (guides/fp8.md). On a CPU, all but
-    ``fp32`` use FP32 weights and round in the linear layers (coat_vlm/fp8/convert.py)."""
+    states; ``coat_lean``: the same numbers, but backward computes q, k and v again instead of
+    saving them (guides/fp8.md). On a CPU, all but ``fp32`` use FP32 weights and round in the linear
+    layers (coat_vlm/fp8/convert.py)."""
     fp8: Fp8Config | None = None
     """Settings of an FP8 precision; the defaults of that precision when absent."""
     monitor: MonitorConfig | None = None

@@ -11,9 +11,9 @@ padded with zeros to a multiple of 16; K and N are multiples of 16.
     grad-input    grad_y  E5M2/E4M3  [M, N]    W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
     grad-weight   grad_y^T E5M2/E4M3 [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
 
-grad_y is E4M3 in blocks under ``coat_lean`` and E5M2 elsewhere (``fp8.gradients`` overrides). The
-GEMMs use fast accumulation. The bias gradient is summed from the unquantized grad_y, in FP32, where
-grad_y is quantized. All casts round to nearest (the optimizer alone knows stochastic rounding).
+grad_y is E5M2 unless ``fp8.gradients`` says otherwise. The GEMMs use fast accumulation. The bias
+gradient is summed from the unquantized grad_y, in FP32, where grad_y is quantized. All casts round
+to nearest (the optimizer alone knows stochastic rounding).
 Parameters stay in the model's dtype: the forward pass quantizes a weight as [N, K], the backward
 pass again as [K, N] with the same scale; or both are made once for all micro-batches of an
 optimizer step (``fp8.weights``). The output layer computes its gradients alone in FP8
@@ -38,11 +38,10 @@ The three precisions differ in what is quantized, and in what is saved for backw
     saved ones, and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs.
     Attention saves q, k, v and its output in the model's dtype.
 
-``coat_lean``: Also quantizes q, k and v, before attention, which reads the dequantized values.
-    One Function from there through the output projection saves q, k, v in INT8 (one power-of-two
-    scale per head and token, or per largest fitting group), o8 in E4M3, and the log-sum-exp.
-    Backward calls torch's fused kernel on the dequantized values; with a mask or another attention
-    implementation it runs attention again.
+``coat_lean``: Computes what ``coat`` computes. Attention and its output projection are one Function
+    that saves x8 of the QKV GEMM, attention's output in the model's dtype and the log-sum-exp.
+    Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a mask or
+    another attention implementation it runs attention again.
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
 tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
@@ -65,7 +64,7 @@ An activation's way through the files:
     norm.py        the norm and the GEMM that reads it, both passes; used by heads and mlp
     linear.py      one linear layer                             (autograd Function)
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
-    coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope_quantize, ...
+    coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope, ...
 
 ``convert.py`` converts models and applies a precision on a device, ``graphs.py``
 launches blocks as CUDA graphs, ``saturation.py`` counts saturation, ``block_error.py`` compares

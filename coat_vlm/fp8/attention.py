@@ -1,43 +1,33 @@
 """Attention of the FP8 blocks, with its output projection in FP8.
 
 ``attend`` calls the attention that the model is configured with, through transformers' interface.
-Under ``coat_lean`` attention and projection are one autograd Function that saves 8-bit data:
+Under ``coat_lean`` attention and projection are one autograd Function, which does not save q, k and
+v: its backward pass computes them again, with the kernels of the forward pass and from the same
+FP8 operands, so that they are equal bit by bit. What ``coat_lean`` computes is what ``coat``
+computes.
 
-    q', k', v' = INT8(q), INT8(k), INT8(v);   o = attention(q', k', v');   y = FP8(o) W^T + b
+    o = attention(q, k, v);   y = FP8(o) W^T + b
 
-q, k and v are quantized *before* attention, which reads the dequantized values, so backward
-recomputes the probabilities of the forward pass. They are operands of no FP8 GEMM, so they need not
-be FP8: INT8 rounds them less (``coat_kernels/formats.py``). With E4M3, gradients of a trained model
-were visibly worse than ``coat``'s, above all those of the key projection. Saves for backward, per
-token: one byte per element of q, k, v and o with their scales, and attention's log-sum-exp. FP8(o)
-is the projection's operand and, dequantized, an input of attention's backward pass (the row sums of
-do * o).
+Saves for backward, per token: the input of the QKV GEMM in E4M3 (one byte per element), o in the
+model's dtype, and attention's log-sum-exp. o stays in high precision because attention's backward
+pass takes the row sums of do * o from it. Their rounding is an error of the gradients of q and k
+that nothing corrects: with q, k and v in INT8 and o in E4M3, a decoder of 100M parameters fell
+behind after 1,000 steps and then diverged (docs/lab/2026-11.md; the same effect in BF16 at larger
+scale: arXiv 2510.04212).
 
 If attention is not one of torch's fused kernels (``sdpa.py``: with a mask or another
-implementation), backward runs attention again from the saved q, k and v. The monitor does not count
-heads quantized together with the rotation: their values before rounding are not stored.
+implementation), backward runs attention again.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coat_kernels import (
-    GROUP_SIZES,
-    INT8,
-    GroupScaled,
-    TensorScaled,
-    dequantize_group,
-    dequantize_tensor,
-    quantize_group,
-    quantize_tensor,
-    transpose_quantized,
-)
+from coat_kernels import quantize_tensor, quantize_transposed
 from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.linear import linear
@@ -47,17 +37,25 @@ from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
 
-QuantizedHeads = tuple[GroupScaled, ...]
-"""q, k and v in INT8, each [B * T, H * D], or one matrix with all three concatenated."""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Query [B, heads, T, head_dim]; key and value [B, key/value heads, T, head_dim]."""
+
+
+class HeadsSource(NamedTuple):
+    """What the backward pass computes q, k and v from."""
+
+    tensors: tuple[Tensor | None, ...]
+    """Saved for backward."""
+    compute: Callable[[Sequence[Tensor | None]], Heads]
+    """Returns the heads of the forward pass, given ``tensors``."""
 
 
 def attention_output(
     module: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     mask: Tensor | None,
     layer: nn.Linear,
-    lean: bool,
-    quantized: QuantizedHeads | None = None,
+    source: HeadsSource | None = None,
     implementation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -68,8 +66,7 @@ def attention_output(
         heads: query [B, H, T, D], key and value [B, H_kv, S, D], in the model's dtype.
         mask: the model's mask for its attention implementation.
         layer: the output projection.
-        lean: save 8-bit data for the backward pass.
-        quantized: the heads in INT8, if quantized already.
+        source: what backward computes the heads from; they are saved when absent.
         implementation: name of the attention implementation; the model's when absent.
         **kwargs: passed to the attention implementation.
 
@@ -86,10 +83,10 @@ def attention_output(
         out, _ = function(module, query, key, value, mask, **kwargs)
         return out.reshape(*out.shape[:2], -1).contiguous()
 
-    if not lean:
+    if source is None:
         return linear(attend(*heads), layer)
     fused = fused_kernel(module, heads, mask, name, kwargs)
-    return fp8_saved_attention(*heads, layer, attend, fused, quantized)
+    return lean_attention(*heads, layer, attend, fused, source)
 
 
 def modeling_of(module: nn.Module) -> Any:
@@ -99,7 +96,7 @@ def modeling_of(module: nn.Module) -> Any:
 
 def fused_kernel(
     module: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     mask: Tensor | None,
     implementation: str,
     kwargs: Mapping[str, Any],
@@ -134,16 +131,16 @@ def fused_kernel(
     return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing, shard)
 
 
-def fp8_saved_attention(
+def lean_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     layer: nn.Linear,
     attend: Attend,
     fused: sdpa.Fused | None,
-    quantized: QuantizedHeads | None = None,
+    source: HeadsSource,
 ) -> Tensor:
-    """Compute ``layer(attention(query, key, value))``, saving q, k, v and the output in 8 bits.
+    """Compute ``layer(attention(query, key, value))`` without saving query, key and value.
 
     Args:
         query: [B, H, T, D], in the model's dtype.
@@ -152,19 +149,17 @@ def fp8_saved_attention(
         layer: the output projection, weight [N, H * D].
         attend: the model's attention.
         fused: an equivalent fused kernel of torch, or None.
-        quantized: query, key and value in INT8; the heads must then be the dequantized values.
-            Quantized here when absent. The backward pass of a fused kernel frees their memory.
+        source: what backward computes query, key and value from.
 
     Returns:
         [B, T, N] in query's dtype.
     """
-    given = [tensor for item in quantized or () for tensor in item]
-    return _Fp8SavedAttention.apply(
-        query, key, value, attend, fused, *gemm.arguments([layer]), *given
+    return _LeanAttention.apply(
+        query, key, value, attend, fused, source.compute, *gemm.arguments([layer]), *source.tensors
     )
 
 
-class _Fp8SavedAttention(torch.autograd.Function):
+class _LeanAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -173,73 +168,54 @@ class _Fp8SavedAttention(torch.autograd.Function):
         value: Tensor,
         attend: Attend,
         kernel: sdpa.Fused | None,
+        compute_heads: Callable[[Sequence[Tensor | None]], Heads],
         fused: FusedLinear,
-        *rest: Any,
+        *rest: Tensor | None,
     ) -> Tensor:
-        stacked, given = rest[: fused.num_tensors], rest[fused.num_tensors :]
-        q, k, v = query, key, value
-        ctx.shapes, ctx.dtype = [x.shape for x in (q, k, v)], query.dtype
-        quantized = pair_tensors(given)
-        if not quantized:
-            quantized = tuple(_quantize_heads(x) for x in (q, k, v))
-            q, k, v = dequantize_heads(quantized, ctx.shapes, query.dtype)
-            for item, x in zip(quantized, (query, key, value), strict=True):
-                saturation.observe("attention input", item.q, partial(_tokens, x))
+        stacked, source = rest[: fused.num_tensors], rest[fused.num_tensors :]
         statistics = sdpa.Statistics(())
         if kernel is None:
-            out = attend(q, k, v)
+            out = attend(query, key, value)
         else:
-            out, statistics = sdpa.forward(kernel, q, k, v)
-        del q, k, v
+            out, statistics = sdpa.forward(kernel, query, key, value)
         out = matrix(out)
         o8 = quantize_tensor(out)
         saturation.observe("linear input", o8.q, out)
         y, of_layer = gemm.forward(o8, fused, stacked, query.dtype)
-        saved = [tensor for item in quantized for tensor in item]
-        ctx.save_for_backward(*o8, *of_layer, *saved, *statistics.tensors)
-        ctx.bounds = [2, 2 + len(of_layer), 2 + len(of_layer) + len(saved)]
-        ctx.sizes = statistics.sizes
+        ctx.save_for_backward(out, o8.scale, *of_layer, *source, *statistics.tensors)
+        ctx.bounds = [2, 2 + len(of_layer), 2 + len(of_layer) + len(source)]
+        ctx.shape, ctx.dtype, ctx.sizes = query.shape, query.dtype, statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused
+        ctx.compute_heads = compute_heads
         return y.view(query.shape[0], query.shape[2], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        o8 = TensorScaled(*tensors[:2])
-        if o8.q.numel() and not o8.q.untyped_storage().nbytes():
-            raise RuntimeError(
-                "coat_lean: this backward pass of attention ran before and freed saved tensors; "
-                "run the forward pass again (gradient checkpointing or precision coat allow a "
-                "second backward pass)"
-            )
+        out, scale = tensors[:2]
         begin, middle, end = ctx.bounds
-        quantized, saved = pair_tensors(tensors[middle:end]), tensors[end:]
-        wanted, last = ctx.needs_input_grad, 6 + ctx.fused.num_tensors
-        needs = Needs.of(wanted[:3], wanted[6:last], ctx.fused)
+        wanted, last = ctx.needs_input_grad, 7 + ctx.fused.num_tensors
+        needs = Needs.of(wanted[:3], wanted[7:last], ctx.fused)
         grad_out, grads = gemm.backward(
             grad_outputs[0],
             ctx.fused,
             tensors[begin:middle],
             needs,
             ctx.dtype,
-            lambda _: transpose_quantized(o8),
+            lambda _: quantize_transposed([out], scale),
         )
         grad_heads: tuple[Tensor | None, ...] = (None, None, None)
         if grad_out is not None:
-            batch, heads, length, head_dim = ctx.shapes[0]
+            batch, heads, length, head_dim = ctx.shape
             grad_out = grad_out.view(batch, length, heads * head_dim)
-            q, k, v = dequantize_heads(quantized, ctx.shapes, ctx.dtype)
+            q, k, v = ctx.compute_heads(tensors[middle:end])
             if ctx.kernel is None:
                 grad_heads = _repeat(ctx.attend, (q, k, v), grad_out)
             else:
-                out = dequantize_tensor(o8, ctx.dtype).view(grad_out.shape)
-                # A block's peak memory is here, where q, k, v and o also exist in high precision:
-                # their 8-bit data is freed after dequantization, not at the end of the pass.
-                for tensor in (o8.q, *(item.q for item in quantized)):
-                    tensor.untyped_storage().resize_(0)
-                statistics = sdpa.Statistics(tuple(saved), ctx.sizes)
-                grad_heads = sdpa.backward(ctx.kernel, grad_out, q, k, v, out, statistics)
-        return *grad_heads, None, None, None, *grads, *(None for _ in wanted[last:])
+                statistics = sdpa.Statistics(tuple(tensors[end:]), ctx.sizes)
+                of_heads = out.view(grad_out.shape)
+                grad_heads = sdpa.backward(ctx.kernel, grad_out, q, k, v, of_heads, statistics)
+        return *grad_heads, None, None, None, None, *grads, *(None for _ in wanted[last:])
 
 
 def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,40 +226,6 @@ def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[
     return torch.autograd.grad(out, leaves, grad_out)
 
 
-def round_heads(x: Tensor) -> Tensor:
-    """Round heads [B, H, T, D] to INT8 values; gradients pass unchanged."""
-    (rounded,) = dequantize_heads((_quantize_heads(x),), [x.shape], x.dtype)
-    return rounded + (x - x.detach())  # adds exact zeros, which propagate the gradient
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """Reshape [B, H, T, D] to a matrix [B * T, H * D]; a view if the memory order allows it."""
-    return matrix(x.transpose(1, 2).flatten(-2))
-
-
-def _quantize_heads(x: Tensor) -> GroupScaled:
-    matrix = _tokens(x.detach())
-    return quantize_group(matrix, max(n for n in GROUP_SIZES if matrix.shape[1] % n == 0), INT8)
-
-
-def dequantize_heads(
-    quantized: QuantizedHeads, shapes: Sequence[torch.Size], dtype: torch.dtype
-) -> list[Tensor]:
-    """Dequantize to heads [B, H, T, D] of these shapes."""
-    matrices: Sequence[Tensor] = [dequantize_group(item, dtype) for item in quantized]
-    if len(matrices) < len(shapes):
-        matrices = matrices[0].split([shape[1] * shape[3] for shape in shapes], 1)
-    return [
-        as_heads(matrix, (shape[0], shape[2]), shape[3])
-        for matrix, shape in zip(matrices, shapes, strict=True)
-    ]
-
-
 def as_heads(matrix: Tensor, shape: Sequence[int], head_dim: int) -> Tensor:
     """View [B * T, H * D] as [B, H, T, D]; ``shape`` begins with B and T."""
     return matrix.view(*shape[:2], matrix.shape[1] // head_dim, head_dim).transpose(1, 2)
-
-
-def pair_tensors(tensors: Sequence[Tensor]) -> QuantizedHeads:
-    """Pair a flat sequence of 8-bit data and exponents."""
-    return tuple(GroupScaled(*tensors[i : i + 2]) for i in range(0, len(tensors), 2))

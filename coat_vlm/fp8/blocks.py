@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache
 from transformers.utils.generic import is_flash_attention_requested
 
-from coat_vlm.fp8.attention import attention_output, round_heads
+from coat_vlm.fp8.attention import attention_output
 from coat_vlm.fp8.heads import norm_heads
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.model.packing import PACKED, Packing
@@ -57,7 +57,7 @@ class Fp8DecoderLayer:
     fp8_group_size: int
     """Groups of the saved FP8 quantized."""
     fp8_lean: bool
-    """Whether attention saves FP8 quantized, too."""
+    """Whether backward computes q, k and v again instead of saving them."""
 
     def forward(
         self: Any,
@@ -82,19 +82,17 @@ class Fp8DecoderLayer:
         """
         attention = self.self_attn
         assert position_embeddings is not None
-        (query, key, value), quantized, residual = norm_heads(
+        dropout = attention.attention_dropout if attention.training else 0.0
+        # A cache saves attention's inputs. The backward pass cannot repeat dropout.
+        lean = self.fp8_lean and past_key_values is None and not dropout
+        (query, key, value), source, residual = norm_heads(
             hidden_states,
             self.input_layernorm,
             attention,
             self.fp8_group_size,
-            self.fp8_lean,
+            lean,
             position_embeddings,
         )
-        dropout = attention.attention_dropout if attention.training else 0.0
-        # A cache saves attention's inputs. The backward pass cannot repeat dropout.
-        lean = self.fp8_lean and past_key_values is None and not dropout
-        if self.fp8_lean and not lean and quantized is None:
-            query, key, value = map(round_heads, (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         # Mistral has its window in the configuration, Qwen in the module, Llama has none.
@@ -104,8 +102,7 @@ class Fp8DecoderLayer:
             (query, key, value),
             attention_mask,
             attention.o_proj,
-            lean,
-            quantized,
+            source,
             dropout=dropout,
             scaling=attention.scaling,
             sliding_window=getattr(attention, "sliding_window", window),
@@ -113,7 +110,7 @@ class Fp8DecoderLayer:
             use_cache=use_cache,
             **kwargs,
         )
-        del query, key, value, quantized  # frees memory before the MLP
+        del query, key, value, source  # frees memory before the MLP
         norm, mlp = self.post_attention_layernorm, self.mlp
         second_norms = hasattr(self, "pre_feedforward_layernorm")  # Gemma 3's
         if second_norms:
@@ -308,14 +305,12 @@ def _encode(
     names = block.LINEARS
     number = 1 if hasattr(attention, "qkv") else 3
     out, *into, last = (block.get_submodule(name) for name in names[number:])
-    heads, quantized, residual = norm_heads(
-        x, norms[0], attention, block.fp8_group_size, block.fp8_lean, position_embeddings
-    )
     lean = block.fp8_lean and not dropout  # the backward pass cannot repeat dropout
-    delta = attention_output(
-        attention, heads, mask, out, lean, quantized, dropout=dropout, **kwargs
+    heads, source, residual = norm_heads(
+        x, norms[0], attention, block.fp8_group_size, lean, position_embeddings
     )
-    del heads, quantized  # frees memory before the MLP
+    delta = attention_output(attention, heads, mask, out, source, dropout=dropout, **kwargs)
+    del heads, source  # frees memory before the MLP
     if scale_branches is not None:
         delta = scale_branches[0](delta)
     y, residual = norm_mlp(

@@ -8,6 +8,9 @@ and quantizes them: the fused matrix [M, N] never exists in high precision. If e
 RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k. It saves them as columns
 of the projection's result, which keeps v's columns, too. What fits neither (InternVL's norm of all
 heads, partial rotation) is done by the model's functions.
+
+Under ``coat_lean`` backward computes q, k and v again: from the GEMM's FP8 input, or from the
+projection's result where that is saved anyway.
 """
 
 from collections.abc import Sequence
@@ -18,26 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from coat_kernels import (
-    GROUP_SIZES,
-    INT8,
     QuantizedGradient,
-    dequantize_group,
+    TensorScaled,
     head_norm,
     head_norm_bwd,
-    quantize_group,
     rope,
     rope_gradient,
-    rope_quantize,
 )
 from coat_kernels.reference import rope_gradient_values
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
-from coat_vlm.fp8.attention import QuantizedHeads, as_heads, modeling_of, pair_tensors
+from coat_vlm.fp8.attention import Heads, HeadsSource, as_heads, modeling_of
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.norm import NormSettings, read_norm
-
-Heads = tuple[Tensor, Tensor, Tensor]
-"""Query [B, heads, T, head_dim]; key and value [B, key/value heads, T, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,8 @@ class HeadSettings:
     head_dim: int
     sizes: list[int]
     """Channels of q, k and v."""
-    quantize: bool
-    """Quantize the heads to INT8; the heads are then the dequantized values."""
+    return_input: bool
+    """Return the GEMM's FP8 input, too."""
     rotation: tuple[Tensor, Tensor] | None
     """cos and sin [T or B * T, head_dim] of the rotary embedding; None to skip rotation."""
 
@@ -60,7 +56,7 @@ def norm_heads(
     group_size: int,
     lean: bool,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Heads, QuantizedHeads | None, Tensor]:
+) -> tuple[Heads, HeadsSource | None, Tensor]:
     """Compute query, key and value of the normalized residual stream.
 
     Args:
@@ -69,47 +65,85 @@ def norm_heads(
         attention: an attention module with ``head_dim`` and either ``q_proj``, ``k_proj`` and
             ``v_proj`` or one layer ``qkv`` with as many keys and values as queries.
         group_size: group size of the norm's saved input.
-        lean: round the heads to INT8, for FP8-saved attention.
+        lean: return what the heads can be computed from again.
         position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens; no rotation
             when absent.
 
     Returns:
-        The heads; the heads in INT8 if quantized here (the heads are then the dequantized values);
-        and x for the residual path, whose gradient is added in the norm's backward kernel.
+        The heads; with ``lean`` what backward computes them from; and x for the residual path,
+        whose gradient is added in the norm's backward kernel.
     """
     if hasattr(attention, "qkv"):
         layers, sizes = (attention.qkv,), [attention.qkv.out_features // 3] * 3
     else:
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         sizes = [layer.out_features for layer in layers]
-    D = attention.head_dim
+    D, rotation = attention.head_dim, None
     by_model = not isinstance(getattr(attention, "q_norm", None), nn.Identity | None)
-    rotation, quantize = None, lean and not by_model
     if position_embeddings is not None:
         by_model = by_model or position_embeddings[0].shape[-1] != D
-        quantize = lean and D in GROUP_SIZES and not by_model
         if not by_model:
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)
-    settings = HeadSettings(D, sizes, quantize, rotation)
-    query, key, value, residual, *quantized = _NormHeads.apply(
-        x, None, *norms.arguments(norm, layers, group_size), settings
+    settings = HeadSettings(D, sizes, lean and not by_model, rotation)
+    weight, bias, of_norm, fused, *stacked = norms.arguments(norm, layers, group_size)
+    query, key, value, residual, *input8 = _NormHeads.apply(
+        x, None, weight, bias, of_norm, fused, *stacked, settings
     )
-    if by_model and _is_per_head(attention, position_embeddings):
-        assert position_embeddings is not None
-        cos_sin = [t.reshape(-1, D).contiguous() for t in position_embeddings]
-        query = _HeadNorm.apply(query, *read_norm(attention.q_norm), *cos_sin)
-        key = _HeadNorm.apply(key, *read_norm(attention.k_norm), *cos_sin)
-    elif by_model:
+    if by_model:
+        return _finish_by_model((query, key, value), attention, position_embeddings, lean, residual)
+    source = None
+    if lean:
+        shape, dtype = x.shape, x.dtype
+
+        def compute(saved: Sequence[Tensor | None]) -> Heads:
+            """Run the forward GEMM and what follows again."""
+            q, scale, *stacked = saved
+            assert q is not None
+            assert scale is not None
+            y, _ = gemm.forward(TensorScaled(q, scale), fused, stacked, dtype)
+            query, key, value = (as_heads(part, shape, D) for part in _split(y, settings))
+            return query, key, value
+
+        source = HeadsSource((*input8, *stacked), compute)
+    return (query, key, value), source, residual
+
+
+def _finish_by_model(
+    projected: Heads,
+    attention: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    lean: bool,
+    residual: Tensor,
+) -> tuple[Heads, HeadsSource | None, Tensor]:
+    """Normalize and rotate heads as the model does; returns like :func:`norm_heads`."""
+
+    def compute(saved: Sequence[Tensor | None]) -> Heads:
+        query, key, value = saved
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        if _is_per_head(attention, position_embeddings):
+            assert position_embeddings is not None
+            D = attention.head_dim
+            cos_sin = [t.reshape(-1, D).contiguous() for t in position_embeddings]
+            query = _HeadNorm.apply(query, *read_norm(attention.q_norm), *cos_sin)
+            key = _HeadNorm.apply(key, *read_norm(attention.k_norm), *cos_sin)
+            return query, key, value
         together = position_embeddings is None  # InternVL normalizes all heads of a token at once
         query = _normalize(query, getattr(attention, "q_norm", None), together)
         key = _normalize(key, getattr(attention, "k_norm", None), together)
         if position_embeddings is not None:
             rotate = modeling_of(attention).apply_rotary_pos_emb
             query, key = rotate(query, key, *position_embeddings)
-        # Attention saves the value, and a view would keep the GEMM's whole result alive.
-        value = value.transpose(1, 2).clone().transpose(1, 2)
-    return (query, key, value), pair_tensors(quantized) or None, residual
+        return query, key, value
+
+    query, key, value = compute(projected)
+    if lean:
+        saved = tuple(x.detach() for x in projected)
+        return (query, key, value), HeadsSource(saved, compute), residual
+    # Attention saves the value, and a view would keep the GEMM's whole result alive.
+    return (query, key, value.transpose(1, 2).clone().transpose(1, 2)), None, residual
 
 
 class _NormHeads(torch.autograd.Function):
@@ -125,14 +159,16 @@ class _NormHeads(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, ...]:
         *stacked, heads = rest
-        y, residual, saved = norms.forward(x, delta, norm_weight, norm_bias, norm, fused, stacked)
+        y, residual, saved, a = norms.forward(
+            x, delta, norm_weight, norm_bias, norm, fused, stacked
+        )
         ctx.save_for_backward(*saved)
         ctx.fused, ctx.heads, ctx.shape, ctx.dtype = fused, heads, x.shape, x.dtype
-        parts, quantized = _heads_forward(y, heads)
-        quantized = [tensor for item in quantized for tensor in item]
-        ctx.mark_non_differentiable(*quantized)
+        input8 = a if heads.return_input else ()
+        ctx.mark_non_differentiable(*input8)
         ctx.set_materialize_grads(False)
-        return *(as_heads(part, x.shape, heads.head_dim) for part in parts), residual, *quantized
+        parts = _split(y, heads)
+        return *(as_heads(part, x.shape, heads.head_dim) for part in parts), residual, *input8
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -152,20 +188,12 @@ class _NormHeads(torch.autograd.Function):
         return *of_norm, None, None, *grads, None
 
 
-def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], QuantizedHeads]:
-    """Return q, k and v as matrices [M, n], and in INT8."""
-    if heads.rotation is not None:
-        numbers = (heads.sizes[0] // heads.head_dim, heads.sizes[1] // heads.head_dim)
-        if heads.quantize:
-            return rope_quantize(y, *heads.rotation, *numbers)
-        return rope(y, *heads.rotation, *numbers), ()
-    quantized: QuantizedHeads = ()
-    if heads.quantize:  # one INT8 matrix for all three heads, which are views
-        group_size = max(size for size in GROUP_SIZES if not any(n % size for n in heads.sizes))
-        quantized = (quantize_group(y, group_size, INT8),)
-        saturation.observe("attention input", quantized[0].q, lambda: y)
-        y = dequantize_group(quantized[0], y.dtype)
-    return y.split(heads.sizes, 1), quantized
+def _split(y: Tensor, heads: HeadSettings) -> Sequence[Tensor]:
+    """Return q, k and v as matrices [M, n]; q and k rotated."""
+    if heads.rotation is None:
+        return y.split(heads.sizes, 1)
+    numbers = (heads.sizes[0] // heads.head_dim, heads.sizes[1] // heads.head_dim)
+    return rope(y, *heads.rotation, *numbers)
 
 
 def _heads_backward(

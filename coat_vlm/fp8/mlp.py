@@ -90,7 +90,7 @@ class _NormMlp(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stacked_in = rest[: fused_in.num_tensors]
         activation, fused_out, *stacked_out = rest[fused_in.num_tensors :]
-        h, residual, saved_in = norms.forward(
+        h, residual, saved_in, _ = norms.forward(
             x, delta, norm_weight, norm_bias, norm, fused_in, stacked_in
         )
         act, saved = activation_fwd(h, activation, group_size=norm.group_size)

@@ -21,6 +21,7 @@ from coat_kernels import (
     GroupScaled,
     NormSaved,
     QuantizedGradient,
+    TensorScaled,
     norm_bwd,
     norm_fwd,
     norm_recompute,
@@ -43,7 +44,7 @@ class NormSettings:
 
 def arguments(
     norm: Any, layers: Sequence[nn.Linear], group_size: int, pad_rows: int = 0
-) -> tuple[Tensor | FusedLinear | NormSettings | None, ...]:
+) -> tuple[Any, ...]:
     """Return an autograd Function's arguments for a norm and the layers that read its output.
 
     Args:
@@ -77,7 +78,7 @@ def forward(
     settings: NormSettings,
     fused: FusedLinear,
     stacked: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], TensorScaled]:
     """Compute the layers' output for the norm of x + delta.
 
     Args:
@@ -90,7 +91,8 @@ def forward(
         stacked: their weights and biases.
 
     Returns:
-        [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save.
+        [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save; the
+        layers' input in E4M3 [M, K].
     """
     residual, a, saved = norm_fwd(
         matrix(x),
@@ -113,7 +115,7 @@ def forward(
     # Without a delta return x, not a view: autograd recognizes it as the input.
     result = x if delta is None else residual.view(x.shape)
     tensors = (*saved.x, saved.rstd, saved.mean, saved.scale)
-    return y, result, (*tensors, weight, bias, *of_layers)
+    return y, result, (*tensors, weight, bias, *of_layers), a
 
 
 def _high_precision(

@@ -1,4 +1,4 @@
-"""Counts how many values saturate or underflow when they become FP8 or INT8, per kind of tensor.
+"""Counts how many values saturate or underflow when they become FP8, per kind of tensor.
 
 Counting is off outside :func:`watching`, because it reads every tensor again:
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2, INT8, QuantizedGradient
+from coat_kernels import E4M3, E5M2, QuantizedGradient
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Counts:
 
     def add(self, kind: str, q: Tensor, x: Tensor) -> None:
         """Count quantized data ``q`` of values ``x``."""
-        largest = next(fmt.max for fmt in (E4M3, E5M2, INT8) if fmt.dtype == q.dtype)
+        largest = next(fmt.max for fmt in (E4M3, E5M2) if fmt.dtype == q.dtype)
         magnitudes = q.float().abs()
         row = torch.stack(
             [

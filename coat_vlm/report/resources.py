@@ -152,7 +152,6 @@ KINDS = {
     "gradient": "E5M2 per tensor",
     "norm input": "E4M3 per group, saved",
     "activation input": "E4M3 per group, saved",
-    "attention input": "INT8 per group, saved",
 }
 """FP8 format of each kind of tensor (:mod:`coat_vlm.fp8`)."""
 

@@ -14,18 +14,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from coat_bench.lengths import draw_samples
-from coat_bench.recipe import RecipeBench, build_stage_model, list_stage_cases, make_batch
+from coat_bench.recipe import (
+    RecipeBench,
+    RowShape,
+    build_stage_model,
+    list_stage_cases,
+    make_batch,
+)
 from coat_data.mixture.sampler import BatchRow, assign_to_ranks
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.flops import count_flops
-from coat_vlm.train.prepare import set_train_mode
+from coat_vlm.train.prepare import avoids_padding, set_train_mode
 from coat_vlm.train.step import copy_batch_to_device
 
-WARMUP = 10
+WARMUP = 160
+"""Rows of the first steps, which are left out."""
+LOADERS = 4
+"""Processes per rank that make random micro-batches beside the passes, as in training."""
 
 
 def print_shares(name: str, work: np.ndarray) -> None:
@@ -35,6 +45,20 @@ def print_shares(name: str, work: np.ndarray) -> None:
         fastest = 1 - values.min(0).sum() / largest.sum()
         mean = np.mean(1 - values.mean(0) / largest)
         sys.stdout.write(f"{name}, by {where}: fastest {fastest:.2%}, mean {mean:.2%}\n")
+
+
+class MicroBatches:
+    """A data set of random micro-batches with the given shapes."""
+
+    def __init__(self, model: Any, shapes: list[list[RowShape]], *, unpad: bool) -> None:
+        self.model, self.shapes, self.unpad = model, shapes, unpad
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, number: int) -> Any:
+        shapes = self.shapes[number]
+        return make_batch(self.model, shapes, None, seed=number, unpad=self.unpad).batch
 
 
 def main(world: World) -> None:
@@ -61,29 +85,39 @@ def main(world: World) -> None:
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     reuse = arithmetic.weight_reuse(model, world.device)
 
-    def timed() -> Iterator[list[float]]:
-        for number, step in enumerate(dealt):
-            own = [[shapes[row.positions[0]] for row in ranks[world.rank]] for ranks in step]
-            batches = [make_batch(model, samples, None, seed=number) for samples in own]
-            seconds = []
-            for loaded in batches:
-                inputs = copy_batch_to_device(loaded.batch, world.device)
-                started = time.perf_counter()
-                with reuse.scope(len(batches)):
-                    loss = model(**inputs, skip_logits=True).loss
-                    (loss / len(batches)).backward()
-                loss.item()
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - started)
-            model.zero_grad(set_to_none=True)
-            reuse.after_step()
-            yield seconds
+    unpad = avoids_padding(model, recipe, case.stage, world.device)
+    per_step = len(dealt[0])
+    own = [
+        [shapes[row.positions[0]] for row in ranks[world.rank]] for step in dealt for ranks in step
+    ]
+    loader = DataLoader(
+        MicroBatches(model, own, unpad=unpad),  # pyright: ignore[reportArgumentType]
+        batch_size=None,
+        num_workers=LOADERS,
+        multiprocessing_context="fork",
+        prefetch_factor=4,
+    )
+
+    def timed() -> Iterator[float]:
+        for number, loaded in enumerate(loader, 1):
+            inputs = copy_batch_to_device(loaded, world.device)
+            started = time.perf_counter()
+            with reuse.scope(per_step):
+                loss = model(**inputs, skip_logits=True).loss
+                (loss / per_step).backward()
+            loss.item()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            yield time.perf_counter() - started
+            if number % per_step == 0:
+                model.zero_grad(set_to_none=True)
+                reuse.after_step()
 
     everyones = world.gather(list(timed()))
     if world.is_main:
-        Path(sys.argv[4]).write_text(json.dumps(everyones), encoding="utf-8")
-        print_shares("time", np.array(everyones)[:, WARMUP:])
+        seconds = np.array(everyones).reshape(world.size, steps, per_step)
+        Path(sys.argv[4]).write_text(json.dumps(seconds.tolist()), encoding="utf-8")
+        print_shares("time", seconds[:, -(-WARMUP // batch) :])
 
 
 if __name__ == "__main__":

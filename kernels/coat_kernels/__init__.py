@@ -18,7 +18,6 @@ from coat_kernels.formats import (
     E5M2,
     GEMM_MULTIPLE,
     GROUP_SIZES,
-    INT8,
     Format,
     GroupScaled,
     QuantizedGradient,
@@ -53,7 +52,7 @@ from coat_kernels.quantize import (
 from coat_kernels.quantize_blockwise import dequantize_group, quantize_group
 from coat_kernels.reference import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
-from coat_kernels.rope import rope, rope_gradient, rope_quantize
+from coat_kernels.rope import rope, rope_gradient
 from coat_kernels.shared_scales import share_scales
 
 __all__ = [
@@ -65,7 +64,6 @@ __all__ = [
     "GRADIENT_SCALE",
     "GROUP",
     "GROUP_SIZES",
-    "INT8",
     "MASTER_WEIGHTS",
     "OLD_NAMES",
     "OPS",
@@ -106,7 +104,6 @@ __all__ = [
     "quantize_transposed",
     "rope",
     "rope_gradient",
-    "rope_quantize",
     "rounding_key",
     "scaled_mm",
     "share_scales",

@@ -121,18 +121,6 @@ def get_exponent(bits, MAX_EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def cast_scaled(x, dtype: tl.constexpr):
-    """Cast FP32 values, divided by their group's scale, to 8 bits: round to nearest, ties to even.
-
-    INT8 has no NaN: a NaN becomes 0, whose scale is NaN.
-    """
-    if dtype == tl.int8:
-        # Adding 1.5 * 2^23 leaves no bits for a fraction; a cast alone would truncate.
-        x = (tl.where(x == x, x, 0.0) + 12582912.0) - 12582912.0
-    return x.to(dtype)
-
-
-@triton.jit
 def exponent_scale(exponent):
     """Compute 2^(exponent - 127) in FP32; NaN for 255."""
     bits = tl.where(exponent == 255, 0x7FC00000, exponent << 23)
@@ -223,7 +211,7 @@ def store_grouped(
     groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP))
     e = get_exponent(tl.max(magnitude_bits(groups), axis=2), MAX_EXPONENT)
     q = tl.reshape(groups * exponent_inverse(e)[:, :, None], (BLOCK_M, BLOCK_N))
-    q = cast_scaled(q, q_ptr.dtype.element_ty)
+    q = q.to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
     tl.store(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],

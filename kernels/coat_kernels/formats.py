@@ -1,6 +1,6 @@
-"""8-bit formats, and the one scale convention here: **the scale multiplies on dequantize**.
+"""FP8 formats, and the one scale convention here: **the scale multiplies on dequantize**.
 
-    x  ~=  q * scale          q: FP8 data, or INT8 per group
+    x  ~=  q * scale          q: FP8 data
 
 There are two granularities, COAT's mixed granularity (arXiv 2410.19313, section 4):
 
@@ -10,15 +10,12 @@ There are two granularities, COAT's mixed granularity (arXiv 2410.19313, section
   that non-linear layers save for backward. Scales are powers of two, stored as E8M0 exponent bytes
   (OCP Microscaling, section 5.4.1): value ``2^(e - 127)``, 255 is NaN. The exponent is the smallest
   one, at least 1, for which the group's largest magnitude does not saturate. Multiplying by a power
-  of two or its inverse is exact. Data may also be INT8, whose steps are equal: where no value of a
-  group is much larger than the others, as in an attention head of one token, its RMS error is
-  about 0.4 of E4M3's, in the same memory.
+  of two or its inverse is exact.
 
 Casts round to nearest, ties to even, and saturate. Zero stays zero. A NaN or an infinity makes the
 scale NaN or infinite, so all values with that scale dequantize to NaN, never to plausible numbers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,24 +34,22 @@ GEMM_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """An 8-bit format."""
+    """An FP8 format."""
 
     name: str
-    """``e4m3``, ``e5m2`` or ``int8``."""
+    """``e4m3`` or ``e5m2``."""
     dtype: torch.dtype
     """Torch's dtype."""
     max: float
-    """Largest value; of INT8, the largest one that is used."""
+    """Largest value."""
     max_exponent: int
-    """Exponent of the largest binade. All formats end at 1.75 * 2^max_exponent."""
+    """Exponent of the largest binade. Both formats end at 1.75 * 2^max_exponent."""
     min_subnormal: float
     """Smallest positive value."""
 
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 8, 2.0**-9)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 15, 2.0**-16)
-INT8 = Format("int8", torch.int8, 112.0, 6, 1.0)
-"""Integers, for :func:`coat_kernels.quantize_group` alone: its data is no operand of a GEMM."""
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,10 +66,10 @@ class TensorScaled(NamedTuple):
 
 
 class GroupScaled(NamedTuple):
-    """8-bit data with a power-of-two scale per 1 x G group of the last dimension."""
+    """FP8 data with a power-of-two scale per 1 x G group of the last dimension."""
 
     q: Tensor
-    """FP8 or INT8 [..., N]."""
+    """FP8 [..., N]."""
     exponents: Tensor
     """E8M0 bytes, uint8 [..., N / G]."""
 
@@ -104,11 +99,6 @@ def get_format(name: str) -> Format:
     if name not in FORMATS:
         raise ValueError(f"FP8 format {name!r} is not known; use one of {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-def get_group_format(name: str) -> Format:
-    """Return the format of group-scaled data called ``name``: FP8 or ``int8``."""
-    return INT8 if name == INT8.name else get_format(name)
 
 
 def pad_length(tokens: int) -> int:
@@ -173,15 +163,13 @@ def check_vector(op: str, name: str, v: Tensor | None, size: int) -> None:
     check_dtype(op, name, v)
 
 
-def check_quantized(
-    op: str, name: str, q: Tensor, formats: Sequence[Format] = (E4M3, E5M2)
-) -> None:
-    """Check that ``q`` is a contiguous matrix in one of the formats.
+def check_quantized(op: str, name: str, q: Tensor) -> None:
+    """Check that ``q`` is a contiguous FP8 matrix.
 
     Raises:
         ValueError: ``q`` has another shape, dtype or layout.
     """
-    dtypes = [fmt.dtype for fmt in formats]
+    dtypes = [fmt.dtype for fmt in FORMATS.values()]
     if q.dim() != 2 or not q.is_contiguous() or q.dtype not in dtypes:
         raise ValueError(
             f"{op}: the FP8 data of {name} is {q.dtype} of shape {tuple(q.shape)} and strides "
@@ -196,7 +184,7 @@ def check_grouped(op: str, name: str, x: GroupScaled) -> None:
     Raises:
         ValueError: the shapes do not match, or a dtype or layout is wrong.
     """
-    check_quantized(op, name, x.q, (E4M3, E5M2, INT8))
+    check_quantized(op, name, x.q)
     M, N = x.q.shape
     fitting = [(M, N // size) for size in GROUP_SIZES if N % size == 0]
     e = x.exponents

@@ -22,7 +22,7 @@ from coat_kernels.formats import (
     check_group,
     check_grouped,
     check_matrix,
-    get_group_format,
+    get_format,
 )
 from coat_kernels.launch import TOKENS, launch, tile_grid
 from coat_kernels.registry import register
@@ -30,7 +30,7 @@ from coat_kernels.registry import register
 
 @triton.jit(do_not_specialize=TOKENS)
 def _quantize_group_kernel(
-    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8 or INT8, (M, N / GROUP) uint8
+    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8
     M, N, tiles_n,
     MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def _dequantize_group_kernel(
 def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     """Allocate data [M, N] and exponents [M, N / G] for group-scaled x."""
     M, N = x.shape
-    q = x.new_empty((M, N), dtype=get_group_format(fmt).dtype)
+    q = x.new_empty((M, N), dtype=get_format(fmt).dtype)
     return q, x.new_empty((M, N // group_size), dtype=torch.uint8)
 
 
@@ -71,7 +71,7 @@ def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tenso
     launch(
         _quantize_group_kernel, grid,
         x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N,
-        MAX_EXPONENT=get_group_format(fmt).max_exponent, GROUP=group_size, **options,
+        MAX_EXPONENT=get_format(fmt).max_exponent, GROUP=group_size, **options,
     )  # fmt: skip
     return q, exponents
 
@@ -96,7 +96,7 @@ def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScale
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
         group_size: 16, 32, 64 or 128.
-        fmt: ``E4M3``, ``E5M2`` or ``INT8``.
+        fmt: ``E4M3`` or ``E5M2``.
 
     Raises:
         ValueError: the shape, dtype or group size does not fit.

@@ -10,9 +10,7 @@ Per head, with the two halves of its D channels (x1, x2) and of the embedding (c
 Forward: q and k are rotated, v is copied, so that no view keeps the fused matrix alive. Arithmetic
 is FP32 with one rounding (transformers rounds each product). Every element is read and written
 once: with 16-bit values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several
-heads. ``rope_quantize`` also writes q, k and v in INT8 with one scale per head and token; its high-
-precision results are the dequantized values. It moves 5 + 1 / D bytes in place of 4. The channels
-of a head are of similar size, so the error of INT8, whose steps are equal, is 0.4 of E4M3's.
+heads.
 
 Backward: the gradients of the heads are rotated back and quantized for the projection's GEMMs. dx
 is never in memory: dq, dk and dv are read twice, for the amax and for the FP8 data of both layouts.
@@ -22,16 +20,11 @@ Formula: Su et al., arXiv 2104.09864, equation 34, in the half-split order of Ll
 ``reference/rope.py``.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from coat_kernels.device import (
-    cast_scaled,
-    exponent_inverse,
-    exponent_scale,
-    get_exponent,
     inverse_scale,
     load_halves,
     magnitude_bits,
@@ -43,11 +36,8 @@ from coat_kernels.device import (
 )
 from coat_kernels.formats import (
     E5M2,
-    INT8,
     Format,
-    GroupScaled,
     QuantizedGradient,
-    check_group,
     check_matrix,
     get_format,
     pad_length,
@@ -86,29 +76,11 @@ def _head_pointer(q_ptr, k_ptr, v_ptr, head, H, KV, size):
     return part
 
 
-@triton.jit
-def _quantize_head(
-    y1, y2, q8_ptr, exponents, groups, o_m, stride, mask, D,
-    MAX_EXPONENT: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Store a head's halves in 8 bits with exponents; return the dequantized halves."""
-    bits = tl.maximum(tl.max(magnitude_bits(y1), axis=1), tl.max(magnitude_bits(y2), axis=1))
-    e = get_exponent(bits, MAX_EXPONENT)
-    inverse, scale = exponent_inverse(e)[:, None], exponent_scale(e)[:, None]
-    q1 = cast_scaled(y1 * inverse, q8_ptr.dtype.element_ty)
-    q2 = cast_scaled(y2 * inverse, q8_ptr.dtype.element_ty)
-    store_halves(q8_ptr, o_m, stride, mask, D, q1, q2, HALF)
-    tl.store(exponents + o_m * groups, e.to(tl.uint8), mask=mask)
-    return q1.to(tl.float32) * scale, q2.to(tl.float32) * scale
-
-
 @triton.jit(do_not_specialize=TOKENS)
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr,  # (M, (H + 2 KV) D), (R, D), (R, D)
     q_ptr, k_ptr, v_ptr,  # (M, H D), (M, KV D), (M, KV D)
-    q8_ptr, k8_ptr, v8_ptr, eq_ptr, ek_ptr, ev_ptr,  # the same in INT8; (M, H), (M, KV), (M, KV)
     M, R, H, KV, D,
-    QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
@@ -120,8 +92,7 @@ def _rope_kernel(
         head = tl.program_id(1) * BLOCK_H + i
         # The head's address in q, k or v, and in the fused matrix.
         part = _head_pointer(q_ptr, k_ptr, v_ptr, head, H, KV, D)
-        in_row = H if head < H else KV
-        stride = in_row * D
+        stride = (H if head < H else KV) * D
         fused = qkv_ptr + head * D
         mask = m_m & (head < heads)
         x1, x2 = load_halves(fused, o_m, heads * D, mask, D, HALF)
@@ -129,12 +100,6 @@ def _rope_kernel(
         if head < H + KV:
             y1 = x1 * c1 - x2 * s1
             y2 = x2 * c2 + x1 * s2
-        if QUANTIZE:
-            saved = _head_pointer(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
-            exponents = _head_pointer(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
-            y1, y2 = _quantize_head(
-                y1, y2, saved, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
-            )
         store_halves(part, o_m, stride, mask, D, y1, y2, HALF)
 
 
@@ -221,52 +186,19 @@ def _empty_heads(
     return q, qkv.new_empty(M, kv_heads * D), qkv.new_empty(M, kv_heads * D)
 
 
-def _launch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    saved: tuple[Tensor | None, ...] = (None,) * 6,
-) -> None:  # fmt: skip
-    M, (R, D) = qkv.shape[0], cos.shape
-    H, KV = q.shape[1] // D, k.shape[1] // D
-    launch(
-        _rope_kernel, (cdiv(M, BLOCK_ROWS), cdiv(H + 2 * KV, BLOCK_HEADS)), num_warps=4,
-        qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
-        q8_ptr=saved[0], k8_ptr=saved[1], v8_ptr=saved[2],
-        eq_ptr=saved[3], ek_ptr=saved[4], ev_ptr=saved[5],
-        M=M, R=R, H=H, KV=KV, D=D, QUANTIZE=saved[0] is not None,
-        MAX_EXPONENT=INT8.max_exponent, HALF=triton.next_power_of_2(D // 2),
-        BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
-    )  # fmt: skip
-
-
 @register(fake=_empty_heads)
 def _rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _empty_heads(qkv, cos, sin, heads, kv_heads)
-    _launch(qkv, cos, sin, q, k, v)
+    M, (R, D) = qkv.shape[0], cos.shape
+    launch(
+        _rope_kernel, (cdiv(M, BLOCK_ROWS), cdiv(heads + 2 * kv_heads, BLOCK_HEADS)), num_warps=4,
+        qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
+        M=M, R=R, H=heads, KV=kv_heads, D=D, HALF=triton.next_power_of_2(D // 2),
+        BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
+    )  # fmt: skip
     return q, k, v
-
-
-def _empty_quantized(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Allocate q, k and v in high precision and in INT8, and their exponents."""
-    parts = _empty_heads(qkv, cos, sin, heads, kv_heads)
-    q8, k8, v8 = (part.new_empty(part.shape, dtype=INT8.dtype) for part in parts)
-    eq, ek, ev = (
-        qkv.new_empty((qkv.shape[0], number), dtype=torch.uint8)
-        for number in (heads, kv_heads, kv_heads)
-    )
-    return *parts, q8, k8, v8, eq, ek, ev
-
-
-@register(fake=_empty_quantized)
-def _rope_quantize(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    made = _empty_quantized(qkv, cos, sin, heads, kv_heads)
-    _launch(qkv, cos, sin, *made[:3], made[3:])
-    return made
 
 
 @register(
@@ -325,32 +257,14 @@ def rope(
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    _check_qkv("rope", qkv, cos, sin, heads, kv_heads)
+    check_matrix("rope", "qkv", qkv)
+    _check_embedding("rope", qkv.shape[0], cos, sin)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
+        raise ValueError(
+            f"rope: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
+            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
+        )
     return _rope(qkv, cos, sin, heads, kv_heads)
-
-
-def rope_quantize(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[GroupScaled, GroupScaled, GroupScaled]]:
-    """Split, rotate and quantize to INT8 with one power-of-two scale per token and head.
-
-    Args:
-        qkv: as in :func:`rope`.
-        cos: as in :func:`rope`; D is one of ``GROUP_SIZES``.
-        sin: as cos.
-        heads: number of heads of q.
-        kv_heads: number of heads of k and of v.
-
-    Returns:
-        q, k, v dequantized, and q, k, v in INT8.
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
-    """
-    _check_qkv("rope_quantize", qkv, cos, sin, heads, kv_heads)
-    check_group("rope_quantize", cos.shape[1], cos.shape[1])
-    q, k, v, q8, k8, v8, eq, ek, ev = _rope_quantize(qkv, cos, sin, heads, kv_heads)
-    return (q, k, v), (GroupScaled(q8, eq), GroupScaled(k8, ek), GroupScaled(v8, ev))
 
 
 def rope_gradient(
@@ -394,16 +308,6 @@ def rope_gradient(
         )
     made = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
     return to_quantized_gradient(*made, bias=bias)
-
-
-def _check_qkv(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
-    check_matrix(op, "qkv", qkv)
-    _check_embedding(op, qkv.shape[0], cos, sin)
-    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
-        raise ValueError(
-            f"{op}: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
-            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
-        )
 
 
 def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:

@@ -266,6 +266,5 @@ def _build_rope_cases(shape: LayerShape) -> list[Case]:
         Case("head_norm", "q", of_queries),
         Case("head_norm_bwd", "q", gradient_of_queries),
         Case("rope", "q, k, v", forward),
-        Case("rope_quantize", "q, k, v", forward),
         Case("rope_gradient", "q, k, v, both", gradient),
     ]

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from coat_bench.rows import Row, format_table, get_origin, is_out_of_memory
-from coat_data.load.collate import collate, collate_packed
+from coat_data.load.collate import collate, collate_packed, collate_unpadded
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
@@ -54,6 +54,7 @@ from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.prepare import (
+    avoids_padding,
     build_planned_model,
     prepare_model,
     refuse_pairs,
@@ -346,7 +347,8 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
             model = CoatVlm(config) if composed else trainable_class(config.model_type)(config)
     finally:
         torch.set_default_dtype(before)
-    prepare_model(model, recipe, case.stage, arithmetic)
+    unpadded = avoids_padding(model, recipe, case.stage, device)
+    prepare_model(model, recipe, case.stage, arithmetic, packed=unpadded)
     return model
 
 
@@ -412,7 +414,12 @@ def _make_published_sample(
 
 
 def make_batch(
-    model: PreTrainedModel, shapes: Sequence[RowShape], packing: PackingConfig | None, seed: int
+    model: PreTrainedModel,
+    shapes: Sequence[RowShape],
+    packing: PackingConfig | None,
+    seed: int,
+    *,
+    unpad: bool = False,
 ) -> LoadedBatch:
     """Make a micro-batch of random rows on the CPU, as the loader returns it.
 
@@ -421,13 +428,17 @@ def make_batch(
         shapes: shape of each row; with packing they are sequences of one row, as in training.
         packing: the stage's packing.
         seed: seed of the rows.
+        unpad: pack rows that would be padded much, as training does where
+            :func:`coat_vlm.train.prepare.avoids_padding`.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = [make_sample(model, shape, generator) for shape in shapes]
-    if packing is None:
-        batch = collate(samples, pad_token_id=0)
-    else:
+    if packing is not None:
         batch = collate_packed(samples, pad_token_id=0, align=packing.align)
+    elif unpad:
+        batch = collate_unpadded(samples, pad_token_id=0, align=PackingConfig().align)
+    else:
+        batch = collate(samples, pad_token_id=0)
     return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))
 
 

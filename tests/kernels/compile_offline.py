@@ -33,7 +33,6 @@ POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
     torch.uint8: "*u8",
-    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float64: "*fp64",

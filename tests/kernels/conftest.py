@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coat_bench.check import map_tensors, run_op
-from coat_kernels import E4M3, INT8, OPS, Format
+from coat_kernels import E4M3, OPS, Format
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 
@@ -114,12 +114,10 @@ def exact_loss() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
 
 
 class Grid:
-    """The values of the 8-bit formats; of FP8 by their definition (arXiv 2209.05433)."""
+    """The values of the FP8 formats by their definition (arXiv 2209.05433)."""
 
     def values(self, fmt: Format) -> NDArray[np.float64]:
         """Value of each of the 256 codes."""
-        if fmt == INT8:
-            return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float64)
         exponent_bits, bias = (4, 7) if fmt == E4M3 else (5, 15)
         mantissa_bits = 7 - exponent_bits
         values = []
@@ -140,9 +138,6 @@ class Grid:
         """Code of the nearest value; of two equally near, the one with the even mantissa."""
         with np.errstate(invalid="ignore"):  # signaling NaNs
             flat = np.asarray(x, np.float64).reshape(-1)
-        if fmt == INT8:
-            whole = np.rint(np.clip(np.nan_to_num(flat), -fmt.max, fmt.max)).astype(np.int8)
-            return whole.view(np.uint8).reshape(np.shape(x))
         positive = self.values(fmt)[:128]
         positive = positive[np.isfinite(positive)]
         saturated = np.minimum(np.abs(flat), positive.max())

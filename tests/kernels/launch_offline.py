@@ -22,7 +22,7 @@ from coat_kernels import OPS, launch, norm, quantize, quantize_tensor
 from coat_kernels.quantize import quantize_tensor_kernel
 
 CAPABILITY = 90
-OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope_quantize", "activation_apply")
+OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope", "activation_apply")
 
 launched: list[dict[str, Any]] = []
 given: list[dict[str, Any]] = []

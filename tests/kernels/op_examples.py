@@ -76,8 +76,7 @@ def _quantize_gradient(i: _Inputs) -> Examples:
 
 def _quantize_group(i: _Inputs) -> Examples:
     sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
-    formats = [*FORMATS, "int8"]
-    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in formats for size in sizes}
+    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
 
 
 def _dequantize_group(i: _Inputs) -> Examples:
@@ -259,13 +258,6 @@ def _rope(i: _Inputs) -> Examples:
     return examples
 
 
-def _rope_quantize(i: _Inputs) -> Examples:
-    """Heads of as many channels as a group may have."""
-    rows = max(1, i.rows)
-    cos, sin = i.normal(rows, i.group), i.normal(rows, i.group)
-    return {"grouped": (i.normal(i.rows, 4 * i.group), cos, sin, 2, 1)}
-
-
 def _rope_gradient(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items():
@@ -311,7 +303,6 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "head_norm_bwd": _head_norm_bwd,
     "rope": _rope,
     "rope_gradient": _rope_gradient,
-    "rope_quantize": _rope_quantize,
     "adamw_step": _adamw_step,
 }
 

@@ -12,7 +12,6 @@ from coat_kernels import (
     E4M3,
     E5M2,
     GROUP_SIZES,
-    INT8,
     OPS,
     Format,
     dequantize_group,
@@ -20,7 +19,7 @@ from coat_kernels import (
 )
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
-FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda fmt: fmt.name)
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 

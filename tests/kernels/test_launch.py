@@ -49,7 +49,7 @@ def test_a_tensor_on_another_device_is_left_to_triton(report: Report):
 
 
 def test_triton_is_asked_once(report: Report):
-    for name in ("norm_bwd", "rope_quantize", "quantize_group", "activation_apply"):
+    for name in ("norm_bwd", "rope", "quantize_group", "activation_apply"):
         (runs,) = (runs for key, runs in report.items() if key.startswith(name))
         assert runs["plain"]["looked_up"] == runs["first"]["looked_up"] == 1
         assert runs["again"]["looked_up"] == 0

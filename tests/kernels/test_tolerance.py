@@ -142,7 +142,6 @@ MISTAKES = [
     ("rope", "equal", "the other direction", lambda args: (args[0], args[1], -args[2], *args[3:])),
     ("rope_gradient", "equal", "the other direction", scaled(4, -1)),
     ("rope_gradient", "grouped", "the other format", replaced(5, "e4m3")),
-    ("rope_quantize", "grouped", "cos a little off", scaled(1, 1.005)),
     ("scaled_mm", "e4m3-bias", "bias left out", replaced(4, None)),
     ("scaled_mm", "e4m3", "one operand's scale left out", replaced(1, torch.ones(()))),
     ("cross_entropy_", "wide", "the targets in another order", reversed_rows(1)),

@@ -295,8 +295,8 @@ def test_the_command_line_knows_every_precision() -> None:
     [
         ({"language": "coat"}, torch.float8_e5m2),
         ({"language": "fp8_linear"}, torch.float8_e5m2),
-        ({"language": "coat_lean"}, torch.float8_e4m3fn),
-        ({"language": "coat_lean", "gradients": "e5m2"}, torch.float8_e5m2),
+        ({"language": "coat_lean"}, torch.float8_e5m2),
+        ({"language": "coat_lean", "gradients": "e4m3"}, torch.float8_e4m3fn),
         ({"language": "coat", "gradients": "e4m3"}, torch.float8_e4m3fn),
         ({"language": "fp8_linear", "gradients": "e4m3"}, torch.float8_e4m3fn),
     ],

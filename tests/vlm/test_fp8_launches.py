@@ -28,7 +28,7 @@ MOST = {
     ("llama", "coat_lean"): (21, 29),
     ("qwen2", "coat_lean"): (21, 29),
     ("siglip", "coat_paper"): (20, 25),
-    ("siglip", "coat_lean"): (22, 27),
+    ("siglip", "coat_lean"): (20, 28),
 }
 
 
@@ -76,6 +76,7 @@ def test_a_block_launches_no_more_kernels(
         y.backward(torch.ones_like(y))
         in_backward = dict(counts)
     assert in_forward["scaled_mm"] == 4  # q, k and v are one, and so are gate and up
-    assert in_backward["scaled_mm"] == 8
+    # Under coat_lean backward runs the forward GEMM of q, k and v again.
+    assert in_backward["scaled_mm"] == 8 + (implementation == "coat_lean")
     found = (sum(in_forward.values()), sum(in_backward.values()))
     assert found == MOST[family, implementation], (in_forward, in_backward)

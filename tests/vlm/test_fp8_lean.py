@@ -1,21 +1,17 @@
-"""Attention that keeps FP8 copies, against attention by torch's autograd."""
+"""Attention that computes q, k and v again in backward, against attention by torch's autograd."""
 
-import copy
 import math
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_kernels import GROUP_SIZES, INT8, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import blocks, convert, gemm, linear, norm_mlp, sdpa
-from coat_vlm.fp8 import heads as heads_module
-from coat_vlm.fp8.attention import fp8_saved_attention, round_heads
+from coat_vlm.fp8 import blocks, convert, gemm, norm_mlp, sdpa
 
 B, T, D = 5, 24, 64
 
@@ -23,13 +19,6 @@ B, T, D = 5, 24, 64
 def heads(count: int, seed: int, length: int = T) -> Tensor:
     x = torch.randn(B, length, count * D, generator=torch.Generator().manual_seed(seed))
     return x.view(B, length, count, D).transpose(1, 2)
-
-
-def representable(x: Tensor) -> Tensor:
-    """Values that the FP8 copies hold exactly."""
-    matrix = x.transpose(1, 2).reshape(B * x.shape[2], -1)
-    values = dequantize_group(quantize_group(matrix, 128, INT8))
-    return values.view(B, x.shape[2], -1, D).transpose(1, 2)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -65,81 +54,13 @@ def test_the_fused_passes_apart_are_those_of_autograd(
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "replayed"])
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
-def test_with_representable_heads_it_is_attention_and_a_linear_layer(
-    fused: bool, kv_heads: int
-) -> None:
-    """What remains is the copy of the output, of which backward takes the row sums of do * o."""
+def block(
+    precision: BlockPrecision = "coat_lean", kind: type[Any] = LlamaConfig, **changes: Any
+) -> tuple[Any, Any]:
+    """An FP8 decoder block and its rotary embedding; the weights are the same at every call."""
     torch.manual_seed(0)
-    layer = nn.Linear(4 * D, 48)
-    reference = copy.deepcopy(layer)
-    q, k, v = (representable(heads(n, i)) for i, n in enumerate((4, kv_heads, kv_heads)))
-    how = sdpa.choose(q, k, v, True, None) if fused else None
-    calls = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(q.shape)
-        return exact(q, k, v, True, None)
-
-    ours, theirs = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
-    y = fp8_saved_attention(ours[0], ours[1], ours[2], layer, attend, how)
-    y_reference = linear(exact(theirs[0], theirs[1], theirs[2], True, None), reference)
-    torch.testing.assert_close(y, y_reference, rtol=1e-2, atol=2e-3)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
-    y.backward(dy)
-    y_reference.backward(dy)
-    assert len(calls) == (0 if fused else 2)
-    trained = ([*ours, *layer.parameters()], [*theirs, *reference.parameters()])
-    for mine, other in zip(*trained, strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        difference = (mine.grad - other.grad).norm() / other.grad.norm()
-        assert difference < (0.04 if fused else 1e-3)
-
-
-def test_its_copies_go_with_the_first_backward_pass() -> None:
-    layer = nn.Linear(4 * D, 16)
-    q, k, v = (heads(4, i).requires_grad_() for i in range(3))
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        y = fp8_saved_attention(q, k, v, layer, exact_causal, sdpa.choose(q, k, v, True, None))
-    codes = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.int8)]
-    assert sum(x.untyped_storage().nbytes() for x in codes) == 4 * B * T * 4 * D
-    y.sum().backward(retain_graph=True)
-    assert not sum(x.untyped_storage().nbytes() for x in codes)
-    with pytest.raises(RuntimeError, match="ran before"):
-        y.sum().backward()
-
-
-def exact_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return exact(q, k, v, True, None)
-
-
-def test_attention_works_on_the_round_heads() -> None:
-    x = heads(4, 9)
-    seen: list[Tensor] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.extend((q, k, v))
-        return exact(q, k, v, True, None)
-
-    fp8_saved_attention(x, x, x, nn.Linear(4 * D, 16), attend, None)
-    for got in seen:
-        assert torch.equal(got, representable(x))
-    assert torch.equal(round_heads(x), representable(x))
-    leaf = x.bfloat16().requires_grad_()
-    rounded = round_heads(leaf)
-    assert torch.equal(rounded.float(), representable(x.bfloat16().float()))
-    rounded.sum().backward()
-    assert leaf.grad is not None
-    assert (leaf.grad == 1).all()
-
-
-def block(**changes: Any) -> tuple[Any, Any]:
-    """A Llama block that is lean, and its rotary embedding."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    config = kind(
+        head_dim=64,
         hidden_size=256,
         num_hidden_layers=1,
         num_attention_heads=4,
@@ -149,8 +70,36 @@ def block(**changes: Any) -> tuple[Any, Any]:
         **changes,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
-    convert(model, Fp8Config(language="coat_lean"))
+    convert(model, Fp8Config(language=precision))
     return model.model.layers[0], model.model.rotary_emb
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("mask", [False, True], ids=["fused", "replayed"])
+def test_a_lean_block_computes_what_coat_computes_bit_by_bit(kind: type[Any], mask: bool) -> None:
+    x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    masked = torch.ones(T, T, dtype=torch.bool).tril()[None, None] if mask else None
+    results: list[list[Tensor]] = []
+    for precision in ("coat", "coat_lean"):
+        layer, rotary = block(precision, kind)
+        leaf = x.clone().requires_grad_()
+        embeddings = rotary(x, torch.arange(T)[None])
+        y = layer(leaf, attention_mask=masked, position_embeddings=embeddings)
+        y.backward(torch.ones_like(y))
+        grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+        results.append([y.detach(), *(grad for grad in grads if grad is not None)])
+    assert len(results[0]) > 10
+    for of_coat, lean in zip(*results, strict=True):
+        assert of_coat.abs().sum() > 0
+        assert torch.equal(of_coat, lean)
+
+
+def test_a_second_backward_pass_gives_the_same() -> None:
+    layer, rotary = block()
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    y = layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
+    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_a_lean_block_keeps_what_its_formula_says() -> None:
@@ -163,13 +112,13 @@ def test_a_lean_block_keeps_what_its_formula_says() -> None:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    tokens, h, f, k, a = 64, 256, 512, 128, 4
+    tokens, h, f, a = 64, 256, 512, 4
     x = torch.randn(1, tokens, h).bfloat16().requires_grad_()
     embeddings = rotary(x, torch.arange(tokens)[None])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         layer(x, position_embeddings=embeddings)
     norms = 2 * (h + h / 16 + 4)  # copies and 1 / rms
-    attention = (h + 2 * k) * (1 + 1 / 64) + h + 4 * a  # q, k, v; o; log-sum-exp
+    attention = h + 2 * h + 4 * a  # FP8 input of the QKV GEMM; o; log-sum-exp
     mlp = 2 * f * (1 + 1 / 16)
     scales = 64
     expected = tokens * (norms + attention + mlp)  # cos and sin are those of all layers
@@ -205,24 +154,6 @@ def test_dropout_in_attention_is_not_repeated_but_recorded() -> None:
     first.sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
-
-
-def test_copies_made_with_the_rotation_give_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From FP32 instead of from rounded heads: apart by a code now and then."""
-    layer, rotary = block()
-    x = torch.randn(1, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    embeddings = rotary(x, torch.arange(T)[None])
-    results = []
-    for sizes in (GROUP_SIZES, ()):
-        monkeypatch.setattr(heads_module, "GROUP_SIZES", sizes)
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf, position_embeddings=embeddings)
-        y.backward(torch.ones_like(y))
-        assert leaf.grad is not None
-        results.append((y.detach().float(), leaf.grad.float()))
-    for together, apart in zip(*results, strict=True):
-        assert not torch.equal(together, apart)
-        assert (together - apart).norm() / apart.norm() < 0.02
 
 
 def test_heads_that_torch_would_pad_are_not_given_to_a_kernel() -> None:

@@ -100,9 +100,8 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
 
 @pytest.mark.parametrize(
     ("implementation", "precision"),
-    [("hf_eager", "bf16"), ("coat_fp8_linear", "fp8_linear"), ("coat_paper", "coat"),
-     ("coat_lean", "coat_lean")],
-)  # fmt: skip
+    [("hf_eager", "bf16"), ("coat_fp8_linear", "fp8_linear"), ("coat_paper", "coat")],
+)
 def test_one_layer_takes_what_was_measured_on_an_h200(
     implementation: str, precision: BlockPrecision
 ) -> None:

@@ -34,4 +34,4 @@ from coat_kernels.reference.quantize import (
     tensor_scale,
     transpose_quantized,
 )
-from coat_kernels.reference.rope import rope, rope_gradient, rope_gradient_values, rope_quantize
+from coat_kernels.reference.rope import rope, rope_gradient, rope_gradient_values

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from coat_kernels.formats import (
     E4M3,
-    INT8,
     MIN_SCALE,
     Format,
     get_format,
-    get_group_format,
     pad_length,
 )
 from coat_kernels.shared_scales import finish_scale
@@ -30,17 +28,13 @@ _INVERSES = ((254 - _BYTES) << 23).view(torch.float32).masked_fill(_BYTES == 255
 
 
 def cast(x: Tensor, fmt: Format) -> Tensor:
-    """Cast FP32 to 8 bits: saturate, round to nearest even. Overwrites x.
-
-    NaN stays NaN, and becomes 0 in INT8, which has none.
-    """
+    """Cast FP32 to FP8: saturate, round to nearest even. NaN stays NaN. Overwrites x."""
     # torch's cast to E5M2 overflows to infinity; the hardware's saturates.
-    x = x.clamp_(-fmt.max, fmt.max)
-    return (x.nan_to_num_(0.0).round_() if fmt is INT8 else x).to(fmt.dtype)
+    return x.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def to_float(q: Tensor) -> Tensor:
-    """Convert 8-bit data to FP32, exactly."""
+    """Convert FP8 data to FP32, exactly."""
     if q.dtype != E4M3.dtype or q.device.type != "cpu":
         return q.float()
     # torch converts E4M3 one element at a time on a CPU; a table of 256 values is faster.
@@ -110,8 +104,8 @@ def dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x to FP8 or INT8 [M, N] with E8M0 exponents, uint8 [M, N / G]."""
-    form = get_group_format(fmt)
+    """Quantize x to FP8 [M, N] with E8M0 exponents, uint8 [M, N / G]."""
+    form = get_format(fmt)
     groups = x.float().unflatten(-1, (-1, group_size))
     bits = groups.abs().amax(-1).view(torch.int32)  # a NaN is the largest
     # The sum carries into the exponent where the mantissa is above that of 1.75.

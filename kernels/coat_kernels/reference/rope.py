@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from coat_kernels.reference.quantize import dequantize_group, quantize_gradient, quantize_group
+from coat_kernels.reference.quantize import quantize_gradient
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
@@ -17,37 +17,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     return torch.cat([x1 * c1 - x2 * s1, x2 * c2 + x1 * s2], -1)
 
 
-def _rotate_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return FP32 q and k, rotated, and v: [M, heads * D] and twice [M, kv_heads * D]."""
-    sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
-    q, k, v = qkv.float().split(sizes, -1)
-    q, k = (rotate(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
-    return q, k, v
-
-
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, copy v: [M, heads * D] and twice [M, kv_heads * D], in qkv's dtype."""
-    q, k, v = _rotate_heads(qkv, cos, sin, heads, kv_heads)
-    v = v.to(qkv.dtype, copy=True, memory_format=torch.contiguous_format)
-    return q.to(qkv.dtype), k.to(qkv.dtype), v
-
-
-def rope_quantize(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize :func:`rope` per head from FP32: dequantized q, k, v; INT8 data; exponents.
-
-    The data is INT8 of the shapes of q, k, v; exponents are E8M0, [M, heads] and twice
-    [M, kv_heads].
-    """
-    parts = _rotate_heads(qkv, cos, sin, heads, kv_heads)
-    (q8, eq), (k8, ek), (v8, ev) = (quantize_group(x, cos.shape[1], "int8") for x in parts)
-    q, k, v = (dequantize_group(*x, qkv.dtype) for x in ((q8, eq), (k8, ek), (v8, ev)))
-    return q, k, v, q8, k8, v8, eq, ek, ev
+    sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
+    q, k, v = qkv.split(sizes, -1)
+    q, k = (rotate(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.clone(memory_format=torch.contiguous_format)
 
 
 def rope_gradient_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
