@@ -12,8 +12,8 @@ padded with zeros to a multiple of 16; K and N are multiples of 16.
     grad-weight   grad_y^T E5M2/E4M3 [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
 
 grad_y is E5M2 unless ``fp8.gradients`` says otherwise. The GEMMs use fast accumulation. The bias
-gradient is summed from the unquantized grad_y, in FP32, where grad_y is quantized. All casts round
-to nearest (the optimizer alone knows stochastic rounding).
+gradient is summed from the unquantized grad_y, in FP32, where grad_y is quantized. All casts
+round to nearest (the optimizer alone knows stochastic rounding).
 Parameters stay in the model's dtype: the forward pass quantizes a weight as [N, K], the backward
 pass again as [K, N] with the same scale; or both are made once for all micro-batches of an
 optimizer step (``fp8.weights``). The output layer computes its gradients alone in FP8

@@ -21,7 +21,7 @@ from coat_bench.rows import (
     read_rows,
 )
 from coat_bench.step import StepRow
-from coat_lab import curves
+from coat_lab import curves, single_pass
 from coat_lab.fork import ForkRow
 from coat_lab.moments import MomentRow
 
@@ -74,7 +74,8 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
         "step": StepRow,
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
-    columns["decoder"] = curves.COLUMNS
+    columns["decoder"] = columns["single_pass"] = curves.COLUMNS
+    columns["single_pass_100m_results"] = single_pass.COLUMNS
     # Of an option of bench decoder that is gone (--across).
     across = ("precision", "seed", "arithmetic", "training_text", "held_out")
     columns["decoder_100m_across"] = across
