@@ -153,15 +153,14 @@ def score_questions(
         tokenizer: of the model.
         tokens: largest number of ids; contexts are truncated from the left.
     """
-    ids: list[list[int]] = []
-    lengths: list[int] = []
-    for context, continuation in chain.from_iterable(question.pairs for question in questions):
-        before, whole = tokenizer(
-            [context.rstrip(), f"{context.rstrip()} {continuation.lstrip()}"],
-            add_special_tokens=False,
-        )["input_ids"]
-        ids.append(whole[-tokens:])
-        lengths.append(len(whole) - len(before))
+    pairs = [pair for question in questions for pair in question.pairs]
+    texts = [(before.rstrip(), f"{before.rstrip()} {after.lstrip()}") for before, after in pairs]
+    contexts, wholes = (
+        tokenizer(list(part), add_special_tokens=False)["input_ids"]
+        for part in zip(*texts, strict=True)
+    )
+    ids = [whole[-tokens:] for whole in wholes]
+    lengths = [len(w) - len(c) for w, c in zip(wholes, contexts, strict=True)]
     scores = iter(score(ids, lengths))
     right = 0
     for question in questions:

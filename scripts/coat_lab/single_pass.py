@@ -47,7 +47,8 @@ _BATCH = 64
 """Sequences per forward pass when questions are scored."""
 COLUMNS = ("precision", "seed", "measure", "value")
 SIZES = {
-    **{name: replace(DECODERS[name], steps=0) for name in ("30m", "100m")},
+    "30m": replace(DECODERS["30m"], steps=0),
+    "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four: docs/lab/2026-11.md
     "350m": replace(
         DECODERS["100m"],
         hidden_size=1024,
@@ -238,18 +239,26 @@ def score_continuations(
         ids: token ids of each sequence.
         lengths: how many of the last ids to score, fewer than all.
     """
-    for begin in range(0, len(ids), _BATCH):
-        group = ids[begin : begin + _BATCH]
-        longest = -(-max(map(len, group)) // 64) * 64  # few shapes
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # little padding
+    scores = [(0.0, False)] * len(ids)
+    for begin in range(0, len(order), _BATCH):
+        group = order[begin : begin + _BATCH]
+        longest = -(-len(ids[group[-1]]) // 64) * 64  # few shapes
         batch = torch.zeros(len(group), longest, dtype=torch.long)
-        for row, own in zip(batch, group, strict=True):
-            row[: len(own)] = torch.tensor(own)
-        logits = model.eval()(input_ids=batch.to(model.device)).logits
-        for row, own, length in zip(logits, group, lengths[begin:], strict=False):
-            targets = torch.tensor(own[-length:], device=row.device)
-            likelihoods = row[len(own) - length - 1 : len(own) - 1].float().log_softmax(-1)
-            greedy = bool((likelihoods.argmax(-1) == targets).all())
-            yield likelihoods.gather(1, targets[:, None]).sum().item(), greedy
+        for row, i in zip(batch, group, strict=True):
+            row[: len(ids[i])] = torch.tensor(ids[i])
+        batch = batch.to(model.device)
+        likelihoods = model.eval()(input_ids=batch).logits[:, :-1].float().log_softmax(-1)
+        targets = batch[:, 1:]
+        ends = torch.tensor([[len(ids[i]) - 1] for i in group], device=batch.device)
+        starts = ends - torch.tensor([[lengths[i]] for i in group], device=batch.device)
+        at = torch.arange(longest - 1, device=batch.device)
+        scored = (at >= starts) & (at < ends)
+        sums = likelihoods.gather(2, targets[..., None])[..., 0].mul(scored).sum(1)
+        greedy = ((likelihoods.argmax(-1) == targets) | ~scored).all(1)
+        for i, value, same in zip(group, sums.tolist(), greedy.tolist(), strict=True):
+            scores[i] = (value, same)
+    yield from scores
 
 
 def _write_runs(out: Path, runs: Sequence[Run]) -> None:
