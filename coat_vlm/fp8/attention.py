@@ -11,12 +11,12 @@ computes.
 Saves for backward, per token: the input of the QKV GEMM in E4M3 (one byte per element), o in the
 model's dtype, and attention's log-sum-exp. o stays in high precision because attention's backward
 pass takes the row sums of do * o from it. Their rounding is an error of the gradients of q and k
-that nothing corrects: with q, k and v in INT8 and o in E4M3, a decoder of 100M parameters fell
-behind after 1,000 steps and then diverged (docs/lab/2026-11.md; the same effect in BF16 at larger
-scale: arXiv 2510.04212).
+that nothing corrects: with q, k and v in INT8, o in E4M3 and E4M3 gradients, a decoder of 100M
+parameters fell behind after 1,000 steps and then diverged (docs/lab/2026-11.md; of o alone, in
+BF16: arXiv 2510.04212).
 
 If attention is not one of torch's fused kernels (``sdpa.py``: with a mask or another
-implementation), backward runs attention again.
+implementation), backward runs attention again, and FP8(o) is saved instead of o.
 """
 
 import sys
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coat_kernels import quantize_tensor, quantize_transposed
+from coat_kernels import TensorScaled, quantize_again, quantize_tensor, transpose_quantized
 from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.linear import linear
@@ -182,7 +182,10 @@ class _LeanAttention(torch.autograd.Function):
         o8 = quantize_tensor(out)
         saturation.observe("linear input", o8.q, out)
         y, of_layer = gemm.forward(o8, fused, stacked, query.dtype)
-        ctx.save_for_backward(out, o8.scale, *of_layer, *source, *statistics.tensors)
+        wanted = ctx.needs_input_grad
+        needs = Needs.of(wanted[:3], wanted[7 : 7 + fused.num_tensors], fused)
+        output = out if kernel is not None else o8.q if needs.input_transposed else None
+        ctx.save_for_backward(output, o8.scale, *of_layer, *source, *statistics.tensors)
         ctx.bounds = [2, 2 + len(of_layer), 2 + len(of_layer) + len(source)]
         ctx.shape, ctx.dtype, ctx.sizes = query.shape, query.dtype, statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused
@@ -202,7 +205,11 @@ class _LeanAttention(torch.autograd.Function):
             tensors[begin:middle],
             needs,
             ctx.dtype,
-            lambda _: quantize_transposed([out], scale),
+            lambda _: (
+                transpose_quantized(TensorScaled(out, scale))
+                if ctx.kernel is None
+                else quantize_again([out], scale, transposed=True)
+            ),
         )
         grad_heads: tuple[Tensor | None, ...] = (None, None, None)
         if grad_out is not None:

@@ -109,7 +109,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             linears += filter(_fits_gemm, layers)
             continue
         for layer in layers:
-            layer.fp8_gradients = config.gradients
+            layer.fp8_gradients = config.gradients or "e5m2"
             layer.fp8_bf16_forward = bf16_forward
         block.__class__ = _fp8_class(type(block))
         block.fp8_group_size = config.group_size
@@ -117,7 +117,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         block.fp8_lean = precision == "coat_lean" and not bf16_forward
     for layer in linears:
         layer.__class__ = Fp8Linear
-        layer.fp8_gradients = config.gradients
+        layer.fp8_gradients = config.gradients or "e5m2"
         layer.fp8_bf16_forward = False
         layer.fp8_key = object()  # shared by shallow copies (in the loss), not by deep copies
     return report

@@ -154,6 +154,7 @@ def forward(
     stacked: Sequence[Tensor | None],
     dtype: torch.dtype,
     hp: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Run the forward GEMM.
 
@@ -163,6 +164,8 @@ def forward(
         stacked: their tensors, from :func:`arguments`.
         dtype: dtype of the result.
         hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
+        weight_scale: the first tensor that an earlier call returned to save, to run the same GEMM
+            again.
 
     Returns:
         [M, N], the layers' outputs concatenated; tensors to save for backward: the scale [] of the
@@ -184,7 +187,7 @@ def forward(
     else:
         quantized = fused.stored
         if quantized is None:
-            quantized = weights.quantize_weight(fused.key, parts)
+            quantized = weights.quantize_weight(fused.key, parts, weight_scale)
         y, scale = scaled_mm(x, quantized, dtype, bias, fast=True), quantized.scale
     inner = _add_adapters(y, x, fused, stacked) if fused.scales else None
     return y, (scale, inner, *stacked)

@@ -44,7 +44,7 @@ class HeadSettings:
     sizes: list[int]
     """Channels of q, k and v."""
     return_input: bool
-    """Return the GEMM's FP8 input, too."""
+    """Return the GEMM's FP8 input and its scales, too."""
     rotation: tuple[Tensor, Tensor] | None
     """cos and sin [T or B * T, head_dim] of the rotary embedding; None to skip rotation."""
 
@@ -98,10 +98,11 @@ def norm_heads(
 
         def compute(saved: Sequence[Tensor | None]) -> Heads:
             """Run the forward GEMM and what follows again."""
-            q, scale, *stacked = saved
+            q, scale, weight_scale, *stacked = saved
             assert q is not None
             assert scale is not None
-            y, _ = gemm.forward(TensorScaled(q, scale), fused, stacked, dtype)
+            x8 = TensorScaled(q, scale)
+            y, _ = gemm.forward(x8, fused, stacked, dtype, weight_scale=weight_scale)
             query, key, value = (as_heads(part, shape, D) for part in _split(y, settings))
             return query, key, value
 
@@ -159,13 +160,16 @@ class _NormHeads(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, ...]:
         *stacked, heads = rest
-        y, residual, saved, a = norms.forward(
+        y, residual, saved, (a, weight_scale) = norms.forward(
             x, delta, norm_weight, norm_bias, norm, fused, stacked
         )
         ctx.save_for_backward(*saved)
         ctx.fused, ctx.heads, ctx.shape, ctx.dtype = fused, heads, x.shape, x.dtype
-        input8 = a if heads.return_input else ()
-        ctx.mark_non_differentiable(*input8)
+        input8 = ()
+        if heads.return_input:
+            assert weight_scale is not None  # the forward GEMM is FP8
+            input8 = (*a, weight_scale)
+            ctx.mark_non_differentiable(*input8)
         ctx.set_materialize_grads(False)
         parts = _split(y, heads)
         return *(as_heads(part, x.shape, heads.head_dim) for part in parts), residual, *input8

@@ -78,7 +78,7 @@ def forward(
     settings: NormSettings,
     fused: FusedLinear,
     stacked: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], TensorScaled]:
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], tuple[TensorScaled, Tensor | None]]:
     """Compute the layers' output for the norm of x + delta.
 
     Args:
@@ -92,7 +92,7 @@ def forward(
 
     Returns:
         [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save; the
-        layers' input in E4M3 [M, K].
+        layers' input in E4M3 [M, K], and the scale of their weight.
     """
     residual, a, saved = norm_fwd(
         matrix(x),
@@ -115,7 +115,7 @@ def forward(
     # Without a delta return x, not a view: autograd recognizes it as the input.
     result = x if delta is None else residual.view(x.shape)
     tensors = (*saved.x, saved.rstd, saved.mean, saved.scale)
-    return y, result, (*tensors, weight, bias, *of_layers), a
+    return y, result, (*tensors, weight, bias, *of_layers), (a, of_layers[0])
 
 
 def _high_precision(

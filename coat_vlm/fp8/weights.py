@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
+from coat_kernels import TensorScaled, quantize_again, quantize_layouts
 from coat_vlm.fp8 import saturation
 
 MAX_SHARE = 0.8
@@ -166,8 +166,20 @@ def list_stored(model: nn.Module) -> list[TensorScaled]:
     return list({id(stored): stored for stored in found if stored is not None}.values())
 
 
-def quantize_weight(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
-    """Return E4M3 [N, K] of weights [n_i, K], concatenated along N."""
+def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = None) -> TensorScaled:
+    """Return E4M3 [N, K] of weights [n_i, K], concatenated along N.
+
+    Args:
+        key: from :func:`key_of`.
+        parts: the weights.
+        scale: of an earlier call with the same weights, whose result is returned again; values are
+            then not counted.
+    """
+    if scale is not None:
+        if _cache is not None and key in _cache:
+            return _cache[key][0]
+        with _profiler_range():
+            return quantize_again(_detached(parts), scale, transposed=False)
     rows, _ = _quantize(key, parts, rows=True)
     saturation.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
     return rows
@@ -180,7 +192,7 @@ def quantize_weight_transposed(
     if _cache is not None or scale is None:
         return _quantize(key, parts, rows=False)[1]
     with _profiler_range():
-        return quantize_transposed(_detached(parts), scale)
+        return quantize_again(_detached(parts), scale, transposed=True)
 
 
 def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScaled, TensorScaled]:

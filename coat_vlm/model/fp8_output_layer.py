@@ -24,8 +24,8 @@ from coat_kernels import (
     TensorScaled,
     cross_entropy_,
     logit_gradient,
+    quantize_again,
     quantize_layouts,
-    quantize_transposed,
     scaled_mm,
 )
 from coat_kernels.formats import pad_length
@@ -96,7 +96,7 @@ class Fp8Gradients:
     def _multiply(self, transposed: Tensor) -> None:
         """Run the grad-weight GEMM [V, M'] x [M', H] of the collected chunks."""
         rows = self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
-        hidden = quantize_transposed([rows.contiguous()], self._hidden_scale)
+        hidden = quantize_again([rows.contiguous()], self._hidden_scale, transposed=True)
         weight = self._layer.weight
         product = scaled_mm(TensorScaled(transposed, self._scale), hidden, weight.dtype)
         if self._sum is None:

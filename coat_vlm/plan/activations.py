@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,28 +61,6 @@ class LiveMemory(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         """Bytes of each counted storage, by its address."""
         self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
-
-    def __enter__(self) -> Self:
-        """Enter the mode, and track ``resize_`` of storages, which dispatches no operation."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resize(storage, size)
-            if storage._cdata in self._sizes:
-                self.live += storage.nbytes() - self._sizes[storage._cdata]
-                self._sizes[storage._cdata] = storage.nbytes()
-                self.peak = max(self.peak, self.live)
-            return storage
-
-        super().__enter__()
-        self._restore = resize
-        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Leave the mode and restore ``resize_``."""
-        setattr(torch.UntypedStorage, "resize_", self._restore)  # noqa: B010
-        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

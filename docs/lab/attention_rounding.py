@@ -79,7 +79,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> 
 
 
 def compute_grads(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Compute the gradients of the weights and biases of q and k."""
+    """Compute the gradients of the weights of q and k, by name and layer."""
     model.zero_grad()
     compute_loss(model, ids).backward()
     named = model.named_parameters()
@@ -113,7 +113,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = PEAK_LR * min(1.0, (step + 1) / (0.1 * steps))
-        loss = compute_loss(model, batches[step % (len(batches) - BATCHES)])
+        loss = compute_loss(model, batches[step % (len(batches) - BATCHES - 1)])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

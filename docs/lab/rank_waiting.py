@@ -80,7 +80,10 @@ def main(world: World) -> None:
         print_shares("FLOPs", np.array(flops).transpose(2, 0, 1))
     if steps == 0:
         return
-    model: Any = build_stage_model(case, world.device)
+    warmup = -(-WARMUP // batch)
+    if steps <= warmup:
+        raise ValueError(f"STEPS is {steps}, and the first {warmup} are left out; give more")
+    model: Any = build_stage_model(case, world.device, unpad=True)
     set_train_mode(model, case.stage)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     reuse = arithmetic.weight_reuse(model, world.device)
@@ -117,7 +120,7 @@ def main(world: World) -> None:
     if world.is_main:
         seconds = np.array(everyones).reshape(world.size, steps, per_step)
         Path(sys.argv[4]).write_text(json.dumps(seconds.tolist()), encoding="utf-8")
-        print_shares("time", seconds[:, -(-WARMUP // batch) :])
+        print_shares("time", seconds[:, warmup:])
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ from coat_kernels.moment_formats import (
 from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
 from coat_kernels.quantize import (
     dequantize_tensor,
+    quantize_again,
     quantize_gradient,
     quantize_layouts,
     quantize_tensor,
-    quantize_transposed,
     transpose_quantized,
 )
 from coat_kernels.quantize_blockwise import dequantize_group, quantize_group
@@ -97,11 +97,11 @@ __all__ = [
     "norm_bwd",
     "norm_fwd",
     "norm_recompute",
+    "quantize_again",
     "quantize_gradient",
     "quantize_group",
     "quantize_layouts",
     "quantize_tensor",
-    "quantize_transposed",
     "rope",
     "rope_gradient",
     "rounding_key",

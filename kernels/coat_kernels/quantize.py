@@ -377,14 +377,23 @@ def quantize_layouts(
     return TensorScaled(q, scale), TensorScaled(qt, scale)
 
 
-def quantize_transposed(parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4M3) -> TensorScaled:
-    """Quantize with a given scale, transposed only: [N, M']; see :func:`quantize_layouts`.
+def quantize_again(
+    parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4M3, *, transposed: bool
+) -> TensorScaled:
+    """Quantize with a scale from before, in one layout; see :func:`quantize_layouts`.
+
+    Args:
+        parts: as in :func:`quantize_layouts`.
+        scale: the scale that was computed from the same parts.
+        fmt: FP8 format.
+        transposed: return [N, M'] instead of [M, N].
 
     Raises:
         ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
     """
-    _check_parts("quantize_transposed", parts, transposed=True)
-    return TensorScaled(_quantize_tensor(parts, scale, fmt.name, False, True)[1], scale)
+    _check_parts("quantize_again", parts, transposed=transposed)
+    made = _quantize_tensor(parts, scale, fmt.name, not transposed, transposed)
+    return TensorScaled(made[transposed], scale)
 
 
 def quantize_gradient(

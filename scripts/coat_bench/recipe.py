@@ -319,7 +319,7 @@ def _build_case(
     )
 
 
-def build_stage_model(case: StageCase, device: torch.device) -> Any:
+def build_stage_model(case: StageCase, device: torch.device, *, unpad: bool = False) -> Any:
     """Build the model of a stage with random weights on a device, ready for the engine.
 
     The weights are the same at every call on the same kind of device. They are generated on this
@@ -328,6 +328,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     Args:
         case: the stage; its recipe has the seed.
         device: the device of the weights.
+        unpad: rows may be packed as by :func:`make_batch` with ``unpad``.
 
     Raises:
         ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
@@ -347,8 +348,8 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
             model = CoatVlm(config) if composed else trainable_class(config.model_type)(config)
     finally:
         torch.set_default_dtype(before)
-    unpadded = avoids_padding(model, recipe, case.stage, device)
-    prepare_model(model, recipe, case.stage, arithmetic, packed=unpadded)
+    packed = unpad and avoids_padding(model, recipe, case.stage, device)
+    prepare_model(model, recipe, case.stage, arithmetic, packed=packed)
     return model
 
 

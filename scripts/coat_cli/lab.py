@@ -126,8 +126,8 @@ OUT has one file per run, stability.csv and stability.svg. The same command cont
 more variants, learning rates or seeds may be added.
 """).add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
-    add("--variants", nargs="+", default=["bf16", "coat", "coat_lean"], metavar="VARIANT",
-        help="default bf16 coat coat_lean")
+    add("--variants", nargs="+", default=["bf16", "coat"], metavar="VARIANT",
+        help="default bf16 coat")
     add("--lrs", type=float, nargs="+", default=[1e-3], metavar="LR",
         help="peak learning rates; default 1e-3")
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")

@@ -19,10 +19,10 @@ from coat_kernels import (
     norm_bwd,
     norm_fwd,
     norm_recompute,
+    quantize_again,
     quantize_group,
     quantize_layouts,
     quantize_tensor,
-    quantize_transposed,
     scaled_mm,
     transpose_quantized,
 )
@@ -37,7 +37,7 @@ THREE_DIMENSIONS = torch.ones(2, 4, 48)
 
 MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantize_layouts": quantize_tensor,
-    "quantize_transposed": lambda x: quantize_transposed([x], torch.ones(())),
+    "quantize_again": lambda x: quantize_again([x], torch.ones(()), transposed=True),
     "quantize_group": lambda x: quantize_group(x, 16),
     "norm_fwd": lambda x: norm_fwd(x, WEIGHT, None, 1e-6, centered=False, group_size=16),
     "norm_bwd": lambda dy: norm_bwd(dy, saved_norm(), WEIGHT),

@@ -16,9 +16,9 @@ from coat_kernels import (
     OPS,
     Format,
     dequantize_tensor,
+    quantize_again,
     quantize_layouts,
     quantize_tensor,
-    quantize_transposed,
     transpose_quantized,
 )
 from coat_kernels.formats import MIN_SCALE
@@ -74,14 +74,14 @@ def test_every_layout_holds_the_same_codes_and_padding_is_zero():
     x = torch.randn(63, 48)
     rows, transposed = quantize_layouts([x], rows=True, transposed=True)
     only_rows = quantize_tensor(x)
-    only_transposed = quantize_transposed([x], rows.scale)
+    only_transposed = quantize_again([x], rows.scale, transposed=True)
     assert transposed.q.shape == (48, 64)
     assert_same_bits("rows", only_rows.q, rows.q)
     assert_same_bits("transposed", only_transposed.q, transposed.q)
     assert_same_bits("transposed", transposed.q[:, :63].t().contiguous(), rows.q)
     assert not transposed.q[:, 63:].float().any()
     assert rows.scale == transposed.scale == only_rows.scale
-    at_given_scale = quantize_transposed([x], torch.tensor(0.5), E5M2)
+    at_given_scale = quantize_again([x], torch.tensor(0.5), E5M2, transposed=True)
     assert at_given_scale.scale == 0.5
     assert at_given_scale.q.dtype == E5M2.dtype
     neither, nor = quantize_layouts([x], rows=False, transposed=False)

@@ -235,11 +235,11 @@ def test_the_measured_rows_can_be_read() -> None:
 
 
 @pytest.mark.gpu
-def test_saved_heads_keep_the_gradients_of_a_trained_model() -> None:
-    """``coat_lean`` against ``coat`` with gradients in the same format: what differs is attention.
+def test_coat_lean_has_the_gradients_of_coat_in_a_trained_model() -> None:
+    """Equal but for the order of attention's sums, which is not the same in every run.
 
-    Heads saved in E4M3 make the gradient of the key projection 1.25 times as wrong. Random inputs
-    and untrained models do not show it.
+    Random inputs and untrained models do not show what rounding does to attention: with the heads
+    in 8 bits the gradient of the key projection of such a model was 1.25 times as wrong.
     """
     bench = replace(benchmark.SIZES["30m"], num_layers=4)
     corpus = read_corpus(sorted(DOCUMENTS.rglob("*.md")), bench)
@@ -249,16 +249,12 @@ def test_saved_heads_keep_the_gradients_of_a_trained_model() -> None:
     for _ in train_steps(model, MasterWeights(model, bench), batches[:-1], bench):
         pass
     ids = batches[-1].cuda()
-    exact = benchmark.weight_gradients(copy.deepcopy(model).float(), ids)
-    errors = {}
-    for precision in ("coat,gradients=e4m3", "coat_lean"):
+    found = []
+    for precision in ("coat", "coat", "coat_lean"):
         variant = copy.deepcopy(model)
         benchmark.apply_variant(variant, f"{precision},bf16_forward_first=0")
-        found = benchmark.weight_gradients(variant, ids)
-        errors[precision] = {
-            part: benchmark.relative_error(found, {n: x for n, x in exact.items() if name in n})
-            for part, name in benchmark.PARTS.items()
-        }
-    coat, lean = errors.values()
-    for part in coat:
-        assert lean[part] <= 1.15 * coat[part], f"{part}: {lean[part]:.4f}, coat {coat[part]:.4f}"
+        found.append(benchmark.weight_gradients(variant, ids))
+    coat, again, lean = found
+    for name in coat:
+        size, order = coat[name].norm(), (again[name] - coat[name]).norm()
+        assert (lean[name] - coat[name]).norm() <= 3 * order + 1e-3 * size, name

@@ -186,6 +186,24 @@ def test_without_rounding_a_block_computes_what_the_original_does(family: str) -
 
 
 @FAMILY
+def test_coat_lean_computes_what_coat_computes_bit_by_bit(family: str) -> None:
+    results = []
+    for precision in ("coat", "coat_lean"):
+        model, batch = FAMILIES[family]()
+        convert(model, Fp8Config().resolved(precision))
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), grads))
+    (coat, of_coat), (lean, of_lean) = results
+    assert torch.equal(coat, lean)
+    assert of_coat.keys() == of_lean.keys()
+    assert len(of_coat) > 20
+    for name, grad in of_coat.items():
+        assert torch.equal(grad, of_lean[name]), name
+
+
+@FAMILY
 @pytest.mark.parametrize("precision", FP8_PRECISIONS)
 def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
     precision: Fp8Precision, family: str, record_property: Callable[[str, object], None]

@@ -188,8 +188,8 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
     fused: list[Any] = []
     product, mlp = gemm.forward, blocks.norm_mlp
 
-    def watched(*args: Any) -> Any:
-        y, scale = product(*args)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        y, scale = product(*args, **kwargs)
         fused.append(weakref.ref(y))
         return y, scale
 

@@ -41,7 +41,7 @@ def backward(model: nn.Module, seed: int) -> None:
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was quantized, in order."""
     calls: list[str] = []
-    for name in ("quantize_layouts", "quantize_transposed"):
+    for name in ("quantize_layouts", "quantize_again"):
         original: Callable[..., Any] = getattr(weights, name)
 
         def counted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
