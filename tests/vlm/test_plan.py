@@ -179,13 +179,13 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
 
 @pytest.mark.parametrize(
     ("precision", "zero_stage", "peak_mb"),
-    [("bf16", 0, 6297), ("bf16", 2, 7272.5), ("coat", 0, 3070), ("coat_lean", 0, 2224)],
+    [("bf16", 0, 6297), ("bf16", 2, 7272.5), ("coat", 0, 3070)],
 )
 def test_peaks_of_real_photos_measured_on_an_h200(
     precision: Any, zero_stage: Any, peak_mb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/lab/2026-11.md; two supervised tokens a row. Its longest row is not recorded: 64 to 72
-    tokens are within 10% for all four, and 68 is taken here."""
+    tokens are within 10% for all of them, and 68 is taken here."""
     monkeypatch.setenv("REAL_PHOTOS", "unused")
     recipe = load_recipe("real_photos")
     stage = recipe.stages["sft"]

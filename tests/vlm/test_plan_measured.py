@@ -1,7 +1,6 @@
 """Plans of memory beside peaks that were measured on H200s: the rows in kernels/benchmarks."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench.recipe import RecipeBench, list_stage_cases, plan_peak
 from coat_bench.step import StepCase
-from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
 from coat_vlm.fp8.weights import restore_weight
@@ -54,22 +52,18 @@ def test_recipes(row: Row) -> None:
 
 
 def test_the_step_of_an_8b_model() -> None:
-    """With four micro-batches, which share FP8 weights."""
+    """On a GPU whose memory was limited to 77 GiB, with eight micro-batches."""
     (peak,) = {
         float(row["peak_gb"])
         for row in rows_of("step")
-        if (row["commit"], row["implementation"]) == ("dc755f9", "coat_lean")
+        if (row["commit"], row["implementation"]) == ("ada1185", "coat_paper")
         if (row["model"], row["gpus"]) == ("siglip-so400m_qwen2.5-7b", "1")
-        if (row["optimizer"], row["batch"]) == ("coat", "4")
+        if (row["optimizer"], row["batch"]) == ("coat_low_bits", "1")
     }
-    # There were no blocks with forward GEMMs in BF16 then, and no FP8 in the output layer.
-    step = replace(
-        StepCase("coat_lean", None, True, 1).recipe("8b", 4),
-        fp8=Fp8Config(bf16_forward_first=0, lm_head="bf16"),
-    )
-    bench = RecipeBench(recipe=step, images=4, accumulation=4)
+    step = StepCase("coat", None, True, 0, "low_bits").recipe("8b", 1)
+    bench = RecipeBench(recipe=step, images=4, accumulation=8)
     (case,) = list_stage_cases(bench, World(rank=0, size=1, device=torch.device("cpu")))
-    assert plan_peak(case, bench, reuse=True, ranks=1) == pytest.approx(peak, rel=0.005)
+    assert plan_peak(case, bench, reuse=False, ranks=1) == pytest.approx(peak, rel=0.006)
 
 
 def test_other_micro_batches_than_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
