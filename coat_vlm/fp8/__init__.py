@@ -41,7 +41,7 @@ The three precisions differ in what is quantized, and in what is saved for backw
 ``coat_lean``: Computes what ``coat`` computes. Attention and its output projection are one Function
     that saves x8 of the QKV GEMM, attention's output in the model's dtype and the log-sum-exp.
     Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a mask or
-    another attention implementation it runs attention again.
+    another attention implementation it runs attention again (``attention.py`` has the exceptions).
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
 tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)

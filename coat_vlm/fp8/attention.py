@@ -9,11 +9,14 @@ computes.
     o = attention(q, k, v);   y = FP8(o) W^T + b
 
 Saves for backward, per token: the input of the QKV GEMM in E4M3 (one byte per element), o in the
-model's dtype, and attention's log-sum-exp. o stays in high precision because attention's backward
-pass takes the row sums of do * o from it. Their rounding is an error of the gradients of q and k
-that nothing corrects: with q, k and v in INT8, o in E4M3 and E4M3 gradients, a decoder of 100M
-parameters fell behind after 1,000 steps and then diverged (docs/lab/2026-11.md; of o alone, in
-BF16: arXiv 2510.04212).
+model's dtype, and attention's log-sum-exp. If each head has a norm, the projection's result, which
+that norm saves anyway, takes the place of the GEMM's input.
+
+o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
+error of o is an error of every score's gradient in that row. With q, k and v in INT8, o in E4M3 and
+E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and then diverged
+(docs/lab/2026-11.md). With flash attention in BF16, rounding of o alone can do so (arXiv
+2510.04212).
 
 If attention is not one of torch's fused kernels (``sdpa.py``: with a mask or another
 implementation), backward runs attention again, and FP8(o) is saved instead of o.

@@ -91,7 +91,8 @@ def norm_heads(
         x, None, weight, bias, of_norm, fused, *stacked, settings
     )
     if by_model:
-        return _finish_by_model((query, key, value), attention, position_embeddings, lean, residual)
+        projected = (query, key, value)
+        return *_finish_by_model(projected, attention, position_embeddings, lean), residual
     source = None
     if lean:
         shape, dtype = x.shape, x.dtype
@@ -115,9 +116,18 @@ def _finish_by_model(
     attention: Any,
     position_embeddings: tuple[Tensor, Tensor] | None,
     lean: bool,
-    residual: Tensor,
-) -> tuple[Heads, HeadsSource | None, Tensor]:
-    """Normalize and rotate heads as the model does; returns like :func:`norm_heads`."""
+) -> tuple[Heads, HeadsSource | None]:
+    """Normalize and rotate heads as the model does.
+
+    Args:
+        projected: q, k and v as the projection returns them.
+        attention: the attention module, with its norms.
+        position_embeddings: as in :func:`norm_heads`.
+        lean: return what the heads can be computed from again.
+
+    Returns:
+        The heads; with ``lean`` what backward computes them from.
+    """
 
     def compute(saved: Sequence[Tensor | None]) -> Heads:
         query, key, value = saved
@@ -142,9 +152,9 @@ def _finish_by_model(
     query, key, value = compute(projected)
     if lean:
         saved = tuple(x.detach() for x in projected)
-        return (query, key, value), HeadsSource(saved, compute), residual
+        return (query, key, value), HeadsSource(saved, compute)
     # Attention saves the value, and a view would keep the GEMM's whole result alive.
-    return (query, key, value.transpose(1, 2).clone().transpose(1, 2)), None, residual
+    return (query, key, value.transpose(1, 2).clone().transpose(1, 2)), None
 
 
 class _NormHeads(torch.autograd.Function):

@@ -15,10 +15,12 @@ from coat_bench import recipe as recipe_bench
 from coat_bench.recipe import (
     RecipeBench,
     RecipeRow,
+    RowShape,
     bench_recipe,
     build_stage_model,
     format_row,
     list_stage_cases,
+    make_batch,
     make_sample,
 )
 from coat_cli.main import main
@@ -308,3 +310,15 @@ def test_a_local_folder_of_a_published_name_is_read(
     changed = use_published_shapes(recipe)
     assert changed.model.language == recipe.model.language
     assert changed.model.vision != recipe.model.vision
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_rows_with_much_padding_are_packed_if_asked_for(unpad: bool) -> None:
+    """As training does on a GPU; rows with little padding stay padded."""
+    (case,) = list_stage_cases(bench(only_stage="sft"), World(rank=0, size=1, device=CPU))
+    model = build_stage_model(case, CPU)
+    lengths = [(40, 80), (78, 80)]
+    shapes = [[RowShape(tokens=n, groups=(1,), pooled=False) for n in pair] for pair in lengths]
+    much, little = (make_batch(model, pair, None, 0, unpad=unpad).batch for pair in shapes)
+    assert tuple(much["input_ids"].shape) == ((1, 128) if unpad else (2, 80))
+    assert tuple(little["input_ids"].shape) == (2, 80)

@@ -78,6 +78,7 @@ def test_every_layout_holds_the_same_codes_and_padding_is_zero():
     assert transposed.q.shape == (48, 64)
     assert_same_bits("rows", only_rows.q, rows.q)
     assert_same_bits("transposed", only_transposed.q, transposed.q)
+    assert_same_bits("again", quantize_again([x], rows.scale, transposed=False).q, rows.q)
     assert_same_bits("transposed", transposed.q[:, :63].t().contiguous(), rows.q)
     assert not transposed.q[:, 63:].float().any()
     assert rows.scale == transposed.scale == only_rows.scale

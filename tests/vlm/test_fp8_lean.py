@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import blocks, convert, gemm, norm_mlp, sdpa
+from coat_vlm.fp8 import blocks, convert, gemm, norm_mlp, sdpa, watching
 
 B, T, D = 5, 24, 64
 
@@ -94,6 +94,20 @@ def test_a_lean_block_computes_what_coat_computes_bit_by_bit(kind: type[Any], ma
         assert torch.equal(of_coat, lean)
 
 
+def test_what_is_computed_again_is_counted_once() -> None:
+    """The monitor and the report show the same shares as under ``coat``."""
+    rates = []
+    for precision in ("coat", "coat_lean"):
+        layer, rotary = block(precision)
+        x = torch.randn(1, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with watching() as counts:
+            y = layer(x.requires_grad_(), position_embeddings=rotary(x, torch.arange(T)[None]))
+            y.sum().backward()
+        rates.append(counts.rates())
+    assert rates[0]["weight"]["values"] > 0
+    assert rates[0] == rates[1]
+
+
 def test_a_second_backward_pass_gives_the_same() -> None:
     layer, rotary = block()
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
@@ -102,7 +116,8 @@ def test_a_second_backward_pass_gives_the_same() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_lean_block_keeps_what_its_formula_says() -> None:
+@pytest.mark.parametrize("replayed", [False, True], ids=["fused", "replayed"])
+def test_a_lean_block_keeps_what_its_formula_says(replayed: bool) -> None:
     layer, rotary = block()
     own = {p.data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
@@ -115,10 +130,12 @@ def test_a_lean_block_keeps_what_its_formula_says() -> None:
     tokens, h, f, a = 64, 256, 512, 4
     x = torch.randn(1, tokens, h).bfloat16().requires_grad_()
     embeddings = rotary(x, torch.arange(tokens)[None])
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None] if replayed else None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        layer(x, position_embeddings=embeddings)
+        layer(x, attention_mask=mask, position_embeddings=embeddings)
     norms = 2 * (h + h / 16 + 4)  # copies and 1 / rms
-    attention = h + 2 * h + 4 * a  # FP8 input of the QKV GEMM; o; log-sum-exp
+    # FP8 input of the QKV GEMM; o in FP8, or in BF16 with the log-sum-exp.
+    attention = h + (h if replayed else 2 * h + 4 * a)
     mlp = 2 * f * (1 + 1 / 16)
     scales = 64
     expected = tokens * (norms + attention + mlp)  # cos and sin are those of all layers

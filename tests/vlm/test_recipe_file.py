@@ -77,6 +77,13 @@ def test_a_list_is_no_key(tmp_path: Path) -> None:
         load_recipe(str(path))
 
 
+def test_keys_that_were_null_when_a_run_was_saved_load(recipe_path: Path) -> None:
+    """Runs write all keys: one that had a default by precision is null in their files."""
+    recipe = load_recipe(str(recipe_path), ["precision=coat_lean", "fp8.gradients=null"])
+    assert recipe.fp8 is not None
+    assert recipe.fp8.gradients is None
+
+
 def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(recipe_path))
     save_recipe(recipe, tmp_path / "saved.yaml")
