@@ -1,16 +1,18 @@
 """Attention of the FP8 blocks, with its output projection in FP8.
 
-``attend`` calls the attention that the model is configured with, through transformers' interface.
-Under ``coat_lean`` attention and projection are one autograd Function, which does not save q, k and
-v: its backward pass computes them again, with the kernels of the forward pass and from the same
-FP8 operands, so that they are equal bit by bit. What ``coat_lean`` computes is what ``coat``
-computes.
+If attention is one of torch's fused kernels (``sdpa.py``), kernel and projection are one autograd
+Function:
 
     o = attention(q, k, v);   y = FP8(o) W^T + b
 
-Saves for backward, per token: the input of the QKV GEMM in E4M3 (one byte per element), o in the
-model's dtype, and attention's log-sum-exp. If each head has a norm, the projection's result, which
-that norm saves anyway, takes the place of the GEMM's input.
+It saves for backward, in the model's dtype, q, k, v and o, and attention's log-sum-exp. FP8(o) is
+not saved: backward quantizes o again, with the same scale.
+
+Under ``coat_lean`` the Function does not save q, k and v: its backward pass computes them again,
+with the kernels of the forward pass and from the same FP8 operands, so that they are equal bit by
+bit. What ``coat_lean`` computes is what ``coat`` computes. The input of the QKV GEMM in E4M3 (one
+byte per element) is saved instead; if each head has a norm, the projection's result, which that
+norm saves anyway.
 
 o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
 error of o is an error of every score's gradient in that row. With q, k and v in INT8, o in E4M3 and
@@ -18,8 +20,9 @@ E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and th
 (docs/lab/2026-11.md). With flash attention in BF16, rounding of o alone can do so (arXiv
 2510.04212).
 
-If attention is not one of torch's fused kernels (``sdpa.py``: with a mask or another
-implementation), backward runs attention again, and FP8(o) is saved instead of o.
+With a mask, dropout, another implementation, or tokens shared by ranks, ``coat`` calls the
+attention that the model is configured with, through transformers' interface, and saves FP8(o)
+beside what that attention saves. ``coat_lean`` calls it again in backward, and saves FP8(o) alone.
 """
 
 import sys
@@ -59,6 +62,8 @@ def attention_output(
     mask: Tensor | None,
     layer: nn.Linear,
     source: HeadsSource | None = None,
+    *,
+    dropout: float = 0.0,
     implementation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -70,6 +75,7 @@ def attention_output(
         mask: the model's mask for its attention implementation.
         layer: the output projection.
         source: what backward computes the heads from; they are saved when absent.
+        dropout: probability of attention; 0 with ``source``.
         implementation: name of the attention implementation; the model's when absent.
         **kwargs: passed to the attention implementation.
 
@@ -83,13 +89,31 @@ def attention_output(
         function = ALL_ATTENTION_FUNCTIONS.get_interface(
             name, modeling_of(module).eager_attention_forward
         )
-        out, _ = function(module, query, key, value, mask, **kwargs)
+        out, _ = function(module, query, key, value, mask, dropout=dropout, **kwargs)
         return out.reshape(*out.shape[:2], -1).contiguous()
 
     if source is None:
-        return linear(attend(*heads), layer)
-    fused = fused_kernel(module, heads, mask, name, kwargs)
-    return lean_attention(*heads, layer, attend, fused, source)
+        fused = None
+        # Without gradients nothing is saved, and a cache may have more keys than there are queries.
+        # A shard's heads are saved after they were exchanged, so that backward exchanges no tokens.
+        if not dropout and SHARD not in kwargs and any(x.requires_grad for x in heads):
+            fused = fused_kernel(module, heads, mask, name, kwargs)
+        if fused is None:
+            return linear(attend(*heads), layer)
+        source = HeadsSource(tuple(x.detach() for x in heads), _as_saved)
+    else:
+        fused = fused_kernel(module, heads, mask, name, kwargs)
+    return _AttentionOutput.apply(
+        *heads, attend, fused, source.compute, *gemm.arguments([layer]), *source.tensors
+    )
+
+
+def _as_saved(heads: Sequence[Tensor | None]) -> Heads:
+    query, key, value = heads
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    return query, key, value
 
 
 def modeling_of(module: nn.Module) -> Any:
@@ -134,35 +158,7 @@ def fused_kernel(
     return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing, shard)
 
 
-def lean_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: nn.Linear,
-    attend: Attend,
-    fused: sdpa.Fused | None,
-    source: HeadsSource,
-) -> Tensor:
-    """Compute ``layer(attention(query, key, value))`` without saving query, key and value.
-
-    Args:
-        query: [B, H, T, D], in the model's dtype.
-        key: [B, H_kv, T, D].
-        value: like key.
-        layer: the output projection, weight [N, H * D].
-        attend: the model's attention.
-        fused: an equivalent fused kernel of torch, or None.
-        source: what backward computes query, key and value from.
-
-    Returns:
-        [B, T, N] in query's dtype.
-    """
-    return _LeanAttention.apply(
-        query, key, value, attend, fused, source.compute, *gemm.arguments([layer]), *source.tensors
-    )
-
-
-class _LeanAttention(torch.autograd.Function):
+class _AttentionOutput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -184,7 +180,8 @@ class _LeanAttention(torch.autograd.Function):
         out = matrix(out)
         o8 = quantize_tensor(out)
         saturation.observe("linear input", o8.q, out)
-        y, of_layer = gemm.forward(o8, fused, stacked, query.dtype)
+        hp = out if fused.bf16_forward else None
+        y, of_layer = gemm.forward(o8, fused, stacked, query.dtype, hp)
         wanted = ctx.needs_input_grad
         needs = Needs.of(wanted[:3], wanted[7 : 7 + fused.num_tensors], fused)
         output = out if kernel is not None else o8.q if needs.input_transposed else None

@@ -55,8 +55,22 @@ class Call:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that reach torch's own function."""
+    """The calls that reach torch's own function, or ask it for its choice of a kernel."""
     found: list[Call] = []
+
+    class Choices:
+        """The operators of torch, one of which is recorded."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.ops.aten, name)
+
+        def _fused_sdp_choice(
+            self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any
+        ) -> int:
+            mask, _, causal = rest
+            enabled = torch.backends.cuda.cudnn_sdp_enabled()
+            found.append(Call(key.shape[-2], causal, mask is not None, enabled))
+            return torch.ops.aten._fused_sdp_choice(query, key, value, *rest, **how)
 
     def record(
         query: Tensor,
@@ -73,6 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return PLAIN(query, key, value, mask, dropout, causal, **how)
 
     monkeypatch.setattr(cudnn, "_SDPA", record)
+    monkeypatch.setattr(sdpa, "_ATEN", Choices())
     return found
 
 
@@ -115,7 +130,7 @@ def test_each_setting_allows_its_calls(
         assert actual.equal(PLAIN(key, key, key, given, is_causal=causal))
     assert inside == enabled
     assert torch.backends.cuda.cudnn_sdp_enabled() == (allowed is not False)
-    # coat_lean asks torch for its choice and calls the kernel itself.
+    # FP8 blocks ask torch for its choice and call the kernel themselves.
     chosen = []
 
     def choose(*_: Any, **__: Any) -> int:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import blocks, convert, gemm, norm_mlp, sdpa, watching
+from coat_vlm.fp8 import attention, blocks, convert, gemm, norm_mlp, sdpa, watching
 
 B, T, D = 5, 24, 64
 
@@ -74,16 +74,19 @@ def block(
     return model.model.layers[0], model.model.rotary_emb
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
 @pytest.mark.parametrize("mask", [False, True], ids=["fused", "replayed"])
-def test_a_lean_block_computes_what_coat_computes_bit_by_bit(kind: type[Any], mask: bool) -> None:
-    x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    masked = torch.ones(T, T, dtype=torch.bool).tril()[None, None] if mask else None
+def test_a_lean_block_computes_what_coat_computes_bit_by_bit(
+    kind: type[Any], mask: bool, device: str
+) -> None:
+    x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    masked = torch.ones(T, T, dtype=torch.bool).tril()[None, None].to(device) if mask else None
     results: list[list[Tensor]] = []
     for precision in ("coat", "coat_lean"):
-        layer, rotary = block(precision, kind)
+        layer, rotary = (part.to(device) for part in block(precision, kind))
         leaf = x.clone().requires_grad_()
-        embeddings = rotary(x, torch.arange(T)[None])
+        embeddings = rotary(x, torch.arange(T, device=device)[None])
         y = layer(leaf, attention_mask=masked, position_embeddings=embeddings)
         y.backward(torch.ones_like(y))
         grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -92,6 +95,31 @@ def test_a_lean_block_computes_what_coat_computes_bit_by_bit(kind: type[Any], ma
     for of_coat, lean in zip(*results, strict=True):
         assert of_coat.abs().sum() > 0
         assert torch.equal(of_coat, lean)
+
+
+@pytest.mark.parametrize("bf16_forward", [False, True])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
+    kind: type[Any], bf16_forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    results: list[list[Tensor]] = []
+    found: list[sdpa.Fused | None] = []
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(attention, "fused_kernel", lambda *_: found.append(None))
+        layer, rotary = block("coat", kind)
+        for linear in filter(lambda module: hasattr(module, "fp8_bf16_forward"), layer.modules()):
+            linear.fp8_bf16_forward = bf16_forward
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, position_embeddings=rotary(x, torch.arange(T)[None]))
+        y.backward(torch.ones_like(y))
+        grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+        results.append([y.detach(), *(grad for grad in grads if grad is not None)])
+    assert found == [None]
+    assert len(results[0]) > 10
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together, alone)
 
 
 def test_what_is_computed_again_is_counted_once() -> None:
@@ -116,9 +144,11 @@ def test_a_second_backward_pass_gives_the_same() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("replayed", [False, True], ids=["fused", "replayed"])
-def test_a_lean_block_keeps_what_its_formula_says(replayed: bool) -> None:
-    layer, rotary = block()
+@pytest.mark.parametrize(
+    ("precision", "replayed"), [("coat", False), ("coat_lean", False), ("coat_lean", True)]
+)
+def test_a_block_keeps_what_its_formula_says(precision: BlockPrecision, replayed: bool) -> None:
+    layer, rotary = block(precision)
     own = {p.data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
 
@@ -134,8 +164,9 @@ def test_a_lean_block_keeps_what_its_formula_says(replayed: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         layer(x, attention_mask=mask, position_embeddings=embeddings)
     norms = 2 * (h + h / 16 + 4)  # copies and 1 / rms
-    # FP8 input of the QKV GEMM; o in FP8, or in BF16 with the log-sum-exp.
-    attention = h + (h if replayed else 2 * h + 4 * a)
+    # q, k, v of 4 and 2 heads, or the FP8 input of their GEMM; o in FP8, or in BF16 with the
+    # log-sum-exp.
+    attention = (2 * 2 * h if precision == "coat" else h) + (h if replayed else 2 * h + 4 * a)
     mlp = 2 * f * (1 + 1 / 16)
     scales = 64
     expected = tokens * (norms + attention + mlp)  # cos and sin are those of all layers
