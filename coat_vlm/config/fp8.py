@@ -75,7 +75,7 @@ class Fp8Config:
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
-    gradients are accumulated and they fit into the GPU's free memory."""
+    gradients are accumulated and they fit into half of the GPU's free memory."""
     cuda_graphs: bool = False
     """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU.
     Activations then have statically allocated memory, and packed rows are padded

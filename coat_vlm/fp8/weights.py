@@ -27,8 +27,9 @@ from torch.profiler import record_function
 from coat_kernels import TensorScaled, quantize_again, quantize_layouts
 from coat_vlm.fp8 import saturation
 
-MAX_SHARE = 0.8
-"""Largest share of the free memory for FP8 weights: steps differ, and memory fragments."""
+MAX_SHARE = 0.5
+"""Largest share of the free memory for FP8 weights: steps differ, and memory fragments. A step of
+8B parameters whose FP8 weights were 0.55 of it ran out of memory (docs/lab/2026-11.md)."""
 
 QUANTIZATION = "coat: quantization of weights"
 """Name of the profiler range: kernels in it also quantize gradients and activations elsewhere."""
@@ -98,6 +99,8 @@ class WeightReuse:
             limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
             available = MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
         self.fits = 0 < self.nbytes < available
+        if self.fits and self.policy == "auto" and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # idle segments have the sizes of a step without the cache
 
 
 def are_reused() -> bool:

@@ -75,7 +75,8 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = columns["single_pass"] = curves.COLUMNS
-    columns["single_pass_100m_results"] = single_pass.COLUMNS
+    for size in ("100m", "350m"):
+        columns[f"single_pass_{size}_results"] = single_pass.COLUMNS
     # Of an option of bench decoder that is gone (--across).
     across = ("precision", "seed", "arithmetic", "training_text", "held_out")
     columns["decoder_100m_across"] = across

@@ -130,9 +130,9 @@ def test_copies_of_an_output_layer_serve_all_chunks_and_losses() -> None:
         ("cache", 1, 0, 100, 1.0, True),
         ("recompute", 4, 100, 0, 1.0, False),
         ("auto", 1, 100, 0, 1.0, False),
-        ("auto", 4, 20, 90, 1.0, True),  # 0.8 * (20 + 0 idle) > 14
-        ("auto", 4, 10, 90, 1.0, False),
-        ("auto", 4, 20, 90, 0.7, False),  # the allocator may take 97 of 139
+        ("auto", 4, 30, 90, 1.0, True),  # half of 30, nothing idle, is more than 14
+        ("auto", 4, 27, 90, 1.0, False),
+        ("auto", 4, 30, 90, 0.7, False),  # the allocator may take 97 of 139
     ],
 )
 def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
@@ -150,6 +150,8 @@ def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
     # The optimizer's states are created at the end of the first step.
     monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: 0)
     monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
+    emptied: list[bool] = []
+    monkeypatch.setattr(cuda, "empty_cache", lambda: emptied.append(True))
     reuse = WeightReuse(policy, nbytes=14, device=torch.device("cuda"))
     with reuse.scope(micro_batches):
         assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
@@ -161,5 +163,6 @@ def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
     # Later peaks hold the copies; what was decided stays.
     monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
     reuse.after_step()
+    assert len(emptied) == (policy == "auto" and reuse.fits is True)
     with reuse.scope(micro_batches):
         assert (weights._cache is not None) == kept  # pyright: ignore[reportPrivateUsage]
