@@ -24,24 +24,24 @@ The three precisions differ in what is quantized, and in what is saved for backw
 ``fp8_linear``: Every linear layer of a block alone (``linear.py``). Saves x in E4M3: K bytes.
     Norms, activations, attention and residual sums are the model's own, in high precision.
 
-``coat``: A block is two autograd Functions, high precision at both ends and FP8 inside, around the
-    model's own attention and an FP8 output projection. Layers that read the same input have one
-    fused weight (QKV, gate-up): one scale, one GEMM each way.
+``coat``: A block is three autograd Functions, high precision at both ends and FP8 inside: norm and
+    QKV; attention and its output projection; norm and MLP. Layers that read the same input have
+    one fused weight (QKV, gate-up): one scale, one GEMM each way.
 
         x -> [norm -> x8 -> QKV GEMM -> rope] -> attention -> [o8 -> out GEMM] -> delta
         x + delta -> [norm -> x8 -> gate-up GEMM -> h -> activation -> h8 -> down GEMM] -> +
 
     Saved in FP8: each norm's *input* (K + K / G bytes) and the activation's input h (W + W / G),
-    E4M3 with a power-of-two scale per group of G channels, one E8M0 byte (``fp8.group_size``), and
-    o8, per tensor. Saved in FP32: one or two norm statistics per token, the per-tensor scales. The
-    forward pass itself uses the exact values; backward differentiates norm and activation at the
-    saved ones, and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs.
-    Attention saves q, k, v and its output in the model's dtype.
+    E4M3 with a power-of-two scale per group of G channels, one E8M0 byte (``fp8.group_size``).
+    Saved in FP32: one or two norm statistics per token, the per-tensor scales, attention's
+    log-sum-exp. Saved in the model's dtype: q, k, v and attention's output. The forward pass
+    itself uses the exact values; backward differentiates norm and activation at the saved ones,
+    and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs. With a mask or
+    an attention that is no fused kernel of torch, o8 is saved as well (``attention.py``).
 
-``coat_lean``: Computes what ``coat`` computes. Attention and its output projection are one Function
-    that saves x8 of the QKV GEMM, attention's output in the model's dtype and the log-sum-exp.
+``coat_lean``: Computes what ``coat`` computes. Instead of q, k and v it saves x8 of the QKV GEMM.
     Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a mask or
-    another attention implementation it runs attention again (``attention.py`` has the exceptions).
+    another attention implementation it runs attention again.
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
 tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
@@ -58,7 +58,7 @@ An activation's way through the files:
 
     blocks.py      decoder and encoder layers: the order of what follows
     heads.py       norm -> QKV GEMM -> rope -> q, k, v          (autograd Function)
-    attention.py   transformers' attention, output projection   (Function under coat_lean; sdpa.py:
+    attention.py   attention -> output projection               (autograd Function; sdpa.py:
                    torch's fused kernels, forward and backward apart)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
     norm.py        the norm and the GEMM that reads it, both passes; used by heads and mlp
