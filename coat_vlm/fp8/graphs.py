@@ -23,6 +23,7 @@ checkpointing, in a scope of reused weights, and under a monitor. Weights must k
 again after changing ``requires_grad``, dropout or the attention implementation.
 """
 
+import gc
 import logging
 import traceback
 import weakref
@@ -327,7 +328,8 @@ class BlockGraphs:
             self._stream = torch.cuda.Stream(hidden.device)
         captured, problem = None, ""
         try:
-            captured = self._capture(hidden, leaves, spec)
+            with _no_garbage_collection():
+                captured = self._capture(hidden, leaves, spec)
         except RuntimeError as error:
             problem = str(error).strip().partition("\n")[0]
             traceback.clear_frames(error.__traceback__)  # frames keep tensors alive
@@ -451,6 +453,23 @@ class BlockGraphs:
             raise
         graph.capture_end()
         graphs.append(graph)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none in this context.
+
+    A collection during a capture may destroy graphs of a model that is gone, which a capture
+    forbids (https://github.com/pytorch/pytorch/pull/161037).
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Replay(torch.autograd.Function):

@@ -56,7 +56,7 @@ from coat_data.saved_files import write_text
 from coat_lab import decoder
 from coat_lab.curves import LAST_STEPS
 from coat_lab.decoder import Corpus, DecoderBench, MasterWeights
-from coat_lab.fork import OPERANDS, apply_variant, parse_variant
+from coat_lab.fork import OPERANDS, apply_variant, parse_variant, weight_gradients
 from coat_lab.number_formats import parse_format, parse_scaling, quantize
 from coat_vlm.report.plots import COLORS
 
@@ -238,8 +238,9 @@ def sweep(
         jobs: processes that train at the same time, on all GPUs in turn or on the CPU's cores.
 
     Raises:
-        ValueError: there is no such variant or learning rate, there are too few steps, or the
-            folder has runs of other settings.
+        ValueError: there is no such variant or learning rate, the groups of its scales do not
+            divide a layer's channels, there are too few steps, or the folder has runs of other
+            settings.
         OSError: a text cannot be read, or the folder cannot be written.
     """
     if bench.steps < LAST_STEPS or jobs < 1:
@@ -250,8 +251,9 @@ def sweep(
     for lr in lrs:
         if not 0 < lr < math.inf:
             raise ValueError(f"--lrs {lr}: must be above 0 and finite")
-    for variant in variants:  # raises before any training
-        build_variant(bench, variant)
+    ids = torch.zeros(1, bench.tokens, dtype=torch.int64, device=decoder.get_device())
+    for variant in variants:  # raises before any training, also if groups do not divide a layer
+        weight_gradients(build_variant(bench, variant)[0], ids)
     runs = [
         Run(*run) for run in product(dict.fromkeys(variants), sorted(set(lrs)), sorted(set(seeds)))
     ]

@@ -142,6 +142,17 @@ def test_a_sweep_goes_on_after_a_run_that_diverges(
         stability.sweep([text], replace(TINY, steps=25), ["fp32"], [5e-3], [0], tmp_path)
 
 
+def test_groups_that_do_not_divide_a_layer_are_refused_before_any_training(
+    text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"'group128': rows have .* do not divide"):
+        stability.sweep(
+            [text], replace(TINY, steps=20), ["fp32", "e4m3,group128:dg"], [1e-3], [0],
+            tmp_path / "o",
+        )  # fmt: skip
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
 def test_a_rate_that_cannot_be_is_refused(text: Path, tmp_path: Path, lr: float) -> None:
     with pytest.raises(ValueError, match=f"--lrs {lr}: must be above 0 and finite"):

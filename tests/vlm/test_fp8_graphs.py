@@ -1,5 +1,6 @@
 """FP8 blocks as CUDA graphs: the same losses and gradients, whatever comes in between."""
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,46 @@ def test_shapes_that_take_turns_are_not_captured_over_and_over(
     assert captured == list(range(1, MAX_CAPTURED + 1))
     assert graphs.replays == (20 - EAGER_PASSES) * MAX_CAPTURED
     assert caplog.text.count("other shapes") == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_during_a_capture(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a reference cycle, as a model with graphs may be, is destroyed before."""
+    (graphs,) = graph_blocks(llama(torch.device("cpu")))
+    destroyed: list[str] = []
+    now = "before"
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            destroyed.append(now)
+
+    def capture(_: BlockGraphs, *__: Any) -> Any:
+        nonlocal now
+        now = "during"
+        for _number in range(5 * max(gc.get_threshold())):
+            Cycle()
+        now = "after"
+        if fails:
+            raise RuntimeError("no memory")
+
+    graphs._stream = graphs._pool = object()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(BlockGraphs, "_capture", capture)
+    monkeypatch.setattr(BlockGraphs, "_recover", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    gc.collect()
+    gc.disable()
+    Cycle()
+    gc.enable()
+    graphs._try_capture(torch.zeros(1, 2, 4), [], tree_flatten(())[1])
+    assert gc.isenabled()
+    gc.collect()
+    assert destroyed[0] == "before"
+    assert set(destroyed) == {"before", "after"}
 
 
 def test_graphs_of_parameters_that_moved_or_train_no_longer_are_stale() -> None:
