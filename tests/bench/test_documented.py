@@ -19,20 +19,12 @@ CASES = {(name, case.op, case.variant) for name in BLOCKS for case in build_case
 Row = dict[str, str]
 
 
-COMMITS = {"kernels": "db4b536", "gemm": "d93c93a"}
-LAST = "dc755f9"
-WITH_BASELINES = {
-    **dict.fromkeys((("qwen2.5-7b", 8192), ("siglip-so400m", 1024)), "d93c93a"),
-    **dict.fromkeys(
-        (("llama-2-7b", 2048), ("qwen2.5-7b", 2048), ("siglip-so400m", 729)), "3d5f87a"
-    ),
-}
-"""Block and length -> the commit at which it was last measured beside all that is in the table."""
+COMMITS = {"kernels": "db4b536", "gemm": "d93c93a", "layer": "2c3a988"}
 
 
-def rows_of(name: str, commit: str | None = None) -> list[Row]:
+def rows_of(name: str) -> list[Row]:
     with (KERNELS / "benchmarks" / "results" / f"{name}.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["commit"] == (commit or COMMITS[name])]
+        rows = [row for row in csv.DictReader(file) if row["commit"] == COMMITS[name]]
     if name != "kernels":
         return rows
     return [row for row in rows if (row["shape"], row["op"], row["variant"]) in CASES]
@@ -128,41 +120,24 @@ def test_operations_of_a_block() -> None:
     assert OPS["scaled_mm"][-1] == ", ".join(cells)
 
 
-def layers(shape: str, length: int, commit: str) -> dict[str, Row]:
-    return {
-        row["implementation"]: row
-        for row in rows_of("layer", commit)
-        if (row["shape"], row["length"], row["attention"]) == (shape, str(length), "default")
-    }
-
-
-def told(run: dict[str, Row], name: str) -> list[str]:
-    """Milliseconds, speed against eager, MiB."""
-    ms, eager = (float(run[of]["fwdbwd_ms"]) for of in (name, "hf_eager"))
-    return [f"{ms:.2f}", f"{eager / ms:.2f}x", f"{float(run[name]['saved_mib']):.0f}"]
-
-
-def test_the_layer_of_llama() -> None:
-    _, *lines = table("Llama-2-7B, 8 x 2,048 tokens").items()
-    run = layers("llama-2-7b", 2048, WITH_BASELINES["llama-2-7b", 2048])
-    assert lines == [(name, told(run, name)) for name in run]
-
-
-@pytest.mark.parametrize(
-    ("first", "count", "last"),
-    [("fwd+bwd, against eager, saved", 4, False), ("last, beside eager alone", 4, True)],
-)
-def test_the_other_layers(first: str, count: int, last: bool) -> None:
-    (_, head), *lines = table(first).items()
+def test_the_layers() -> None:
+    (_, head), *lines = table("fwd+bwd, against eager, saved").items()
     shapes = {
         "Llama-2-7B": "llama-2-7b", "Qwen2.5-7B": "qwen2.5-7b", "SigLIP-so400m": "siglip-so400m"
     }  # fmt: skip
-    assert len(lines) == count
+    assert [title.split(", ")[0] for title, _ in lines] == [*shapes]
     for title, cells in lines:
-        shape, size = title.split(", ", 1)
+        shape, size = title.removesuffix(" tokens").split(", ", 1)
         batch, length = (int(count.replace(",", "")) for count in size.split(" x "))
-        key = (shapes[shape], length)
-        run = layers(*key, LAST if last else WITH_BASELINES[key])
+        run = {
+            row["implementation"]: row
+            for row in rows_of("layer")
+            if (row["shape"], row["length"], row["attention"])
+            == (shapes[shape], str(length), "default")
+        }
         assert {int(row["tokens"]) for row in run.values()} == {batch * length}
-        assert [f"`{name}`" for name in run] == head
-        assert cells == ["{} ms, {}, {} MiB".format(*told(run, name)) for name in run]
+        told: list[str] = []
+        for row in (run[name.strip("`")] for name in head):
+            ms, eager = (float(found["fwdbwd_ms"]) for found in (row, run["hf_eager"]))
+            told.append(f"{ms:.2f} ms, {eager / ms:.2f}x, {float(row['saved_mib']):.0f} MiB")
+        assert cells == told

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+from attention_calls import Call, record_attention
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.fp8 import arithmetic_of, sdpa
-from coat_vlm.model import cudnn
 from coat_vlm.model.cudnn import avoid_unsafe_cudnn, has_safe_gradients, set_cudnn_attention
 from coat_vlm.model.vision import build_open_clip
 from coat_vlm.train.prepare import set_train_mode, set_trainable
@@ -43,52 +43,9 @@ def restored() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before[1])
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one call of torch's attention was given."""
-
-    tokens: int
-    causal: bool
-    masked: bool
-    cudnn: bool
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that reach torch's own function, or ask it for its choice of a kernel."""
-    found: list[Call] = []
-
-    class Choices:
-        """The operators of torch, one of which is recorded."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch.ops.aten, name)
-
-        def _fused_sdp_choice(
-            self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any
-        ) -> int:
-            mask, _, causal = rest
-            enabled = torch.backends.cuda.cudnn_sdp_enabled()
-            found.append(Call(key.shape[-2], causal, mask is not None, enabled))
-            return torch.ops.aten._fused_sdp_choice(query, key, value, *rest, **how)
-
-    def record(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        **how: Any,
-    ) -> Tensor:
-        enabled = torch.backends.cuda.cudnn_sdp_enabled()
-        found.append(Call(key.shape[-2], causal, mask is not None, enabled))
-        assert query.shape[-2] == key.shape[-2]
-        return PLAIN(query, key, value, mask, dropout, causal, **how)
-
-    monkeypatch.setattr(cudnn, "_SDPA", record)
-    monkeypatch.setattr(sdpa, "_ATEN", Choices())
-    return found
+    return record_attention(monkeypatch)
 
 
 @pytest.mark.parametrize("tokens", [64, 192, 320, 576, 704, 2112])

@@ -1,5 +1,6 @@
 """``gradient_checkpointing: true``: blocks run forward again and keep their input only."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.train.prepare import set_train_mode, set_trainable
 
 TRAINS = ModuleTraining(train=True, lr=1e-3)
@@ -54,16 +55,19 @@ class Step:
 def test_blocks_run_twice_keep_less_and_give_the_same_gradients(
     tiny: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention = F.scaled_dot_product_attention
     calls = 0
 
-    def count(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return attention(*args, **kwargs)
+    def counted(attention: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return attention(*args, **kwargs)
+
+        return count
 
     # Every block attends once per forward pass, in whatever precision; module hooks run once only.
-    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
+    for owner, name in ((F, "scaled_dot_product_attention"), (sdpa, "forward")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     plain = Step(tiny, precision, checkpointing=False)
     assert calls == plain.num_blocks == 4
     checkpointed = Step(tiny, precision, checkpointing=True)

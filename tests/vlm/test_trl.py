@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from attention_calls import record_attention
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -182,14 +183,7 @@ def test_calls_with_a_mask_use_no_cudnn(
     trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 tokens are where cuDNN's gradients may be NaN; TRL pads prompts on the left."""
-    calls = []
-    plain = cudnn._SDPA
-
-    def record(query: Any, key: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        calls.append((key.shape[-2], mask is not None, torch.backends.cuda.cudnn_sdp_enabled()))
-        return plain(query, key, value, mask, *rest, **options)
-
-    monkeypatch.setattr(cudnn, "_SDPA", record)
+    calls = record_attention(monkeypatch)
     model = trl_trainers.build_trainer("grpo", checkpoint, tmp_path, steps=1).model
     mask = torch.ones(2, 64, dtype=torch.int64)
     ids = torch.randint(5, 200, mask.shape, generator=torch.Generator().manual_seed(0))
@@ -197,8 +191,8 @@ def test_calls_with_a_mask_use_no_cudnn(
         mask[0, :padding] = 0
         arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids}
         model(**arguments, fused_lm_head=True).loss.backward()
-    expected = {(64, False, True), (64, True, False)}
-    assert {call for call in calls if call[0] == 64} == expected
+    expected = {(False, True), (True, False)}
+    assert {(call.masked, call.cudnn) for call in calls if call.tokens == 64} == expected
 
 
 def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:
