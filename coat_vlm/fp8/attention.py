@@ -20,9 +20,10 @@ E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and th
 (docs/lab/2026-11.md). With flash attention in BF16, rounding of o alone can do so (arXiv
 2510.04212).
 
-With a mask, dropout, another implementation, or tokens shared by ranks, ``coat`` calls the
-attention that the model is configured with, through transformers' interface, and saves FP8(o)
-beside what that attention saves. ``coat_lean`` calls it again in backward, and saves FP8(o) alone.
+With a mask, dropout or another implementation ``coat`` calls the attention that the model is
+configured with, through transformers' interface, and saves FP8(o) beside what that attention saves.
+``coat_lean`` calls it again in backward, and saves FP8(o) alone. Where ranks share tokens, backward
+exchanges q, k, v and o again.
 """
 
 import sys
@@ -37,7 +38,7 @@ from coat_kernels import TensorScaled, quantize_again, quantize_tensor, transpos
 from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.linear import linear
-from coat_vlm.model.packing import PACKED, read_packing
+from coat_vlm.model.packing import PACKED, UNKNOWN_ARGUMENTS, read_packing
 from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,9 +95,7 @@ def attention_output(
 
     if source is None:
         fused = None
-        # Without gradients nothing is saved, and a cache may have more keys than there are queries.
-        # A shard's heads are saved after they were exchanged, so that backward exchanges no tokens.
-        if not dropout and SHARD not in kwargs and any(x.requires_grad for x in heads):
+        if not dropout and any(x.requires_grad for x in heads):  # otherwise nothing is saved
             fused = fused_kernel(module, heads, mask, name, kwargs)
         if fused is None:
             return linear(attend(*heads), layer)
@@ -143,8 +142,12 @@ def fused_kernel(
     if shard is not None:
         length *= shard.group.size
         mask = None  # an empty one
+    if any(kwargs.get(argument) is not None for argument in UNKNOWN_ARGUMENTS):
+        return None
     if implementation == PACKED:
         packing = read_packing(batch, length, heads[0].device, mask, kwargs)
+        if packing is not None and heads[1].shape[2] != heads[0].shape[2]:
+            return None  # which is refused
     window = kwargs.get("sliding_window") or length
     if packing is None:
         if mask is not None or implementation not in ("sdpa", PACKED):

@@ -1,8 +1,8 @@
 """Torch's fused attention with separate forward and backward passes.
 
 Autograd saves q, k, v and the output of attention in high precision. With separate calls, the
-caller provides them to the backward pass (``attention.py`` computes q, k and v again). Sequences
-packed into one row use the variable-length flash kernel or, on a CPU, separate calls.
+caller provides them to the backward pass (under ``coat_lean`` q, k and v are computed again).
+Sequences packed into one row use the variable-length flash kernel or, on a CPU, separate calls.
 """
 
 from dataclasses import dataclass, replace

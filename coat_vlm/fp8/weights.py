@@ -76,10 +76,13 @@ class WeightReuse:
     """Whether the cache fits into the memory that a step leaves; None before the second step."""
     steps: int = 0
     """Steps until ``fits`` is known."""
+    accumulates: bool = False
+    """Whether the last step had several micro-batches."""
 
     def scope(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of one step."""
-        wanted = self.policy == "auto" and micro_batches > 1 and self.fits is True
+        self.accumulates = micro_batches > 1
+        wanted = self.policy == "auto" and self.accumulates and self.fits is True
         return reused_weights(self.policy == "cache" or wanted)
 
     def after_step(self) -> None:
@@ -99,7 +102,8 @@ class WeightReuse:
             limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
             available = MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
         self.fits = 0 < self.nbytes < available
-        if self.fits and self.policy == "auto" and self.device.type == "cuda":
+        begins = self.fits and self.policy == "auto" and self.accumulates
+        if begins and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the cache
 
 

@@ -46,7 +46,7 @@ PACKED = "sdpa_packed"
 Kernel = Literal["flash", "sdpa"]
 """Torch's variable-length flash attention, or one call of SDPA for each sequence."""
 
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
+UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Attention arguments of some models that packed attention does not support."""
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -280,7 +280,7 @@ def packed_attention(
         )
     if key.shape[2] != tokens:
         raise ValueError("packed sequences do not support a cache; set use_cache=False")
-    wanted = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    wanted = [name for name in UNKNOWN_ARGUMENTS if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = packing.limit_window(sliding_window)
     if window is not None and not causal:

@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, run_block
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import attention, blocks, convert, gemm, norm_mlp, sdpa, watching
+from coat_vlm.model.packing import PACKED
 
 B, T, D = 5, 24, 64
 
@@ -97,29 +105,63 @@ def test_a_lean_block_computes_what_coat_computes_bit_by_bit(
         assert torch.equal(of_coat, lean)
 
 
-@pytest.mark.parametrize("bf16_forward", [False, True])
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("train", ["all", "output projection", "heads"])
+@pytest.mark.parametrize("bf16_forward_first", [0, 2])
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
 def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
-    kind: type[Any], bf16_forward: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, bf16_forward_first: int, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     results: list[list[Tensor]] = []
     found: list[sdpa.Fused | None] = []
+    choose = attention.fused_kernel
     for apart in (False, True):
-        if apart:
-            monkeypatch.setattr(attention, "fused_kernel", lambda *_: found.append(None))
-        layer, rotary = block("coat", kind)
-        for linear in filter(lambda module: hasattr(module, "fp8_bf16_forward"), layer.modules()):
-            linear.fp8_bf16_forward = bf16_forward
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf, position_embeddings=rotary(x, torch.arange(T)[None]))
-        y.backward(torch.ones_like(y))
-        grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
-        results.append([y.detach(), *(grad for grad in grads if grad is not None)])
-    assert found == [None]
-    assert len(results[0]) > 10
+
+        def chosen(*args: Any, apart: bool = apart) -> sdpa.Fused | None:
+            found.append(None if apart else choose(*args))
+            return found[-1]
+
+        monkeypatch.setattr(attention, "fused_kernel", chosen)
+        model = (decoder(kind) if kind in DECODERS else encoder(kind)).bfloat16()
+        first = bf16_forward_first
+        convert(model, Fp8Config(vision="coat", language="coat", bf16_forward_first=first))
+        for name, parameter in model.named_parameters():
+            is_output = "o_proj" in name or "out_proj" in name
+            parameter.requires_grad_(train == "all" or is_output == (train != "heads"))
+        y, dx, gradients = run_block(model, inputs(model).bfloat16())
+        results.append([y, dx, *gradients.values()])
+    assert [kernel and kernel.kernel for kernel in found] == ["cpu", None]
+    assert len(results[0]) > 2
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+def test_what_packed_attention_does_not_know_is_refused(
+    precision: BlockPrecision, argument: str
+) -> None:
+    layer, rotary = block(precision)
+    layer.self_attn.config._attn_implementation = PACKED
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    bounds = torch.tensor([0, 10, T], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    packed |= {"max_length_q": T, "max_length_k": T}
+    embeddings = rotary(x, torch.arange(T)[None])
+    layer(x, position_embeddings=embeddings, **packed)
+    with pytest.raises(ValueError, match=f"does not support {argument}"):
+        layer(x, position_embeddings=embeddings, **packed, **{argument: torch.ones(4)})
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 64), torch.zeros(1, 2, 3, 64), 0)
+    with pytest.raises(ValueError, match="do not support a cache"):
+        layer(x, position_embeddings=embeddings, past_key_values=cache, **packed)
+
+
+def test_without_gradients_no_kernel_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "fused_kernel", None)
+    layer, rotary = block("coat")
+    x = torch.randn(1, T, 256).bfloat16()
+    with torch.no_grad():
+        layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
 
 
 def test_what_is_computed_again_is_counted_once() -> None:
