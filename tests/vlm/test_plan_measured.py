@@ -37,9 +37,10 @@ def output_bytes(frame: Any, row: Row) -> int:
     sizes = frame.config.vision_config.image_size, frame.config.vision_config.patch_size
     patches = (sizes[0] // sizes[1]) ** 2
     total = 0
-    for name, block in fp8_blocks(frame):
+    blocks: list[tuple[str, Any]] = list(fp8_blocks(frame))
+    for name, block in blocks:
         tower = name.startswith("vision_tower")
-        out: Any = block.get_submodule(block.LINEARS[3])
+        out = block.get_submodule(block.LINEARS[3])
         if out.weight.requires_grad:
             tokens = rows * (tiles * patches if tower else int(row["row_tokens"]))
             total += tokens * out.in_features
