@@ -93,15 +93,13 @@ def attention_output(
         out, _ = function(module, query, key, value, mask, dropout=dropout, **kwargs)
         return out.reshape(*out.shape[:2], -1).contiguous()
 
+    # Without gradients nothing is saved, and the backward pass cannot repeat dropout.
+    together = source is not None or (not dropout and any(x.requires_grad for x in heads))
+    fused = fused_kernel(module, heads, mask, name, kwargs) if together else None
     if source is None:
-        fused = None
-        if not dropout and any(x.requires_grad for x in heads):  # otherwise nothing is saved
-            fused = fused_kernel(module, heads, mask, name, kwargs)
         if fused is None:
             return linear(attend(*heads), layer)
         source = HeadsSource(tuple(x.detach() for x in heads), _as_saved)
-    else:
-        fused = fused_kernel(module, heads, mask, name, kwargs)
     return _AttentionOutput.apply(
         *heads, attend, fused, source.compute, *gemm.arguments([layer]), *source.tensors
     )

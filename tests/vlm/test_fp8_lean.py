@@ -20,6 +20,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import attention, blocks, convert, gemm, norm_mlp, sdpa, watching
 from coat_vlm.model.packing import PACKED
+from coat_vlm.model.sequence_parallel import SHARD
 
 B, T, D = 5, 24, 64
 
@@ -151,7 +152,8 @@ def test_what_packed_attention_does_not_know_is_refused(
     with pytest.raises(ValueError, match=f"does not support {argument}"):
         layer(x, position_embeddings=embeddings, **packed, **{argument: torch.ones(4)})
     cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 3, 64), torch.zeros(1, 2, 3, 64), 0)
+    before = torch.zeros(1, 2, 3, 64).bfloat16()
+    cache.update(before, before, 0)
     with pytest.raises(ValueError, match="do not support a cache"):
         layer(x, position_embeddings=embeddings, past_key_values=cache, **packed)
 
@@ -162,6 +164,23 @@ def test_without_gradients_no_kernel_is_looked_for(monkeypatch: pytest.MonkeyPat
     x = torch.randn(1, T, 256).bfloat16()
     with torch.no_grad():
         layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
+
+
+def test_ranks_that_share_tokens_look_for_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans divide the memory of one rank, so what is saved must not depend on sharing."""
+
+    class Found(Exception):
+        pass
+
+    def fused_kernel(*_: Any) -> None:
+        raise Found
+
+    monkeypatch.setattr(attention, "fused_kernel", fused_kernel)
+    layer, rotary = block("coat")
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    embeddings = rotary(x, torch.arange(T)[None])
+    with pytest.raises(Found):
+        layer(x, position_embeddings=embeddings, **{SHARD: object()})
 
 
 def test_what_is_computed_again_is_counted_once() -> None:
