@@ -169,17 +169,17 @@ def test_without_gradients_no_kernel_is_looked_for(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_share_tokens_look_for_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans divide the memory of one rank, so what is saved must not depend on sharing."""
 
-    class Found(Exception):
+    class FoundError(Exception):
         pass
 
     def fused_kernel(*_: Any) -> None:
-        raise Found
+        raise FoundError
 
     monkeypatch.setattr(attention, "fused_kernel", fused_kernel)
     layer, rotary = block("coat")
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     embeddings = rotary(x, torch.arange(T)[None])
-    with pytest.raises(Found):
+    with pytest.raises(FoundError):
         layer(x, position_embeddings=embeddings, **{SHARD: object()})
 
 
