@@ -76,10 +76,12 @@ class Fp8Config:
     """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
     gradients are accumulated and they fit into half of the GPU's free memory."""
-    cuda_graphs: bool = False
-    """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU.
-    Activations then have statically allocated memory, and packed rows are padded
-    (coat_vlm/fp8/graphs.py). ZeRO 0 to 2; no effect on a CPU and on frozen parts."""
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    """Launch each block as one CUDA graph, where the GPU would wait for the CPU. The activations of
+    such blocks have statically allocated memory (coat_vlm/fp8/graphs.py). ``auto`` decides after
+    two steps: it captures blocks that the GPU computes faster than the CPU launches them, if half
+    of the memory that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to
+    one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments. When absent,
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
@@ -101,10 +103,10 @@ class Fp8Config:
                 "fp8.second_moment: stochastic has no effect with fp8.released_constants, whose "
                 "kernel rounds to nearest; remove one of them"
             )
-        if self.cuda_graphs and self.weights == "cache":
+        if self.cuda_graphs is True and self.weights == "cache":
             raise ValueError(
-                "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
-                "effect; remove one of them"
+                "fp8.cuda_graphs: true quantizes weights in every pass, so fp8.weights: cache "
+                "has no effect; remove one of them"
             )
         if 0 < (self.bf16_forward_first or 0) <= self.skip_first:
             raise ValueError(
@@ -151,9 +153,10 @@ class Fp8Config:
             ValueError: a setting has no effect in this precision.
         """
         vision, language = self.vision or precision, self.language or precision
-        unset = {"group_size": 16, "cuda_graphs": False, "bf16_forward_first": None}
-        for name, value in unset.items():
-            if getattr(self, name) != value and not {vision, language} & {"coat", "coat_lean"}:
+        own = {"group_size": self.group_size != 16, "cuda_graphs": self.cuda_graphs is True}
+        own["bf16_forward_first"] = self.bf16_forward_first is not None
+        for name, given in own.items():
+            if given and not {vision, language} & {"coat", "coat_lean"}:
                 raise ValueError(
                     f"fp8.{name} has no effect with vision in {vision} and language in "
                     f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"

@@ -286,10 +286,10 @@ class Recipe:
                     f"{key}: {size} is more than model.max_length={self.model.max_length}, so some "
                     "ranks would have no tokens; lower it"
                 )
-            if self.fp8 is not None and self.fp8.cuda_graphs:
+            if self.fp8 is not None and self.fp8.cuda_graphs is True:
                 raise ValueError(
-                    f"fp8.cuda_graphs is not supported with {key}, whose ranks exchange tokens "
-                    "inside the blocks; remove one of them"
+                    f"fp8.cuda_graphs: true is not supported with {key}, whose ranks exchange "
+                    "tokens inside the blocks; remove one of them"
                 )
 
     def _check_dpo(self) -> None:
@@ -321,7 +321,10 @@ class Recipe:
                 fp8.lm_head not in (None, "bf16"),
                 "TRL reads the weight of the output layer; remove it",
             ),
-            "fp8.cuda_graphs": (fp8.cuda_graphs, "rows have different lengths; remove it"),
+            "fp8.cuda_graphs: true": (
+                fp8.cuda_graphs is True,
+                "rows have different lengths; remove it",
+            ),
         }
         for key, (given, why) in refused.items():
             if given:
@@ -340,18 +343,18 @@ class Recipe:
 
     def _check_graphs(self, fp8: Fp8Config) -> None:
         """Reject CUDA graphs with settings under which weights move or blocks are recomputed."""
-        if not fp8.cuda_graphs:
+        if fp8.cuda_graphs is not True:
             return
         if self.zero_stage == 3:
             raise ValueError(
-                "fp8.cuda_graphs needs weights at fixed addresses, which zero_stage: 3 does not "
-                "give; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
+                "fp8.cuda_graphs: true needs weights at fixed addresses, which zero_stage: 3 does "
+                "not give; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
             )
         for name, stage in self.stages.items():
             if stage.gradient_checkpointing:
                 raise ValueError(
-                    f"fp8.cuda_graphs has no effect with stages.{name}.gradient_checkpointing; "
-                    "remove one of them"
+                    f"fp8.cuda_graphs: true has no effect with stages.{name}."
+                    "gradient_checkpointing; remove one of them"
                 )
 
     def _check_model(self) -> None:
@@ -361,7 +364,7 @@ class Recipe:
         if self.model.pretrained is None:
             return
         refused: dict[str, Any] = {"memory": self.memory, "export_formats": self.export_formats}
-        refused["fp8.cuda_graphs"] = self.fp8 is not None and self.fp8.cuda_graphs
+        refused["fp8.cuda_graphs: true"] = self.fp8 is not None and self.fp8.cuda_graphs is True
         for name, stage in self.stages.items():
             refused[f"stages.{name}.template"] = stage.template
             refused[f"stages.{name}.packing"] = stage.packing

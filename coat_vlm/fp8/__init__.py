@@ -67,8 +67,8 @@ An activation's way through the files:
     coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope, ...
 
 ``convert.py`` converts models and applies a precision on a device, ``graphs.py``
-launches blocks as CUDA graphs, ``saturation.py`` counts saturation, ``block_error.py`` compares
-blocks with BF16.
+launches blocks as CUDA graphs, ``spare_memory.py`` decides where, ``saturation.py`` counts
+saturation, ``block_error.py`` compares blocks with BF16.
 """
 
 from coat_vlm.fp8.convert import (
@@ -80,20 +80,22 @@ from coat_vlm.fp8.convert import (
     fp8_blocks,
     store_frozen_weights,
 )
-from coat_vlm.fp8.graphs import captured_bytes, graph_blocks
+from coat_vlm.fp8.graphs import captured_bytes, find_graphs, graph_blocks
 from coat_vlm.fp8.linear import linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.saturation import watching
-from coat_vlm.fp8.weights import WeightReuse, reused_weights, saved_bytes, share_stored
+from coat_vlm.fp8.spare_memory import SpareMemory
+from coat_vlm.fp8.weights import reused_weights, saved_bytes, share_stored
 
 __all__ = [
     "Arithmetic",
     "ConversionReport",
-    "WeightReuse",
+    "SpareMemory",
     "arithmetic_of",
     "captured_bytes",
     "convert",
     "find_gpu_problem",
+    "find_graphs",
     "fp8_blocks",
     "graph_blocks",
     "linear",

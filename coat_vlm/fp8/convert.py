@@ -32,7 +32,7 @@ from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, MasterWeights, Precision
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
 from coat_vlm.fp8.linear import Fp8Linear
-from coat_vlm.fp8.weights import WeightReuse, is_stored, restore_weight, store_weights
+from coat_vlm.fp8.weights import is_stored, restore_weight, store_weights
 from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
 from coat_vlm.model.loss import FP8_GRADIENTS
 
@@ -418,21 +418,20 @@ class Arithmetic:
                     module.__class__ = Bf16RoundedLinear
         return report
 
-    def weight_reuse(self, model: nn.Module, device: torch.device) -> WeightReuse:
-        """Return how micro-batches share FP8 weights of ``model``, converted by :meth:`apply`."""
-        graphs = self.fp8 is not None and self.fp8.cuda_graphs  # graphs quantize in every pass
-        policy = "recompute" if self.fp8 is None or graphs else self.fp8.weights
-        linears = {id(m): m for m in model.modules() if isinstance(m, Fp8Linear)}
-        for _, block in fp8_blocks(model):
-            of_block: list[Any] = list(_linears_of(block).values())
-            linears |= {id(m): m for m in of_block}
-        # Row-major and transposed; under ZeRO-3 a rank holds a shard of a weight.
-        sizes = (
-            getattr(m.weight, "ds_numel", m.weight.numel())
-            for m in linears.values()
-            if not is_stored(m)
-        )
-        return WeightReuse(policy, 2 * sum(sizes), device)
+
+def count_fp8_weights(model: nn.Module) -> int:
+    """Count the weights that FP8 GEMMs quantize in every pass: not those stored in FP8."""
+    linears = {id(m): m for m in model.modules() if isinstance(m, Fp8Linear)}
+    for _, block in fp8_blocks(model):
+        of_block: list[Any] = list(_linears_of(block).values())
+        linears |= {id(m): m for m in of_block}
+    # Under ZeRO-3 a rank holds a shard of a weight.
+    sizes = (
+        getattr(m.weight, "ds_numel", m.weight.numel())
+        for m in linears.values()
+        if not is_stored(m)
+    )
+    return sum(sizes)
 
 
 def find_gpu_problem(reaches_kernels: bool = True) -> str | None:

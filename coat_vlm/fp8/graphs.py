@@ -12,6 +12,9 @@ Tensors saved for backward are statically allocated, in the same memory for all 
 tensors share memory. So a captured model occupies the peak memory of its activations during the
 optimizer's step, too. Weights are quantized in every replay.
 
+With ``fp8.cuda_graphs: auto`` all passes run eagerly until :mod:`coat_vlm.fp8.spare_memory` has
+chosen the rows of blocks for which the GPU waits.
+
 Packed rows (:mod:`coat_vlm.model.packing`) hold different numbers of sequences: their bounds are
 padded with empty sequences to a multiple of 8, and the longest length is rounded up to a power of
 two, so that rows of one length share graphs.
@@ -30,8 +33,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -148,17 +150,26 @@ def captured_bytes() -> int:
     return sum(graphs.nbytes for graphs in _alive)
 
 
-class _Forward(partial[Tensor]):
+@dataclass(slots=True)
+class _Forward:
     """The ``forward`` of a block that replays."""
 
+    row: "BlockGraphs"
+    number: int
 
-def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block with this number in the row."""
+        return self.row.run_block(self.number, *args, **kwargs)
+
+
+def graph_blocks(model: nn.Module, enabled: Literal["auto"] | bool = True) -> "list[BlockGraphs]":
     """Enable, reset or disable CUDA graphs of FP8 blocks.
 
     Args:
         model: a converted model whose weights keep their addresses. Blocks of one parent (the
             tower's, the language model's) form a row and are captured together.
-        enabled: False reverts an earlier call.
+        enabled: False reverts an earlier call. With "auto" all passes run eagerly
+            until :attr:`BlockGraphs.most_tokens` is set.
 
     Returns:
         One :class:`BlockGraphs` per row of blocks.
@@ -169,7 +180,7 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
     rows: dict[str, list[nn.Module]] = {}
     blocks = fp8_blocks(model, adapted=False)
     packed = [name for name, block in blocks if isinstance(block, Fp8PackedEncoderLayer)]
-    if packed and enabled:
+    if packed and enabled is True:
         logger.warning(
             "CUDA graphs: the %d blocks from %s on run eagerly; they compute the longest of their "
             "packed images on the CPU",
@@ -180,7 +191,14 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
         if name in packed:
             continue
         rows.setdefault(name.rpartition(".")[0], []).append(block)
-    return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
+    most = 0.0 if enabled == "auto" else float("inf")
+    return [BlockGraphs(blocks, most) for blocks in rows.values()] if enabled else []
+
+
+def find_graphs(model: nn.Module) -> "list[BlockGraphs]":
+    """Find the rows of blocks of the last :func:`graph_blocks`."""
+    forwards = (vars(module).get(FORWARD) for module in model.modules())
+    return list(dict.fromkeys(f.row for f in forwards if isinstance(f, _Forward)))
 
 
 @dataclass(eq=False)
@@ -212,10 +230,19 @@ class BlockGraphs:
     Args:
         blocks: blocks with the same arguments except the hidden states; their ``forward`` is
             replaced.
+        most_tokens: passes with more tokens run eagerly.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], most_tokens: float = float("inf")) -> None:
         self.blocks = list(blocks)
+        self.most_tokens = most_tokens
+        self.is_observing = not most_tokens
+        """Whether eager passes are measured, before ``most_tokens`` is set."""
+        self.tokens = 0
+        """Tokens of the largest measured pass."""
+        self.saved = 0
+        """Bytes that it saved for backward."""
+        self._before = 0
         self.captures = 0
         """Number of captures."""
         self.replays = 0
@@ -238,9 +265,9 @@ class BlockGraphs:
         self._sliding_window = min(windows, default=None)
         _alive.add(self)
         for number, block in enumerate(self.blocks):
-            vars(block)[FORWARD] = _Forward(self._call, number)
+            vars(block)[FORWARD] = _Forward(self, number)
 
-    def _call(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_block(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run ``forward`` of block ``number``."""
         block = self.blocks[number]
         if self._can_replay(block, hidden_states):
@@ -255,9 +282,22 @@ class BlockGraphs:
                 return _Replay.apply(
                     hidden_states, current, number, *current.captured.parameters[number]
                 )
+            if self.is_observing:
+                return self._observe(number, hidden_states, *args, **kwargs)
         elif number == 0:
             self._current = None
         return _run_eagerly(block, hidden_states, *args, **kwargs)
+
+    def _observe(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run block ``number`` eagerly and measure what the pass saves."""
+        if number == 0:
+            self._before = torch.cuda.memory_allocated(hidden.device)
+        out = _run_eagerly(self.blocks[number], hidden, *args, **kwargs)
+        tokens = hidden.shape[:-1].numel()
+        if number == len(self.blocks) - 1 and tokens > self.tokens:
+            self.tokens = tokens
+            self.saved = torch.cuda.memory_allocated(hidden.device) - self._before
+        return out
 
     def _can_replay(self, block: nn.Module, hidden: Tensor) -> bool:
         return (
@@ -281,7 +321,7 @@ class BlockGraphs:
         if key is None:
             return None
         if key not in self._captured:
-            if not self._is_frequent(key):
+            if not self._is_frequent(key) or hidden.shape[:-1].numel() > self.most_tokens:
                 return None
             new = self._try_capture(hidden, leaves, spec)
             if new is None:
@@ -310,7 +350,9 @@ class BlockGraphs:
         if len(self._captured) >= MAX_CAPTURED:
             if not self._full:
                 self._full = True
-                logger.warning(
+                level = logging.WARNING if self.most_tokens == float("inf") else logging.INFO
+                logger.log(
+                    level,
                     "FP8 blocks have CUDA graphs for %d shapes; other shapes, such as %s, run "
                     "eagerly. Packed rows and a fixed number of images reduce the shapes",
                     MAX_CAPTURED,

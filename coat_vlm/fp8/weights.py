@@ -16,8 +16,6 @@ model. The original weights go to host memory: checkpoints and merged models are
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +24,6 @@ from torch.profiler import record_function
 
 from coat_kernels import TensorScaled, quantize_again, quantize_layouts
 from coat_vlm.fp8 import saturation
-
-MAX_SHARE = 0.5
-"""Largest share of the free memory for FP8 weights: steps differ, and memory fragments. A step of
-8B parameters whose FP8 weights were 0.55 of it ran out of memory (docs/lab/2026-11.md)."""
 
 QUANTIZATION = "coat: quantization of weights"
 """Name of the profiler range: kernels in it also quantize gradients and activations elsewhere."""
@@ -62,49 +56,6 @@ def reused_weights(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _cache = before
-
-
-@dataclass(slots=True)
-class WeightReuse:
-    """Decides for each optimizer step whether its micro-batches share FP8 weights."""
-
-    policy: Literal["auto", "cache", "recompute"]
-    nbytes: int
-    """Bytes of both layouts of all FP8 weights."""
-    device: torch.device
-    fits: bool | None = None
-    """Whether the cache fits into the memory that a step leaves; None before the second step."""
-    steps: int = 0
-    """Steps until ``fits`` is known."""
-    accumulates: bool = False
-    """Whether the last step had several micro-batches."""
-
-    def scope(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Return the context for the micro-batches of one step."""
-        self.accumulates = micro_batches > 1
-        wanted = self.policy == "auto" and self.accumulates and self.fits is True
-        return reused_weights(self.policy == "cache" or wanted)
-
-    def after_step(self) -> None:
-        """After the second step, check whether the cache fits beside the step's peak memory.
-
-        In the first one the optimizer creates its states after the passes, so that they are not in
-        memory together with the activations.
-        """
-        self.steps += 1
-        if self.fits is not None or self.steps < 2:
-            return
-        available = float("inf")  # on a CPU
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            allocated = torch.cuda.max_memory_allocated(self.device)
-            reserved = torch.cuda.memory_reserved(self.device)
-            limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
-            available = MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
-        self.fits = 0 < self.nbytes < available
-        begins = self.fits and self.policy == "auto" and self.accumulates
-        if begins and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # idle segments have the sizes of a step without the cache
 
 
 def are_reused() -> bool:

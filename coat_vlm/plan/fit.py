@@ -120,7 +120,7 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
     assert recipe.memory is not None
     keys, stage = recipe.memory.choose or (), recipe.stages[name]
     checkpointing, sizes = [stage.gradient_checkpointing], [stage.micro_batch_size]
-    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs  # they exclude recomputation
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True  # they exclude recomputation
     if f"stages.{name}.gradient_checkpointing" in keys:
         checkpointing = [False] if graphs else [False, True]
     if f"stages.{name}.micro_batch_size" in keys:

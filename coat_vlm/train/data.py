@@ -98,9 +98,9 @@ class StageData:
 
 
 def build_row_budget(recipe: Recipe, packing: PackingConfig, max_length: int) -> Budget:
-    """Build the limits of a packed row; with CUDA graphs all rows are padded to one length."""
+    """Build the limits of a packed row; ``fp8.cuda_graphs: true`` pads rows to one length."""
     tokens = packing.row_tokens(max_length)
-    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
     align = tokens if graphs else packing.align
     return Budget(tokens=tokens, images=packing.images, buffer=packing.buffer, align=align)
 

@@ -23,7 +23,7 @@ finite, as it does since 0.19.8. They are therefore used only with the versions
 import math
 import warnings
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -202,5 +202,19 @@ def build_engine(
     store_frozen_weights(model)
     quantize_frozen_weights(model, stage.lora)
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
-    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
+    graph_blocks(model, choose_graphs(recipe, stage, arithmetic))
     return engine
+
+
+def choose_graphs(
+    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
+) -> Literal["auto"] | bool:
+    """Return how FP8 blocks use CUDA graphs: ``auto`` is off where ``true`` is refused."""
+    chosen = arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs
+    unsupported = (
+        recipe.zero_stage == 3
+        or recipe.model.pretrained is not None
+        or stage.sequence_parallel > 1
+        or stage.dpo is not None
+    )
+    return False if chosen == "auto" and unsupported else chosen

@@ -105,11 +105,11 @@ def avoids_padding(
 ) -> bool:
     """Whether micro-batches with much padding are computed as one packed row, without padding.
 
-    Only on a GPU, where one call of variable-length attention computes all sequences; with CUDA
-    graphs a row of another length would be another graph. Ranks that share tokens never compute
-    padding (:func:`coat_vlm.model.sequence_parallel.shard_batch`).
+    Only on a GPU, where one call of variable-length attention computes all sequences; with
+    ``fp8.cuda_graphs: true`` a row of another length would be another graph. Ranks that share
+    tokens never compute padding (:func:`coat_vlm.model.sequence_parallel.shard_batch`).
     """
-    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
     return (
         device.type == "cuda"
         and stage.micro_batch_size > 1

@@ -25,7 +25,7 @@ from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
-from coat_vlm.fp8 import arithmetic_of, graph_blocks, store_frozen_weights
+from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.build import extend_context
@@ -266,7 +266,7 @@ def _run_stage(
         sampler=data.loader.sampler,
         row_tokens=data.row_tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
-        reuse=arithmetic.weight_reuse(model, world.device),
+        spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         preference=preference,
         metrics=metrics,

@@ -27,7 +27,7 @@ from coat_kernels import share_scales
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.config import StageConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import WeightReuse, captured_bytes
+from coat_vlm.fp8 import SpareMemory, captured_bytes
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, shard_batch
@@ -73,8 +73,8 @@ class TrainStep:
     """Token budget of a packed row; None without packing."""
     clip_here: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
-    reuse: WeightReuse
-    """Shares FP8 weights between the micro-batches of a step."""
+    spare_memory: SpareMemory
+    """Uses the memory that steps leave."""
     sequence: SequenceGroup | None = None
     """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
     preference: Preference | None = None
@@ -214,7 +214,7 @@ class TrainStep:
         total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norm: Any = None
         with ExitStack() as shared_weights:
-            shared_weights.enter_context(self.reuse.scope(len(micro_batches)))
+            shared_weights.enter_context(self.spare_memory.share_weights(len(micro_batches)))
             if self.sequence is not None:
                 shared_weights.enter_context(share_scales(self.sequence.raise_to_largest))
             for number, loaded in enumerate(micro_batches, start=1):
@@ -229,7 +229,7 @@ class TrainStep:
                         norm = self._clip() if self.clip_here else None
                         shared_weights.close()  # the step changes weights and needs the memory
                     self.engine.step()  # updates weights only after the last micro-batch
-        self.reuse.after_step()
+        self.spare_memory.after_step()
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
         return self.world.sum([total_loss.item()])[0], None if norm is None else float(norm)

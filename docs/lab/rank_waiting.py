@@ -27,7 +27,7 @@ from coat_bench.recipe import (
 from coat_data.mixture.sampler import BatchRow, assign_to_ranks
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8 import SpareMemory, arithmetic_of
 from coat_vlm.model.flops import count_flops
 from coat_vlm.train.prepare import avoids_padding, set_train_mode
 from coat_vlm.train.step import copy_batch_to_device
@@ -86,7 +86,7 @@ def main(world: World) -> None:
     model: Any = build_stage_model(case, world.device, unpad=True)
     set_train_mode(model, case.stage)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
-    reuse = arithmetic.weight_reuse(model, world.device)
+    spare = SpareMemory.of(model, arithmetic, world.device)
 
     unpad = avoids_padding(model, recipe, case.stage, world.device)
     per_step = len(dealt[0])
@@ -105,7 +105,7 @@ def main(world: World) -> None:
         for number, loaded in enumerate(loader, 1):
             inputs = copy_batch_to_device(loaded, world.device)
             started = time.perf_counter()
-            with reuse.scope(per_step):
+            with spare.share_weights(per_step):
                 loss = model(**inputs, skip_logits=True).loss
                 (loss / per_step).backward()
             loss.item()
@@ -114,7 +114,7 @@ def main(world: World) -> None:
             yield time.perf_counter() - started
             if number % per_step == 0:
                 model.zero_grad(set_to_none=True)
-                reuse.after_step()
+                spare.after_step()
 
     everyones = world.gather(list(timed()))
     if world.is_main:

@@ -37,7 +37,7 @@ from coat_bench.rows import (
 from coat_bench.step import NAMES, Passes
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import arithmetic_of, store_frozen_weights
+from coat_vlm.fp8 import SpareMemory, arithmetic_of, store_frozen_weights
 from coat_vlm.model import count_parameters
 from coat_vlm.model.flops import count_flops
 from coat_vlm.train.prepare import set_train_mode
@@ -200,7 +200,7 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
     store_frozen_weights(model)
     recipe, memory = case.recipe, PeakMemory(world.device)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
-    run = Passes(model, arithmetic.weight_reuse(model, world.device), world.device, memory)
+    run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device, memory)
     rows: list[LongRow] = []
 
     def attempt(tokens: int) -> float | None:

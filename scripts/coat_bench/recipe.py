@@ -36,7 +36,7 @@ from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import arithmetic_of, graph_blocks
+from coat_vlm.fp8 import SpareMemory, arithmetic_of, captured_bytes, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
@@ -171,10 +171,10 @@ class RecipeBench:
         if min(self.steps, self.warmup, self.accumulation) < 1:
             raise ValueError("--steps, --warmup and --accumulation are 1 or more")
         fp8 = self.recipe.fp8
-        if fp8 is not None and fp8.cuda_graphs and self.warmup <= EAGER_PASSES:
+        if fp8 is not None and fp8.cuda_graphs is True and self.warmup <= EAGER_PASSES:
             raise ValueError(
-                f"fp8.cuda_graphs: blocks are captured after {EAGER_PASSES} steps; --warmup must "
-                f"be larger, and is {self.warmup}"
+                f"fp8.cuda_graphs: true: blocks are captured after {EAGER_PASSES} steps; --warmup "
+                f"must be larger, and is {self.warmup}"
             )
 
 
@@ -473,7 +473,7 @@ def build_training_step(
         sampler=sampler,
         row_tokens=None if stage.packing is None else case.row.tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
-        reuse=arithmetic.weight_reuse(model, world.device),
+        spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
         metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
         throughput=throughput,
@@ -509,6 +509,11 @@ def note_leftover_memory(device: torch.device) -> str:
     """Return the note about memory that an earlier measurement left allocated on a GPU, or ""."""
     left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return f"; {left / 1e9:.2f} GB of the peak are left from before" if left > LEFT_BYTES else ""
+
+
+def note_graphs() -> str:
+    """Return the note about the memory of CUDA graphs, or ""."""
+    return f"; CUDA graphs of {captured_bytes() / 1e9:.2f} GB" if captured_bytes() else ""
 
 
 def note_used_memory(device: torch.device) -> str:
@@ -620,7 +625,8 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
             row.tok_s_gpu, row.vision_tok_s_gpu = last["tokens"] / own, last["vision_tokens"] / own
             if "tflop" in last:
                 row.tflops_gpu = sum(last["tflop"].values()) / own
-        reuse = run.reuse.policy == "cache" or (bench.accumulation > 1 and bool(run.reuse.fits))
+        row.note += note_graphs()
+        reuse = run.spare_memory.shares_weights
     finally:
         release_engine(run.engine, model)
     if bench.plan:

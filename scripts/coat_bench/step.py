@@ -37,6 +37,7 @@ from coat_bench.recipe import (
     free_memory,
     list_stage_cases,
     make_batch,
+    note_graphs,
     note_leftover_memory,
     note_used_memory,
     plan_peak,
@@ -55,7 +56,7 @@ from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import WeightReuse, arithmetic_of, store_frozen_weights
+from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.model import CoatVlm
 from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.prepare import set_train_mode
@@ -341,7 +342,7 @@ class Passes:
     """Forward and backward pass of every micro-batch, with the interface of a training step."""
 
     model: PreTrainedModel
-    reuse: WeightReuse
+    spare_memory: SpareMemory
     device: torch.device
     memory: PeakMemory
 
@@ -350,13 +351,13 @@ class Passes:
     ) -> tuple[dict[str, Any], bool]:
         """Run the passes, free the gradients; returns the last loss, seconds and memory."""
         loss = torch.zeros(())
-        with self.reuse.scope(len(micro_batches)):
+        with self.spare_memory.share_weights(len(micro_batches)):
             for loaded in micro_batches:
                 inputs = copy_batch_to_device(loaded.batch, self.device)
                 loss = self.model(**inputs, skip_logits=True).loss
                 (loss / len(micro_batches)).backward()
         self.model.zero_grad(set_to_none=True)
-        self.reuse.after_step()
+        self.spare_memory.after_step()
         row = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
         return row | {"peak_memory_mb": self.memory.read()}, False
 
@@ -482,8 +483,11 @@ class _Run:
             else:
                 arithmetic = arithmetic_of(bench.recipe.precision, None, world.device)
                 store_frozen_weights(model)
-                reuse = arithmetic.weight_reuse(model, world.device)
-                step = Passes(model, reuse, world.device, PeakMemory(world.device))
+                if case.baseline is None and arithmetic.fp8 is not None:
+                    graph_blocks(model, arithmetic.fp8.cuda_graphs)
+                    stack.callback(graph_blocks, model, enabled=False)
+                spare = SpareMemory.of(model, arithmetic, world.device)
+                step = Passes(model, spare, world.device, PeakMemory(world.device))
                 # A failed pass leaves gradients.
                 stack.callback(model.zero_grad, set_to_none=True)
                 inputs: Any = copy_batch_to_device(loaded.batch, world.device)
@@ -504,11 +508,10 @@ class _Run:
             row.ms, row.peak_gb = reduce_time_and_peak(steps[bench.warmup :], world)
             row.tok_s = row.tokens / (row.ms / 1e3)
             row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
-            row.note += note_used_memory(world.device)
+            row.note += note_graphs() + note_used_memory(world.device)
             planned = isinstance(model, CoatVlm) and case.precision is not None
             if isinstance(step, TrainStep) and planned:
-                shared = step.reuse.policy == "cache" or bool(step.reuse.fits)
-                reuse = shared and bench.accumulation > 1
+                reuse = step.spare_memory.shares_weights
                 planned = plan_peak(stage, bench, reuse=reuse, ranks=world.size)
                 row.note += f"; plan {planned:.4g} GB"
             if self.bench.on_profile is not None:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from coat_bench.rows import get_origin
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
-from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
+from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks
 from coat_vlm.model.loss import loss_for_logits
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.optim import CoatAdamW, lr_factor
@@ -256,11 +256,13 @@ def train_steps(
     first: int = 0,
 ) -> Iterator[float]:
     """Take a step on each batch and yield its loss; the schedule starts at step ``first``."""
+    spare = SpareMemory("recompute", 0, model.device, find_graphs(model))
     for step, batch in enumerate(batches, first):
         ids = batch.to(model.device)
         loss = training_loss(model, ids)
         loss.backward()
         master_weights.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
+        spare.after_step()
         yield loss.item()
 
 

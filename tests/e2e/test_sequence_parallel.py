@@ -146,7 +146,7 @@ def test_checks_before_training(
     [
         (["model.attention=eager"], "needs model.attention: sdpa, not eager"),
         (["model.max_length=1"], "is more than model.max_length=1"),
-        (["precision=coat", "fp8.cuda_graphs=true"], "fp8.cuda_graphs is not supported with"),
+        (["precision=coat", "fp8.cuda_graphs=true"], "fp8.cuda_graphs: true is not supported with"),
     ],
 )
 def test_settings_that_exclude_it(

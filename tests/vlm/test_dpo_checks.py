@@ -75,7 +75,7 @@ REFUSED = [
     ("zero_stage=3", "zero_stage: 3 is not supported with stages.dpo: .*; set 0, 1 or 2"),
     ("memory={gpu_gb: 80}", "memory is not supported with stages.dpo"),
     (("precision=coat", "fp8={lm_head: fp8_linear}"), "fp8.lm_head is not supported with stages"),
-    (("precision=coat", "fp8={cuda_graphs: true}"), "fp8.cuda_graphs is not supported with stages"),
+    (("precision=coat", "fp8={cuda_graphs: true}"), "fp8.cuda_graphs: true is not supported with"),
 ]
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
-from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
+from coat_vlm.fp8 import SpareMemory, convert, graph_blocks, reused_weights, watching, weights
 from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.fp8.graphs import (
     EAGER_PASSES,
@@ -23,6 +23,7 @@ from coat_vlm.fp8.graphs import (
     find_parameters,
     round_up_packing,
 )
+from coat_vlm.fp8.spare_memory import DECIDED_AFTER, FLOPS_PER_S
 from coat_vlm.model.packing import PACKED
 
 CUDA = torch.device("cuda")
@@ -288,11 +289,32 @@ def test_blocks_that_a_monitor_sent_back_lose_their_graphs_with_the_others() -> 
     assert all("forward" not in vars(block) for block in model.model.layers)
 
 
-def test_weights_are_not_kept_beside_graphs() -> None:
-    model = llama(torch.device("cpu"))
-    for graphs, policy in ((False, "auto"), (True, "recompute")):
-        arithmetic = arithmetic_of("coat", Fp8Config(cuda_graphs=graphs), torch.device("cpu"))
-        assert arithmetic.weight_reuse(model, CUDA).policy == policy
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_auto_captures_after_two_steps(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before the optimizer's states exist, and only shapes up to what was allowed."""
+    plain, graphed = llama(), llama()
+    (graphs,) = graph_blocks(graphed, "auto")
+    memory = SpareMemory("auto", 1, graphed.device, [graphs])
+    monkeypatch.setattr("coat_vlm.fp8.spare_memory.LAUNCH_S", 2e-9 * 192)
+    for step in range(4):
+        with memory.share_weights(micro_batches):
+            assert not weights.are_reused()
+            for part in range(micro_batches):
+                batch = ids(2 * step + part)
+                assert_close(passed(graphed, batch)[1], passed(plain, batch)[1])
+        memory.after_step()
+        if step < DECIDED_AFTER:
+            assert not graphs.replays
+    assert graphs.tokens == 192
+    block = sum(p.numel() for p in graphs.blocks[0].parameters())
+    assert graphs.most_tokens == pytest.approx(2e-9 * 192 * FLOPS_PER_S / 6 / block)
+    assert 192 < graphs.most_tokens < 384
+    assert 0 < graphs.saved < graphs.nbytes < 1e9
+    assert (graphs.captures, graphs.replays) == (1, 2 * micro_batches)
+    for seed in range(EAGER_PASSES + 1):
+        passed(graphed, ids(seed, rows=4))
+    assert graphs.captures == 1
 
 
 @pytest.mark.gpu
@@ -398,7 +420,7 @@ def test_what_cannot_be_captured_runs_without(
         (["precision=coat", "zero_stage=3"], "weights at fixed addresses"),
         (
             ["precision=coat_lean", "stages.sft.gradient_checkpointing=true"],
-            "no effect with stages.sft.gradient_checkpointing",
+            "has no effect with stages.sft.gradient_checkpointing",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import WeightReuse, convert, reused_weights, saved_bytes, weights
+from coat_vlm.fp8 import convert, reused_weights, saved_bytes, weights
 from coat_vlm.model.loss import linear_cross_entropy
 
 WEIGHT_GROUPS = 4  # q k v, o, gate up, down
@@ -122,47 +122,3 @@ def test_copies_of_an_output_layer_serve_all_chunks_and_losses() -> None:
         assert saved_bytes() == 2 * head.weight.numel()
     assert weights.key_of([copy.copy(head)]) == weights.key_of([head])
     assert weights.key_of([copy.deepcopy(head)]) != weights.key_of([head])
-
-
-@pytest.mark.parametrize(
-    ("policy", "micro_batches", "free", "peak", "fraction", "kept"),
-    [
-        ("cache", 1, 0, 100, 1.0, True),
-        ("recompute", 4, 100, 0, 1.0, False),
-        ("auto", 1, 100, 0, 1.0, False),
-        ("auto", 4, 30, 90, 1.0, True),  # half of 30, nothing idle, is more than 14
-        ("auto", 4, 27, 90, 1.0, False),
-        ("auto", 4, 30, 90, 0.7, False),  # the allocator may take 97 of 139
-    ],
-)
-def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
-    monkeypatch: pytest.MonkeyPatch,
-    policy: Any,
-    micro_batches: int,
-    free: int,
-    peak: int,
-    fraction: float,
-    kept: bool,
-) -> None:
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (free, 139))
-    monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    # The optimizer's states are created at the end of the first step.
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: 0)
-    monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
-    emptied: list[bool] = []
-    monkeypatch.setattr(cuda, "empty_cache", lambda: emptied.append(True))
-    reuse = WeightReuse(policy, nbytes=14, device=torch.device("cuda"))
-    with reuse.scope(micro_batches):
-        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
-    reuse.after_step()
-    with reuse.scope(micro_batches):
-        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: peak)
-    reuse.after_step()
-    # Later peaks hold the copies; what was decided stays.
-    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
-    reuse.after_step()
-    assert len(emptied) == (policy == "auto" and kept)
-    with reuse.scope(micro_batches):
-        assert (weights._cache is not None) == kept  # pyright: ignore[reportPrivateUsage]

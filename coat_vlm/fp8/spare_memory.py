@@ -1,0 +1,139 @@
+"""Decides what the memory that a training step leaves is used for.
+
+Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the CPU
+(:mod:`coat_vlm.fp8.graphs`), and FP8 weights that all micro-batches of a step share
+(:mod:`coat_vlm.fp8.weights`), where it does not. Their settings ``auto`` are decided once, after
+two steps: in the first one the optimizer creates its states after the passes, so that they are not
+in memory together with the activations. At most half of the free memory is used, because steps
+differ and memory fragments. A step of 8B parameters whose FP8 weights were 0.55 of it ran out of
+memory (docs/lab/2026-11.md).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights
+from coat_vlm.fp8.graphs import BlockGraphs, find_graphs
+from coat_vlm.fp8.weights import reused_weights
+
+MAX_SHARE = 0.5
+"""Largest share of the free memory that is used."""
+
+DECIDED_AFTER = 2
+"""Steps before the decision."""
+
+LAUNCH_S = 4.4e-3
+"""Seconds in which the CPU launches both passes of a block: 0.24 s for 55 blocks, measured on the
+host of an H200 (docs/lab/2026-11.md)."""
+
+FLOPS_PER_S = 850e12
+"""Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
+
+HIDDEN = 2.0
+"""The GPU waits for no launch if it computes for this many times as long as the CPU launches:
+after each step the CPU has no lead."""
+
+MEMORY_FACTOR = 1.5
+"""Memory of graphs over that of the activations which the blocks save."""
+
+
+@dataclass(slots=True)
+class SpareMemory:
+    """Uses the memory that the steps of a stage leave; call :meth:`after_step` after each step."""
+
+    weights: Literal["auto", "cache", "recompute"]
+    """Whether the micro-batches of a step share FP8 weights: ``fp8.weights``."""
+    nbytes: int
+    """Bytes of both layouts of all FP8 weights."""
+    device: torch.device
+    graphs: Sequence[BlockGraphs] = ()
+    """Rows of blocks of which some may be captured."""
+    suffices: bool = False
+    """Whether the memory suffices for shared weights, and no block is captured instead."""
+    steps: int = 0
+    """Steps so far, until the decision."""
+    accumulates: bool = False
+    """Whether the last step had several micro-batches."""
+
+    @classmethod
+    def of(cls, model: nn.Module, arithmetic: Arithmetic, device: torch.device) -> "SpareMemory":
+        """Build it for a model after :meth:`Arithmetic.apply` and ``graph_blocks``."""
+        fp8 = arithmetic.fp8
+        if fp8 is None or fp8.cuda_graphs is True:  # replays quantize the weights in every pass
+            return cls("recompute", 0, device)
+        # Row-major and transposed, one byte each.
+        nbytes = 2 * count_fp8_weights(model)
+        return cls(fp8.weights, nbytes, device, find_graphs(model))
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the micro-batches of a step like the last one share FP8 weights."""
+        wanted = self.weights == "auto" and self.accumulates and self.suffices
+        return self.weights == "cache" or wanted
+
+    def share_weights(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Return the context for the micro-batches of one step."""
+        self.accumulates = micro_batches > 1
+        return reused_weights(self.shares_weights)
+
+    def after_step(self) -> None:
+        """Decide after the second step, by the memory beside its peak."""
+        self.steps += 1
+        if self.steps != DECIDED_AFTER:
+            return
+        spare = self._measure_spare_bytes()
+        rows = [] if self.weights == "cache" else self.graphs  # whose passes would quantize again
+        captures = allow_graphs(rows, spare)
+        self.suffices = not captures and 0 < self.nbytes < spare
+        if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
+
+    def _measure_spare_bytes(self) -> float:
+        if self.device.type != "cuda":
+            return float("inf")
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
+        return MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
+
+
+def allow_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
+    """Allow captures where the GPU waits for launches, if memory suffices; ends ``auto``.
+
+    Args:
+        rows: rows of blocks that ran eagerly so far. Their largest passes tell whether the GPU
+            waits.
+        spare: bytes that graphs may take.
+
+    Returns:
+        Whether any row may be captured.
+    """
+    seen = [row for row in rows if row.tokens]
+    for row in rows:
+        row.is_observing = False
+    launching = sum(LAUNCH_S * len(row.blocks) for row in seen)
+    computing = sum(_compute_s(row) * len(row.blocks) for row in seen)
+    if computing > HIDDEN * launching:
+        return False
+    small = sorted((r for r in seen if _compute_s(r) < LAUNCH_S), key=lambda row: row.saved)
+    while small and MEMORY_FACTOR * sum(row.saved for row in small) > spare:
+        small.pop()
+    taken = MEMORY_FACTOR * sum(row.saved for row in small)
+    for row in small:
+        row.most_tokens = row.tokens * min(spare / max(taken, 1), LAUNCH_S / _compute_s(row))
+    return bool(small)
+
+
+def _compute_s(row: BlockGraphs) -> float:
+    """Estimate the GPU's seconds for both passes of a block, in the largest pass of its row.
+
+    A linear layer has 6 FLOPs per parameter and token; attention is not counted.
+    """
+    parameters = sum(p.numel() for block in row.blocks for p in block.parameters())
+    return 6 * parameters / len(row.blocks) * row.tokens / FLOPS_PER_S

@@ -1,0 +1,170 @@
+"""The memory that steps leave is used for CUDA graphs, or for FP8 weights of all micro-batches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from coat_vlm.config import Fp8Config
+from coat_vlm.config.load import load_recipe
+from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks, weights
+from coat_vlm.fp8.spare_memory import (
+    FLOPS_PER_S,
+    HIDDEN,
+    LAUNCH_S,
+    MEMORY_FACTOR,
+    allow_graphs,
+)
+from coat_vlm.plan.stage import find_vocab_size
+from coat_vlm.train.engine import choose_graphs
+from coat_vlm.train.prepare import build_planned_model
+
+CPU = torch.device("cpu")
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "free", "peak", "fraction", "kept"),
+    [
+        ("cache", 1, 0, 100, 1.0, True),
+        ("recompute", 4, 100, 0, 1.0, False),
+        ("auto", 1, 100, 0, 1.0, False),
+        ("auto", 4, 30, 90, 1.0, True),  # half of 30, nothing idle, is more than 14
+        ("auto", 4, 27, 90, 1.0, False),
+        ("auto", 4, 30, 90, 0.7, False),  # the allocator may take 97 of 139
+    ],
+)
+def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Any,
+    micro_batches: int,
+    free: int,
+    peak: int,
+    fraction: float,
+    kept: bool,
+) -> None:
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (free, 139))
+    monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    # The optimizer's states are created at the end of the first step.
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: 0)
+    monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
+    emptied: list[bool] = []
+    monkeypatch.setattr(cuda, "empty_cache", lambda: emptied.append(True))
+    memory = SpareMemory(policy, nbytes=14, device=torch.device("cuda"))
+    with memory.share_weights(micro_batches):
+        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+    memory.after_step()
+    with memory.share_weights(micro_batches):
+        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: peak)
+    memory.after_step()
+    # Later peaks hold the copies; what was decided stays.
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
+    memory.after_step()
+    assert len(emptied) == (policy == "auto" and kept)
+    with memory.share_weights(micro_batches):
+        assert (weights._cache is not None) == kept  # pyright: ignore[reportPrivateUsage]
+
+
+def row_of(blocks: int, seconds: float, saved: int) -> Any:
+    """A row of blocks that ran eagerly; ``seconds`` are the GPU's for both passes of a block."""
+    tokens = 1000 if seconds else 0
+    one = SimpleNamespace(numel=lambda: seconds * FLOPS_PER_S / 6 / 1000)
+    block = SimpleNamespace(parameters=lambda: [one])
+    return SimpleNamespace(
+        blocks=[block] * blocks, tokens=tokens, saved=saved, most_tokens=0.0, is_observing=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "spare", "limits"),
+    [
+        # The GPU waits for both rows; memory for 1.5 times their activations.
+        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 90, [1000, 1000]),
+        # Twice the memory: twice the tokens; and up to what is launched in time.
+        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 180, [2000, 2000]),
+        ([row_of(27, LAUNCH_S / 3, 40)], INFINITE, [3000]),
+        # The smaller row alone fits.
+        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 89, [0, 89 / 30 * 1000]),
+        ([row_of(27, 1e-3, 40)], 59, [0]),
+        # A tower before a language model that takes longer than its launches, but not much.
+        ([row_of(27, 1e-3, 40), row_of(28, 6e-3, 20)], 60, [1000, 0]),
+        # Before one that hides all launches.
+        ([row_of(27, 1e-3, 40), row_of(28, 27e-3, 20)], 60, [0, 0]),
+        # Frozen parts run no pass that could be replayed.
+        ([row_of(27, 0, 0), row_of(24, 1e-3, 20)], 30, [0, 1000]),
+        ([], 30, []),
+    ],
+)
+def test_rows_are_captured_where_the_gpu_waits_and_memory_suffices(
+    rows: list[Any], spare: float, limits: list[float]
+) -> None:
+    assert MEMORY_FACTOR == 1.5
+    assert HIDDEN == 2
+    assert allow_graphs(rows, spare) == any(limits)
+    assert [row.most_tokens for row in rows] == pytest.approx(limits)
+    assert not any(row.is_observing for row in rows)
+
+
+def converted(fp8: Fp8Config) -> tuple[Any, Arithmetic]:
+    recipe = load_recipe("quickstart", ["precision=coat"])
+    arithmetic = arithmetic_of("coat", fp8, torch.device("meta"))
+    stage, vocab_size = recipe.stages["sft"], find_vocab_size(recipe)
+    return build_planned_model(recipe, stage, arithmetic, vocab_size), arithmetic
+
+
+@pytest.mark.parametrize(
+    ("graphs", "policy", "found", "weights_policy"),
+    [
+        ("auto", "auto", 2, "auto"),
+        ("auto", "cache", 2, "cache"),
+        (True, "auto", 0, "recompute"),
+        (False, "auto", 0, "auto"),
+    ],
+)
+def test_who_shares_weights(graphs: Any, policy: Any, found: int, weights_policy: str) -> None:
+    """Graphs of all blocks quantize their weights in every pass."""
+    model, arithmetic = converted(Fp8Config(cuda_graphs=graphs, weights=policy))
+    rows = graph_blocks(model, graphs)
+    memory = SpareMemory.of(model, arithmetic, CPU)
+    assert len(memory.graphs) == found
+    assert find_graphs(model) == rows
+    assert memory.weights == weights_policy
+    assert bool(memory.nbytes) == (weights_policy != "recompute")
+
+
+@pytest.mark.parametrize(("policy", "waits", "captures"), [
+    ("auto", True, True), ("auto", False, False), ("cache", True, False), ("recompute", True, True),
+])  # fmt: skip
+def test_captured_blocks_come_before_shared_weights(
+    policy: Any, waits: bool, captures: bool
+) -> None:
+    row = row_of(24, 1e-3 if waits else 1.0, 20)
+    memory = SpareMemory(policy, 14, CPU, [row])
+    with memory.share_weights(4):
+        memory.after_step()
+    assert row.is_observing  # a step without optimizer states decides nothing
+    memory.after_step()
+    assert bool(row.most_tokens) == captures
+    with memory.share_weights(4):
+        shares = policy == "cache" or (policy == "auto" and not captures)
+        assert weights.are_reused() == shares
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "auto"),
+        (["fp8.cuda_graphs=true"], True),
+        (["fp8.cuda_graphs=false"], False),
+        (["zero_stage=3"], False),
+        (["stages.sft.sequence_parallel=2"], False),
+        (["precision=bf16"], False),
+    ],
+)
+def test_auto_is_off_where_all_blocks_are_refused(changes: list[str], expected: Any) -> None:
+    recipe = load_recipe("quickstart", ["precision=coat", *changes])
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
+    assert choose_graphs(recipe, recipe.stages["sft"], arithmetic) == expected
