@@ -441,7 +441,11 @@ class BlockGraphs:
         return captured
 
     def _allocate(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured:
-        """Allocate static tensors for these shapes, with the present values."""
+        """Allocate static tensors for these shapes, with the present values.
+
+        They are contiguous: a tower's embedding may return its tokens channel by channel, and
+        copies from and to that layout are slow.
+        """
         copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
         parameters = [[p for p in b.parameters() if p.requires_grad] for b in self.blocks]
         gradients = []
@@ -454,10 +458,10 @@ class BlockGraphs:
         return Captured(
             spec,
             [copies.get(id(leaf), leaf) for leaf in leaves],
-            hidden=hidden.detach().clone(),
-            out=torch.zeros_like(hidden),
-            grad_output=torch.zeros_like(hidden),
-            grad_hidden=torch.zeros_like(hidden),
+            hidden=hidden.detach().clone(memory_format=torch.contiguous_format),
+            out=hidden.new_zeros(hidden.shape),
+            grad_output=hidden.new_zeros(hidden.shape),
+            grad_hidden=hidden.new_zeros(hidden.shape),
             parameters=parameters,
             gradients=gradients,
             found=find_parameters(self.blocks),

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or a status that the module docstring lists.
     """
     args = parse(argv)
+    _configure_allocator()
     logging.getLogger("DeepSpeed").addFilter(_print_to_stderr)
     if "RANK" in os.environ:
         from coat_vlm.run.launcher import die_with_launcher
@@ -54,6 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         complain(f"{_format_error(error)}\n(--debug shows the traceback)")
         return USER_ERROR
+
+
+def _configure_allocator() -> None:
+    """Let torch's allocator extend segments of GPU memory; call it before torch is imported.
+
+    With segments of fixed sizes a step of 8B parameters ran out of memory although 20 GB were free:
+    no piece of them was large enough (docs/lab/2026-11.md).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def build_parser() -> argparse.ArgumentParser:

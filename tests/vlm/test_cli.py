@@ -48,6 +48,40 @@ def test_wrong_arguments_end_with_status_2(words: list[str], capsys: pytest.Capt
     assert "usage: coat-vlm" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+    ],
+)
+def test_commands_configure_the_allocator_before_torch_is_imported(
+    given: dict[str, str], expected: str | None
+):
+    program = """
+import os, sys
+from coat_cli import train
+from coat_cli.main import main
+
+def handler(args):
+    print("torch" in sys.modules, os.environ.get("PYTORCH_ALLOC_CONF"))
+    return 0
+
+train._train = handler
+sys.exit(main(["train", "quickstart"]))
+"""
+    rest = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=rest | given,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", str(expected)]
+
+
 def test_standard_output_has_the_result_alone():
     """DeepSpeed logs to standard output, for one that there is no GPU."""
     words = [sys.executable, "-m", "coat_cli.main", "plan", "quickstart", "model.max_length=64"]

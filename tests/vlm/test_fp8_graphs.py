@@ -289,6 +289,17 @@ def test_blocks_that_a_monitor_sent_back_lose_their_graphs_with_the_others() -> 
     assert all("forward" not in vars(block) for block in model.model.layers)
 
 
+def test_static_tensors_are_contiguous_whatever_the_embedding_returns() -> None:
+    """SigLIP's returns tokens channel by channel; copies to and from that layout are slow."""
+    (graphs,) = graph_blocks(llama(torch.device("cpu")))
+    hidden = torch.randn(2, 128, 16).transpose(1, 2)
+    captured = graphs._allocate(hidden, [], tree_flatten(())[1])
+    assert torch.equal(captured.hidden, hidden)
+    for static in (captured.hidden, captured.out, captured.grad_output, captured.grad_hidden):
+        assert static.is_contiguous()
+        assert static.shape == hidden.shape
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_auto_captures_after_two_steps(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
