@@ -87,8 +87,8 @@ class SpareMemory:
         if self.steps != DECIDED_AFTER:
             return
         spare = self._measure_spare_bytes()
-        rows = [] if self.weights == "cache" else self.graphs  # whose passes would quantize again
-        captures = allow_graphs(rows, spare)
+        # Replays would quantize the weights that "cache" keeps.
+        captures = _allow_graphs(self.graphs, 0.0 if self.weights == "cache" else spare)
         self.suffices = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
@@ -103,37 +103,66 @@ class SpareMemory:
         return MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
 
 
-def allow_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
-    """Allow captures where the GPU waits for launches, if memory suffices; ends ``auto``.
+def _allow_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
+    """End the observation of rows of blocks; return whether any may be captured."""
+    seen = [row for row in rows if row.tokens]
+    loads = [
+        RowLoad(
+            len(row.blocks),
+            sum(p.numel() for block in row.blocks for p in block.parameters()),
+            row.tokens,
+            row.saved,
+        )
+        for row in seen
+    ]
+    for row, most in zip(seen, choose_rows(loads, spare), strict=True):
+        row.most_tokens = most
+    for row in rows:
+        row.is_observing = False
+    return any(row.most_tokens for row in seen)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoad:
+    """The largest pass of consecutive blocks."""
+
+    blocks: int
+    parameters: int
+    """Parameters of all blocks."""
+    tokens: int
+    saved: float
+    """Bytes of the activations that the blocks save."""
+
+    @property
+    def compute_s(self) -> float:
+        """Estimated seconds of the GPU for both passes of one block.
+
+        A linear layer has 6 FLOPs per parameter and token; attention is not counted.
+        """
+        return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
+
+
+def choose_rows(loads: Sequence[RowLoad], spare: float) -> list[float]:
+    """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
 
     Args:
-        rows: rows of blocks that ran eagerly so far. Their largest passes tell whether the GPU
-            waits.
+        loads: all rows of blocks that run in a step.
         spare: bytes that graphs may take.
 
     Returns:
-        Whether any row may be captured.
+        The largest number of tokens with which each row is captured; 0 for never.
     """
-    seen = [row for row in rows if row.tokens]
-    for row in rows:
-        row.is_observing = False
-    launching = sum(LAUNCH_S * len(row.blocks) for row in seen)
-    computing = sum(_compute_s(row) * len(row.blocks) for row in seen)
+    launching = sum(LAUNCH_S * load.blocks for load in loads)
+    computing = sum(load.compute_s * load.blocks for load in loads)
     if computing > HIDDEN * launching:
-        return False
-    small = sorted((r for r in seen if _compute_s(r) < LAUNCH_S), key=lambda row: row.saved)
-    while small and MEMORY_FACTOR * sum(row.saved for row in small) > spare:
+        return [0.0] * len(loads)
+    small = sorted((x for x in loads if x.compute_s < LAUNCH_S), key=lambda load: load.saved)
+    while small and MEMORY_FACTOR * sum(load.saved for load in small) > spare:
         small.pop()
-    taken = MEMORY_FACTOR * sum(row.saved for row in small)
-    for row in small:
-        row.most_tokens = row.tokens * min(spare / max(taken, 1), LAUNCH_S / _compute_s(row))
-    return bool(small)
-
-
-def _compute_s(row: BlockGraphs) -> float:
-    """Estimate the GPU's seconds for both passes of a block, in the largest pass of its row.
-
-    A linear layer has 6 FLOPs per parameter and token; attention is not counted.
-    """
-    parameters = sum(p.numel() for block in row.blocks for p in block.parameters())
-    return 6 * parameters / len(row.blocks) * row.tokens / FLOPS_PER_S
+    taken = MEMORY_FACTOR * sum(load.saved for load in small)
+    return [
+        load.tokens * min(spare / max(taken, 1.0), LAUNCH_S / load.compute_s)
+        if any(load is x for x in small)
+        else 0.0
+        for load in loads
+    ]

@@ -32,11 +32,13 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8.spare_memory import MAX_SHARE, RowLoad
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import load_tokenizer
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, FramesPlan, trace, trace_frames
+from coat_vlm.plan.graphs import PlannedGraphs, add_graphs, plan_graphs
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
@@ -45,6 +47,7 @@ from coat_vlm.plan.zero import (
     estimate_rank_memory,
     measure_state_bytes,
 )
+from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.prepare import (
     build_planned_model,
     refuse_pairs,
@@ -199,6 +202,8 @@ class StagePlan:
     """ZeRO stages to compare, including the recipe's."""
     saved: dict[tuple[BlockPrecision, bool], Activations]
     """Activations of the recipe's micro-batch by (precision of all blocks, checkpointing)."""
+    graphs: PlannedGraphs
+    """The blocks that CUDA graphs may launch."""
     frames: FramesPlan | None = None
     """Rows full of frames; None without video settings."""
 
@@ -240,13 +245,24 @@ class StagePlan:
         activations: Activations | None = None,
     ) -> RankMemory:
         """Estimate the memory under a ZeRO stage with another micro-batch and the same batch."""
-        return estimate_rank_memory(
+        activations = activations or self.interpolate(micro_batch)
+        memory = estimate_rank_memory(
             zero_stage,
             sizes or self.sizes,
             self.ranks,
-            activations or self.interpolate(micro_batch),
+            activations,
             accumulates=self.stage.batch_size > micro_batch * self.replicas,
         )
+        if self.graphs.mode is not True:  # auto takes only memory that is left
+            return memory
+        captured = self.graphs.find_captured(activations, micro_batch, 0.0)
+        return add_graphs(memory, [*captured.values()])
+
+    def find_captured(self) -> dict[str, RowLoad]:
+        """Return the rows of blocks that training captures with the recipe's settings, by part."""
+        left = self.usable_bytes - self.memory[self.recipe_zero].peak
+        spare = max(0.0, MAX_SHARE * left)
+        return self.graphs.find_captured(self.activations, self.stage.micro_batch_size, spare)
 
     def largest_frames(self) -> int:
         """Find the largest number of frames per row that fits, in tokens and memory, or 0."""
@@ -340,6 +356,7 @@ def plan_recipe(
         ]
         traced = share_tokens(traced, stage.sequence_parallel)
         vision = frame.config.vision_config
+        patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
         plan = StagePlan(
             name=name,
             stage=stage,
@@ -351,12 +368,15 @@ def plan_recipe(
             images=tiles,
             images_reason=why,
             assumed=assumed,
-            patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
+            patches=patches,
             sizes=sizes,
             traced=traced,
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
             saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
+            graphs=plan_graphs(
+                frame, choose_graphs(recipe, stage, arithmetic), length, tiles * patches
+            ),
             frames=trace_frames(frame, recipe, length, stage.micro_batch_size, reuse_weights=cached)
             if compare
             else None,

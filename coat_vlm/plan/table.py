@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import PARTS
+from coat_vlm.plan.graphs import add_graphs
 from coat_vlm.plan.stage import BLOCK_PRECISIONS, MARGIN, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
@@ -156,7 +157,7 @@ def _stage(plan: StagePlan) -> str:
     fits = [memory.peak <= plan.usable_bytes for memory in memories]
     lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
     largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
-    lines += [_row("largest micro-batch", largest), "", *_activations(plan), ""]
+    lines += [_row("largest micro-batch", largest), "", *_activations(plan), *_graphs(plan), ""]
     return "\n".join([*lines, advice(plan), *_frames(plan)])
 
 
@@ -200,6 +201,23 @@ def _activations(plan: StagePlan) -> list[str]:
     copies = plan.activations.weight_copies
     note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"
     return [*lines, note + (f", cached FP8 weights {_gb(copies)} GB" if copies else "")]
+
+
+def _graphs(plan: StagePlan) -> list[str]:
+    """State the blocks that CUDA graphs launch, and their memory."""
+    captured = plan.find_captured()
+    if not captured:
+        return []
+    blocks = " and ".join(f"{load.blocks} blocks of {part}" for part, load in captured.items())
+    memory = add_graphs(plan.memory[plan.recipe_zero], [*captured.values()])
+    return [
+        f"  CUDA graphs launch {blocks} (fp8.cuda_graphs): "
+        + (
+            "the peaks contain their memory"
+            if plan.graphs.mode is True
+            else f"they use memory that is left, for a peak of {_gb(memory.peak)} GB"
+        )
+    ]
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

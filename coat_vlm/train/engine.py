@@ -216,5 +216,6 @@ def choose_graphs(
         or recipe.model.pretrained is not None
         or stage.sequence_parallel > 1
         or stage.dpo is not None
+        or stage.gradient_checkpointing
     )
     return False if chosen == "auto" and unsupported else chosen

@@ -38,11 +38,13 @@ from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, captured_bytes, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
+from coat_vlm.fp8.spare_memory import MAX_SHARE
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
 from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
+from coat_vlm.plan.graphs import add_graphs, plan_graphs
 from coat_vlm.plan.stage import (
     count_images_per_row,
     find_vocab_size,
@@ -52,7 +54,7 @@ from coat_vlm.plan.stage import (
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.engine import build_engine, choose_graphs, training_loop_clips
 from coat_vlm.train.prepare import (
     avoids_padding,
     build_planned_model,
@@ -524,6 +526,14 @@ def note_used_memory(device: torch.device) -> str:
     return f"; {(total - free) / 1e9:.2f} of {total / 1e9:.2f} GB in use on the GPU"
 
 
+def count_gpu_bytes(device: torch.device) -> float:
+    """Return the bytes of a GPU that torch's allocator may take; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    total = torch.cuda.get_device_properties(device).total_memory
+    return total * torch.cuda.get_per_process_memory_fraction(device)
+
+
 def limit_memory(device: torch.device, gib: float) -> None:
     """Limit the memory that torch's allocator may reserve on a GPU.
 
@@ -630,12 +640,16 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
     finally:
         release_engine(run.engine, model)
     if bench.plan:
-        row.plan_gb = plan_peak(case, bench, reuse=reuse, ranks=world.size)
+        row.plan_gb = plan_peak(
+            case, bench, reuse=reuse, ranks=world.size, gpu_bytes=count_gpu_bytes(world.device)
+        )
         if row.peak_gb is not None:
             row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
 
 
-def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -> float:
+def plan_peak(
+    case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int, gpu_bytes: float
+) -> float:
     """Return the peak of a rank that a plan expects, in 10^9 bytes.
 
     Args:
@@ -643,6 +657,7 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
         bench: number of micro-batches of a step.
         reuse: whether micro-batches share FP8 weights.
         ranks: number of processes.
+        gpu_bytes: memory of a GPU for tensors; CUDA graphs take part of what is left.
     """
     frame = cast(CoatVlm, case.frame)
     shared = case.stage.sequence_parallel
@@ -662,10 +677,15 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
     low_bits = case.recipe.master_weights == "low_bits"
     sizes = count_sizes(frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
-    return (
-        estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates).peak
-        / 1e9
-    )
+    memory = estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates)
+    vision: Any = frame.config.vision_config
+    patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
+    arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, torch.device("meta"))
+    mode = choose_graphs(case.recipe, case.stage, arithmetic)
+    graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images * patches)
+    spare = MAX_SHARE * max(0.0, gpu_bytes - memory.peak)
+    captured = graphs.find_captured(activations, case.stage.micro_batch_size, spare)
+    return add_graphs(memory, [*captured.values()]).peak / 1e9
 
 
 def find_optimizer(recipe: Recipe) -> str:

@@ -33,6 +33,7 @@ from coat_bench.recipe import (
     Step,
     build_stage_model,
     build_training_step,
+    count_gpu_bytes,
     find_optimizer,
     free_memory,
     list_stage_cases,
@@ -512,7 +513,8 @@ class _Run:
             planned = isinstance(model, CoatVlm) and case.precision is not None
             if isinstance(step, TrainStep) and planned:
                 reuse = step.spare_memory.shares_weights
-                planned = plan_peak(stage, bench, reuse=reuse, ranks=world.size)
+                left = count_gpu_bytes(world.device)
+                planned = plan_peak(stage, bench, reuse=reuse, ranks=world.size, gpu_bytes=left)
                 row.note += f"; plan {planned:.4g} GB"
             if self.bench.on_profile is not None:
                 self._profile(row, step, batches)

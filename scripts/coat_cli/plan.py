@@ -62,12 +62,6 @@ def _plan(args: argparse.Namespace) -> int:
         only_stage=args.stage,
     )
     say(format_plan(plans))
-    if recipe.fp8 is not None and recipe.fp8.cuda_graphs is True:
-        say(
-            "\nfp8.cuda_graphs: true: the activations that FP8 blocks save stay in memory during "
-            "the optimizer step. The plan counts them in the forward and backward pass only: if "
-            "the optimizer step is the peak, add them."
-        )
     return 0
 
 

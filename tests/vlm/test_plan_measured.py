@@ -10,7 +10,7 @@ import torch
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench.recipe import RecipeBench, list_stage_cases, plan_peak
-from coat_bench.step import StepCase
+from coat_bench.step import NAMES, StepCase
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import fp8_blocks
@@ -65,7 +65,7 @@ def test_recipes(row: Row) -> None:
     (case,) = list_stage_cases(bench, world)
     for module in case.frame.modules():
         restore_weight(module)  # frozen weights were BF16 beside adapters then
-    peak = plan_peak(case, bench, reuse=False, ranks=world.size)
+    peak = plan_peak(case, bench, reuse=False, ranks=world.size, gpu_bytes=0)
     planned, measured = float(row["plan_gb"]), float(row["peak_gb"])
     recomputed = row["checkpointing"] == "True"
     assert planned == pytest.approx(measured, rel=0.03 if recomputed else 0.006)
@@ -85,7 +85,41 @@ def test_the_step_of_an_8b_model() -> None:
     step = StepCase("coat", None, True, 0, "low_bits").recipe("8b", 1)
     bench = RecipeBench(recipe=step, images=4, accumulation=8)
     (case,) = list_stage_cases(bench, World(rank=0, size=1, device=torch.device("cpu")))
-    assert plan_peak(case, bench, reuse=False, ranks=1) == pytest.approx(peak, rel=0.006)
+    planned = plan_peak(case, bench, reuse=False, ranks=1, gpu_bytes=0)
+    assert planned == pytest.approx(peak, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "accumulation", "zero", "masters"),
+    [("1b", 4, 1, 2, "fp32"), ("2b", 4, 1, 2, "fp32"), ("8b", 1, 8, 0, "low_bits")],
+)
+@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+def test_steps_with_cuda_graphs(
+    size: str, batch: int, accumulation: int, zero: Any, masters: Any, precision: Any
+) -> None:
+    """Graphs of the tower, with 0.9B parameters of the language model, too."""
+    name = {"1b": "0.5b", "2b": "1.5b", "8b": "7b"}[size]
+    rows = [
+        row
+        for row in rows_of("step")
+        if row["commit"] == "5d3ba05" and row["optimizer"].startswith("coat")
+        if (row["model"], row["zero"]) == (f"siglip-so400m_qwen2.5-{name}", str(zero))
+        if row["implementation"] == NAMES[precision]
+    ]
+    ranks = 1 if zero == 0 else 2
+    bench = RecipeBench(
+        recipe=StepCase(precision, None, True, zero, masters).recipe(size, batch),
+        images=4,
+        accumulation=accumulation,
+    )
+    (case,) = list_stage_cases(bench, World(rank=0, size=ranks, device=torch.device("cpu")))
+    limit = 77 * 2**30 if size == "8b" else 150e9
+
+    def planned(gpu_bytes: float) -> float:
+        return plan_peak(case, bench, reuse=False, ranks=ranks, gpu_bytes=gpu_bytes)
+
+    assert [float(row["peak_gb"]) for row in rows] == [pytest.approx(planned(limit), rel=0.03)]
+    assert planned(0) < 0.999 * planned(limit)
 
 
 def test_other_micro_batches_than_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

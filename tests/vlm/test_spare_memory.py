@@ -1,6 +1,5 @@
 """The memory that steps leave is used for CUDA graphs, or for FP8 weights of all micro-batches."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from coat_vlm.fp8.spare_memory import (
     HIDDEN,
     LAUNCH_S,
     MEMORY_FACTOR,
-    allow_graphs,
+    RowLoad,
+    choose_rows,
 )
 from coat_vlm.plan.stage import find_vocab_size
 from coat_vlm.train.engine import choose_graphs
@@ -68,44 +68,36 @@ def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
         assert (weights._cache is not None) == kept  # pyright: ignore[reportPrivateUsage]
 
 
-def row_of(blocks: int, seconds: float, saved: int) -> Any:
-    """A row of blocks that ran eagerly; ``seconds`` are the GPU's for both passes of a block."""
-    tokens = 1000 if seconds else 0
-    one = SimpleNamespace(numel=lambda: seconds * FLOPS_PER_S / 6 / 1000)
-    block = SimpleNamespace(parameters=lambda: [one])
-    return SimpleNamespace(
-        blocks=[block] * blocks, tokens=tokens, saved=saved, most_tokens=0.0, is_observing=True
-    )
+def load_of(blocks: int, seconds: float, saved: int) -> RowLoad:
+    """1,000 tokens; ``seconds`` are the GPU's for both passes of a block."""
+    parameters = round(blocks * seconds * FLOPS_PER_S / 6 / 1000)
+    return RowLoad(blocks, parameters, 1000, saved)
 
 
 @pytest.mark.parametrize(
     ("rows", "spare", "limits"),
     [
         # The GPU waits for both rows; memory for 1.5 times their activations.
-        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 90, [1000, 1000]),
+        ([load_of(27, 1e-3, 40), load_of(24, 1e-3, 20)], 90, [1000, 1000]),
         # Twice the memory: twice the tokens; and up to what is launched in time.
-        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 180, [2000, 2000]),
-        ([row_of(27, LAUNCH_S / 3, 40)], INFINITE, [3000]),
+        ([load_of(27, 1e-3, 40), load_of(24, 1e-3, 20)], 180, [2000, 2000]),
+        ([load_of(27, LAUNCH_S / 3, 40)], INFINITE, [3000]),
         # The smaller row alone fits.
-        ([row_of(27, 1e-3, 40), row_of(24, 1e-3, 20)], 89, [0, 89 / 30 * 1000]),
-        ([row_of(27, 1e-3, 40)], 59, [0]),
+        ([load_of(27, 1e-3, 40), load_of(24, 1e-3, 20)], 89, [0, 89 / 30 * 1000]),
+        ([load_of(27, 1e-3, 40)], 59, [0]),
         # A tower before a language model that takes longer than its launches, but not much.
-        ([row_of(27, 1e-3, 40), row_of(28, 6e-3, 20)], 60, [1000, 0]),
+        ([load_of(27, 1e-3, 40), load_of(28, 6e-3, 20)], 60, [1000, 0]),
         # Before one that hides all launches.
-        ([row_of(27, 1e-3, 40), row_of(28, 27e-3, 20)], 60, [0, 0]),
-        # Frozen parts run no pass that could be replayed.
-        ([row_of(27, 0, 0), row_of(24, 1e-3, 20)], 30, [0, 1000]),
+        ([load_of(27, 1e-3, 40), load_of(28, 27e-3, 20)], 60, [0, 0]),
         ([], 30, []),
     ],
 )
 def test_rows_are_captured_where_the_gpu_waits_and_memory_suffices(
-    rows: list[Any], spare: float, limits: list[float]
+    rows: list[RowLoad], spare: float, limits: list[float]
 ) -> None:
     assert MEMORY_FACTOR == 1.5
     assert HIDDEN == 2
-    assert allow_graphs(rows, spare) == any(limits)
-    assert [row.most_tokens for row in rows] == pytest.approx(limits)
-    assert not any(row.is_observing for row in rows)
+    assert choose_rows(rows, spare) == pytest.approx(limits, rel=1e-6)
 
 
 def converted(fp8: Fp8Config) -> tuple[Any, Arithmetic]:
@@ -141,13 +133,19 @@ def test_who_shares_weights(graphs: Any, policy: Any, found: int, weights_policy
 def test_captured_blocks_come_before_shared_weights(
     policy: Any, waits: bool, captures: bool
 ) -> None:
-    row = row_of(24, 1e-3 if waits else 1.0, 20)
-    memory = SpareMemory(policy, 14, CPU, [row])
+    model, _ = converted(Fp8Config())
+    *_, row = rows = graph_blocks(model, "auto")
+    load = load_of(len(row.blocks), 1e-3 if waits else 1.0, 20)
+    parameters = sum(p.numel() for block in row.blocks for p in block.parameters())
+    row.tokens, row.saved = load.parameters * 1000 // parameters, 20
+    memory = SpareMemory(policy, 14, CPU, rows)
     with memory.share_weights(4):
         memory.after_step()
     assert row.is_observing  # a step without optimizer states decides nothing
     memory.after_step()
     assert bool(row.most_tokens) == captures
+    assert not any(other.most_tokens for other in rows[:-1])  # they ran no pass
+    assert not any(other.is_observing for other in rows)
     with memory.share_weights(4):
         shares = policy == "cache" or (policy == "auto" and not captures)
         assert weights.are_reused() == shares
@@ -160,6 +158,7 @@ def test_captured_blocks_come_before_shared_weights(
         (["fp8.cuda_graphs=true"], True),
         (["fp8.cuda_graphs=false"], False),
         (["zero_stage=3"], False),
+        (["stages.sft.gradient_checkpointing=true"], False),
         (["stages.sft.sequence_parallel=2"], False),
         (["precision=bf16"], False),
     ],

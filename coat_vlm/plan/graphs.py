@@ -1,0 +1,87 @@
+"""Estimates the memory of CUDA graphs of FP8 blocks (``fp8.cuda_graphs``).
+
+Graphs hold the activations that their blocks save, also in the optimizer step, with the temporary
+tensors of one block and static copies of its input and output. :data:`OVERHEAD` was measured on an
+H200 (docs/lab/2026-11.md): the graphs of 26 and 24 blocks took 1.20 to 1.33 times the activations,
+and the peak of a step rose by 0.16 to 0.38 of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from coat_vlm.fp8 import fp8_blocks
+from coat_vlm.fp8.spare_memory import RowLoad, choose_rows
+from coat_vlm.plan.activations import Activations
+from coat_vlm.plan.zero import RankMemory
+
+OVERHEAD = 0.33
+"""What graphs take besides the saved activations, as a share of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGraphs:
+    """The rows of blocks that may be captured as CUDA graphs."""
+
+    mode: Literal["auto"] | bool
+    """``fp8.cuda_graphs`` of the stage: False where graphs are not supported."""
+    blocks: dict[str, tuple[int, int]]
+    """Part of the model -> number of its FP8 blocks and of their parameters."""
+    tokens: dict[str, int]
+    """Part -> tokens of a row of a micro-batch."""
+
+    def find_captured(
+        self, activations: Activations, micro_batch: int, spare: float
+    ) -> dict[str, RowLoad]:
+        """Return the rows of blocks that training captures.
+
+        Args:
+            activations: of a micro-batch.
+            micro_batch: rows of a micro-batch.
+            spare: bytes that graphs may take under ``auto``.
+        """
+        loads = {
+            part: RowLoad(*counts, self.tokens[part] * micro_batch, activations.saved[part])
+            for part, counts in self.blocks.items()
+            if activations.saved[part]  # frozen parts save nothing
+        }
+        if self.mode != "auto":
+            return loads if self.mode else {}
+        limits = choose_rows(list(loads.values()), spare)
+        return {
+            part: load
+            for (part, load), most in zip(loads.items(), limits, strict=True)
+            if most >= load.tokens
+        }
+
+
+def plan_graphs(
+    model: nn.Module, mode: Literal["auto"] | bool, row_tokens: int, row_patches: int
+) -> PlannedGraphs:
+    """Count the blocks of a converted model.
+
+    Args:
+        model: on any device.
+        mode: see :class:`PlannedGraphs`.
+        row_tokens: tokens of a row of a micro-batch.
+        row_patches: patches of its images.
+    """
+    blocks: dict[str, tuple[int, int]] = {}
+    for name, block in fp8_blocks(model, adapted=False):
+        part = "vision" if name.startswith("vision_tower") else "language"
+        number, parameters = blocks.get(part, (0, 0))
+        own = sum(p.numel() for p in block.parameters())
+        blocks[part] = (number + 1, parameters + own)
+    return PlannedGraphs(mode, blocks, {"vision": row_patches, "language": row_tokens})
+
+
+def add_graphs(memory: RankMemory, captured: Sequence[RowLoad]) -> RankMemory:
+    """Add the memory of captured rows of blocks to both peaks of a rank."""
+    saved = sum(load.saved for load in captured)
+    return replace(
+        memory,
+        backward_peak=memory.backward_peak + OVERHEAD * saved,
+        step_peak=memory.step_peak + (1 + OVERHEAD) * saved,
+    )
