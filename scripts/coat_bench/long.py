@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coat_bench.lengths import Layout, arrange, draw_samples
+from coat_bench.memory import free_memory
 from coat_bench.recipe import (
     RecipeBench,
     RecipeRow,
@@ -23,7 +24,6 @@ from coat_bench.recipe import (
     StageCase,
     bench_recipe,
     build_stage_model,
-    free_memory,
     list_stage_cases,
     make_batch,
 )

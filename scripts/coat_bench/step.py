@@ -25,6 +25,13 @@ import torch
 from transformers import PreTrainedModel
 
 from coat_bench.layer import use_attention
+from coat_bench.memory import (
+    count_gpu_bytes,
+    free_memory,
+    note_graphs,
+    note_leftover_memory,
+    note_used_memory,
+)
 from coat_bench.models import BASELINES, SIZES, apply_baseline, check_baselines
 from coat_bench.profile import format_profile, profile_step
 from coat_bench.recipe import (
@@ -33,14 +40,9 @@ from coat_bench.recipe import (
     Step,
     build_stage_model,
     build_training_step,
-    count_gpu_bytes,
     find_optimizer,
-    free_memory,
     list_stage_cases,
     make_batch,
-    note_graphs,
-    note_leftover_memory,
-    note_used_memory,
     plan_peak,
     reduce_time_and_peak,
     release_engine,

@@ -446,7 +446,7 @@ def _run_adamw(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
-    from coat_bench.recipe import limit_memory
+    from coat_bench.memory import limit_memory
     from coat_bench.rows import append_rows
     from coat_bench.step import StepBench, bench_step, format_rows
     from coat_vlm.distributed import join_world

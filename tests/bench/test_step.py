@@ -18,7 +18,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2 import modeling_qwen2
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench import models, recipe, step
+from coat_bench import memory, models, recipe, step
 from coat_bench.models import BASELINES, SIZES, Baseline, StepModel
 from coat_bench.recipe import (
     RecipeBench,
@@ -353,15 +353,15 @@ def test_the_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share)
     )
-    recipe.limit_memory(gpu, 77)
+    memory.limit_memory(gpu, 77)
     assert limits == [77 / 80]
     for gib in (0, 81):
         with pytest.raises(ValueError, match=rf"--cap-gib {gib}: the GPU has 80.0 GiB"):
-            recipe.limit_memory(gpu, gib)
+            memory.limit_memory(gpu, gib)
     with pytest.raises(ValueError, match="there is no GPU"):
-        recipe.limit_memory(CPU, 77)
+        memory.limit_memory(CPU, 77)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5_000_000_000, 85_000_000_000))
-    assert recipe.note_used_memory(gpu) == "; 80.00 of 85.00 GB in use on the GPU"
+    assert memory.note_used_memory(gpu) == "; 80.00 of 85.00 GB in use on the GPU"
 
 
 def test_nothing_is_left_of_a_case(world: World) -> None:
