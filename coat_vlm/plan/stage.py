@@ -173,6 +173,10 @@ beyond the size with which it is sold: an H100 of 80 GB has 85.0e9 bytes, an H20
 150.1e9."""
 
 
+SOLD = 0.94
+"""Size with which a GPU is sold, over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """The memory that one stage needs."""
@@ -260,7 +264,7 @@ class StagePlan:
 
     def find_captured(self) -> dict[str, RowLoad]:
         """Return the rows of blocks that training captures with the recipe's settings, by part."""
-        left = self.usable_bytes - self.memory[self.recipe_zero].peak
+        left = self.gpu_bytes / SOLD - self.memory[self.recipe_zero].peak
         spare = max(0.0, MAX_SHARE * left)
         return self.graphs.find_captured(self.activations, self.stage.micro_batch_size, spare)
 

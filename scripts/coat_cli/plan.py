@@ -68,10 +68,11 @@ def _plan(args: argparse.Namespace) -> int:
 def _local_gpu_gb() -> float:
     import torch
 
+    from coat_vlm.plan.stage import SOLD
+
     if not torch.cuda.is_available():
         return DEFAULT_GPU_MEMORY_GB
-    # CUDA reports about 6% more than the size with which a GPU is sold: 85.0e9 bytes for 80 GB.
-    return 0.94 * torch.cuda.get_device_properties(0).total_memory / 1e9
+    return SOLD * torch.cuda.get_device_properties(0).total_memory / 1e9
 
 
 def _positive_number(text: str) -> float:
