@@ -75,7 +75,8 @@ class Fp8Config:
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
-    gradients are accumulated and they fit into half of the GPU's free memory."""
+    gradients are accumulated, no block is a CUDA graph and they fit into half of the GPU's free
+    memory."""
     cuda_graphs: Literal["auto"] | bool = "auto"
     """Launch each block as one CUDA graph, where the GPU would wait for the CPU. The activations of
     such blocks have statically allocated memory (coat_vlm/fp8/graphs.py). ``auto`` decides after

@@ -169,7 +169,7 @@ def graph_blocks(model: nn.Module, enabled: Literal["auto"] | bool = True) -> "l
         model: a converted model whose weights keep their addresses. Blocks of one parent (the
             tower's, the language model's) form a row and are captured together.
         enabled: False reverts an earlier call. With "auto" all passes run eagerly
-            until :attr:`BlockGraphs.most_tokens` is set.
+            until :meth:`BlockGraphs.limit` is called.
 
     Returns:
         One :class:`BlockGraphs` per row of blocks.
@@ -191,7 +191,7 @@ def graph_blocks(model: nn.Module, enabled: Literal["auto"] | bool = True) -> "l
         if name in packed:
             continue
         rows.setdefault(name.rpartition(".")[0], []).append(block)
-    most = 0.0 if enabled == "auto" else float("inf")
+    most = None if enabled == "auto" else float("inf")
     return [BlockGraphs(blocks, most) for blocks in rows.values()] if enabled else []
 
 
@@ -230,14 +230,17 @@ class BlockGraphs:
     Args:
         blocks: blocks with the same arguments except the hidden states; their ``forward`` is
             replaced.
-        most_tokens: passes with more tokens run eagerly.
+        most_tokens: passes with more tokens run eagerly. None: all do, and are measured, until
+            :meth:`limit` is called.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], most_tokens: float = float("inf")) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], most_tokens: float | None = float("inf")
+    ) -> None:
         self.blocks = list(blocks)
         self.most_tokens = most_tokens
-        self.is_observing = not most_tokens
-        """Whether eager passes are measured, before ``most_tokens`` is set."""
+        self.most_bytes = float("inf")
+        """With graphs of more bytes no further shape is captured."""
         self.tokens = 0
         """Tokens of the largest measured pass."""
         self.saved = 0
@@ -267,6 +270,18 @@ class BlockGraphs:
         for number, block in enumerate(self.blocks):
             vars(block)[FORWARD] = _Forward(self, number)
 
+    def limit(self, most_tokens: float, most_bytes: float) -> None:
+        """End the measurement: capture passes of at most so many tokens, or none if it is 0.
+
+        Args:
+            most_tokens: see :class:`BlockGraphs`.
+            most_bytes: memory of the graphs after which no further shape is captured.
+        """
+        self.most_tokens, self.most_bytes = most_tokens, most_bytes
+        if not most_tokens:
+            for block in self.blocks:  # which are launched just in time, without this class
+                vars(block).pop(FORWARD, None)
+
     def run_block(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run ``forward`` of block ``number``."""
         block = self.blocks[number]
@@ -282,7 +297,7 @@ class BlockGraphs:
                 return _Replay.apply(
                     hidden_states, current, number, *current.captured.parameters[number]
                 )
-            if self.is_observing:
+            if self.most_tokens is None:
                 return self._observe(number, hidden_states, *args, **kwargs)
         elif number == 0:
             self._current = None
@@ -321,7 +336,8 @@ class BlockGraphs:
         if key is None:
             return None
         if key not in self._captured:
-            if not self._is_frequent(key) or hidden.shape[:-1].numel() > self.most_tokens:
+            tokens, most = hidden.shape[:-1].numel(), self.most_tokens
+            if not self._is_frequent(key) or most is None or tokens > most:
                 return None
             new = self._try_capture(hidden, leaves, spec)
             if new is None:
@@ -347,7 +363,7 @@ class BlockGraphs:
         """Count a pass with these shapes; return whether to capture graphs for them."""
         if self._failed:
             return False
-        if len(self._captured) >= MAX_CAPTURED:
+        if len(self._captured) >= MAX_CAPTURED or self.nbytes > self.most_bytes:
             if not self._full:
                 self._full = True
                 level = logging.WARNING if self.most_tokens == float("inf") else logging.INFO
@@ -355,7 +371,7 @@ class BlockGraphs:
                     level,
                     "FP8 blocks have CUDA graphs for %d shapes; other shapes, such as %s, run "
                     "eagerly. Packed rows and a fixed number of images reduce the shapes",
-                    MAX_CAPTURED,
+                    len(self._captured),
                     tuple(key[0]),
                 )
             return False

@@ -9,6 +9,7 @@ differ and memory fragments. A step of 8B parameters whose FP8 weights were 0.55
 memory (docs/lab/2026-11.md).
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights
 from coat_vlm.fp8.graphs import BlockGraphs, find_graphs
 from coat_vlm.fp8.weights import reused_weights
 
+logger = logging.getLogger(__name__)
+
 MAX_SHARE = 0.5
 """Largest share of the free memory that is used."""
 
@@ -28,15 +31,15 @@ DECIDED_AFTER = 2
 """Steps before the decision."""
 
 LAUNCH_S = 4.4e-3
-"""Seconds in which the CPU launches both passes of a block: 0.24 s for 55 blocks, measured on the
-host of an H200 (docs/lab/2026-11.md)."""
+"""Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks
+and a language model of 28, on the host of an H200 (docs/lab/2026-11.md, Balance of ranks)."""
 
 FLOPS_PER_S = 850e12
 """Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
 
 HIDDEN = 2.0
-"""The GPU waits for no launch if it computes for this many times as long as the CPU launches:
-after each step the CPU has no lead."""
+"""If the blocks compute for this many times as long as their launches take, the GPU does not wait:
+once would do if the CPU did not lose its lead at the end of each step."""
 
 MEMORY_FACTOR = 1.5
 """Memory of graphs over that of the activations which the blocks save."""
@@ -53,8 +56,8 @@ class SpareMemory:
     device: torch.device
     graphs: Sequence[BlockGraphs] = ()
     """Rows of blocks of which some may be captured."""
-    suffices: bool = False
-    """Whether the memory suffices for shared weights, and no block is captured instead."""
+    weights_fit: bool = False
+    """Whether no block is captured, and the memory suffices for shared weights."""
     steps: int = 0
     """Steps so far, until the decision."""
     accumulates: bool = False
@@ -73,7 +76,7 @@ class SpareMemory:
     @property
     def shares_weights(self) -> bool:
         """Whether the micro-batches of a step like the last one share FP8 weights."""
-        wanted = self.weights == "auto" and self.accumulates and self.suffices
+        wanted = self.weights == "auto" and self.accumulates and self.weights_fit
         return self.weights == "cache" or wanted
 
     def share_weights(self, micro_batches: int) -> AbstractContextManager[None]:
@@ -87,9 +90,8 @@ class SpareMemory:
         if self.steps != DECIDED_AFTER:
             return
         spare = self._measure_spare_bytes()
-        # Replays would quantize the weights that "cache" keeps.
-        captures = _allow_graphs(self.graphs, 0.0 if self.weights == "cache" else spare)
-        self.suffices = not captures and 0 < self.nbytes < spare
+        captures = _limit_graphs(self.graphs, spare)
+        self.weights_fit = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
 
@@ -103,8 +105,8 @@ class SpareMemory:
         return MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
 
 
-def _allow_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
-    """End the observation of rows of blocks; return whether any may be captured."""
+def _limit_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
+    """End the measurement of rows of blocks; return whether any may be captured."""
     seen = [row for row in rows if row.tokens]
     loads = [
         RowLoad(
@@ -115,11 +117,22 @@ def _allow_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
         )
         for row in seen
     ]
-    for row, most in zip(seen, choose_rows(loads, spare), strict=True):
-        row.most_tokens = most
+    chosen = choose_rows(loads, spare)
     for row in rows:
-        row.is_observing = False
-    return any(row.most_tokens for row in seen)
+        captured = any(row is other and taken for other, taken in zip(seen, chosen, strict=True))
+        row.limit(row.tokens if captured else 0, spare)
+        if not row.tokens:  # on a CPU, or frozen
+            continue
+        logger.info(
+            "fp8.cuda_graphs: auto %s %d FP8 blocks; their largest pass had %s tokens and saved "
+            "%.2f GB, and graphs may take %.2f GB",
+            "captures" if captured else "does not capture",
+            len(row.blocks),
+            f"{row.tokens:,}",
+            row.saved / 1e9,
+            spare / 1e9,
+        )
+    return any(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,27 +155,23 @@ class RowLoad:
         return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
 
 
-def choose_rows(loads: Sequence[RowLoad], spare: float) -> list[float]:
+def choose_rows(loads: Sequence[RowLoad], spare: float) -> list[bool]:
     """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
+
+    What is no FP8 block, such as a language model in BF16, is not counted.
 
     Args:
         loads: all rows of blocks that run in a step.
         spare: bytes that graphs may take.
 
     Returns:
-        The largest number of tokens with which each row is captured; 0 for never.
+        For each row whether it is captured.
     """
     launching = sum(LAUNCH_S * load.blocks for load in loads)
     computing = sum(load.compute_s * load.blocks for load in loads)
     if computing > HIDDEN * launching:
-        return [0.0] * len(loads)
+        return [False] * len(loads)
     small = sorted((x for x in loads if x.compute_s < LAUNCH_S), key=lambda load: load.saved)
     while small and MEMORY_FACTOR * sum(load.saved for load in small) > spare:
         small.pop()
-    taken = MEMORY_FACTOR * sum(load.saved for load in small)
-    return [
-        load.tokens * min(spare / max(taken, 1.0), LAUNCH_S / load.compute_s)
-        if any(load is x for x in small)
-        else 0.0
-        for load in loads
-    ]
+    return [any(load is x for x in small) for load in loads]

@@ -45,25 +45,22 @@ class PlannedGraphs:
         loads = {
             part: RowLoad(*counts, self.tokens[part] * micro_batch, activations.saved[part])
             for part, counts in self.blocks.items()
-            if activations.saved[part]  # frozen parts save nothing
         }
         if self.mode != "auto":
             return loads if self.mode else {}
-        limits = choose_rows(list(loads.values()), spare)
-        return {
-            part: load
-            for (part, load), most in zip(loads.items(), limits, strict=True)
-            if most >= load.tokens
-        }
+        chosen = choose_rows(list(loads.values()), spare)
+        return {part: loads[part] for part, taken in zip(loads, chosen, strict=True) if taken}
 
 
 def plan_graphs(
     model: nn.Module, mode: Literal["auto"] | bool, row_tokens: int, row_patches: int
 ) -> PlannedGraphs:
-    """Count the blocks of a converted model.
+    """Count the blocks of a converted model that have a backward pass.
+
+    A frozen language model has one, for the gradients of what is before it.
 
     Args:
-        model: on any device.
+        model: on any device, with ``requires_grad`` set for the stage.
         mode: see :class:`PlannedGraphs`.
         row_tokens: tokens of a row of a micro-batch.
         row_patches: patches of its images.
@@ -71,6 +68,8 @@ def plan_graphs(
     blocks: dict[str, tuple[int, int]] = {}
     for name, block in fp8_blocks(model, adapted=False):
         part = "vision" if name.startswith("vision_tower") else "language"
+        if part == "vision" and not any(p.requires_grad for p in block.parameters()):
+            continue
         number, parameters = blocks.get(part, (0, 0))
         own = sum(p.numel() for p in block.parameters())
         blocks[part] = (number + 1, parameters + own)

@@ -257,7 +257,7 @@ class StagePlan:
             activations,
             accumulates=self.stage.batch_size > micro_batch * self.replicas,
         )
-        if self.graphs.mode is not True:  # auto takes only memory that is left
+        if self.graphs.mode is not True or zero_stage == 3:  # auto takes only what is left
             return memory
         captured = self.graphs.find_captured(activations, micro_batch, 0.0)
         return add_graphs(memory, [*captured.values()])

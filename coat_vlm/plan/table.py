@@ -76,9 +76,11 @@ def advice(plan: StagePlan) -> str:
 
 def _changes(plan: StagePlan) -> Iterator[_Change]:
     """Yield changes in the order of their cost: none, communication, accuracy, time."""
+    graphs = plan.graphs.mode is True  # which a recipe refuses with ZeRO-3 and checkpointing
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
     lean = "coat_lean" if plan.precision not in ("coat_lean", "fp32") else None
-    for checkpointing in dict.fromkeys((False, not plan.stage.gradient_checkpointing)):
+    recompute = not plan.stage.gradient_checkpointing and not graphs
+    for checkpointing in dict.fromkeys((False, recompute)):
         for precision in dict.fromkeys((None, lean)):
             if precision is not None and (precision, checkpointing) not in plan.saved:
                 continue
@@ -87,7 +89,7 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
                 if coat and plan.recipe_zero == 0:
                     yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
-                    if zero_stage >= plan.recipe_zero:
+                    if zero_stage >= plan.recipe_zero and not (graphs and zero_stage == 3):
                         yield _Change(zero_stage, micro_batch, precision, checkpointing)
 
 

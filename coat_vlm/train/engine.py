@@ -37,6 +37,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
+from coat_vlm.train.gradient_order import GradientOrder
 from coat_vlm.train.nf4 import quantize_frozen_weights
 
 TESTED_DEEPSPEED = ">=0.19.8,<0.20"
@@ -202,7 +203,9 @@ def build_engine(
     store_frozen_weights(model)
     quantize_frozen_weights(model, stage.lora)
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
-    graph_blocks(model, choose_graphs(recipe, stage, arithmetic))
+    graphs = graph_blocks(model, choose_graphs(recipe, stage, arithmetic))
+    if graphs and recipe.zero_stage == 2 and world.size > 1:
+        GradientOrder(engine.optimizer)
     return engine
 
 
@@ -217,5 +220,7 @@ def choose_graphs(
         or stage.sequence_parallel > 1
         or stage.dpo is not None
         or stage.gradient_checkpointing
+        # Replays would quantize the weights that are kept.
+        or (arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache")
     )
     return False if chosen == "auto" and unsupported else chosen

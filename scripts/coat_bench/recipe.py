@@ -629,8 +629,8 @@ def plan_peak(
     arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, torch.device("meta"))
     mode = choose_graphs(case.recipe, case.stage, arithmetic)
     graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images * patches)
-    spare = MAX_SHARE * max(0.0, gpu_bytes - memory.peak)
-    captured = graphs.find_captured(activations, case.stage.micro_batch_size, spare)
+    spare, micro_batch = MAX_SHARE * max(0.0, gpu_bytes - memory.peak), case.stage.micro_batch_size
+    captured = {} if reuse else graphs.find_captured(activations, micro_batch, spare)
     return add_graphs(memory, [*captured.values()]).peak / 1e9
 
 

@@ -312,7 +312,7 @@ model.max_length tokens. Tokens per second are those of samples, without padding
     add("--samples", type=int, metavar="N",
         help="with --layouts: samples of a step on all GPUs; default 128")
     add("--steps", type=int, default=2, help="measured steps; default 2")
-    add("--warmup", type=int, default=1, help="steps before the measured ones; default 1")
+    add("--warmup", type=int, default=3, help="steps before the measured ones; default 3")
     add("--csv", type=Path, help="append the rows to this file after each measurement")
     add("--plot", type=Path, metavar="SVG",
         help="plot the rows in --csv instead of measuring; the recipe is then not read")

@@ -226,7 +226,6 @@ def train_decoder(
         curve.training.append(loss)
         if step % bench.eval_every_steps == 0 or step == bench.steps:
             curve.held_out[step] = text_loss(model, corpus.held_out, bench)
-    graph_blocks(model, enabled=False)
     return curve
 
 
@@ -257,13 +256,17 @@ def train_steps(
 ) -> Iterator[float]:
     """Take a step on each batch and yield its loss; the schedule starts at step ``first``."""
     spare = SpareMemory("recompute", 0, model.device, find_graphs(model))
-    for step, batch in enumerate(batches, first):
-        ids = batch.to(model.device)
-        loss = training_loss(model, ids)
-        loss.backward()
-        master_weights.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
-        spare.after_step()
-        yield loss.item()
+    try:
+        for step, batch in enumerate(batches, first):
+            ids = batch.to(model.device)
+            loss = training_loss(model, ids)
+            loss.backward()
+            factor = lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1)
+            master_weights.step(factor, bench)
+            spare.after_step()
+            yield loss.item()
+    finally:
+        graph_blocks(model, enabled=False)  # blocks and graphs hold each other
 
 
 def training_loss(model: Any, ids: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from coat_lab.decoder import (
     train_steps,
     use_gpu_in_turn,
 )
-from coat_vlm.fp8 import graph_blocks
 
 CURVES = "single_pass.csv"
 RESULTS = "single_pass_results.csv"
@@ -215,7 +214,6 @@ def train_one(
     for name, rows in questions.items():
         share = score_questions(rows, score, corpus.tokenizer, bench.tokens)
         results[f"{name}, accuracy"] = share
-    graph_blocks(model, enabled=False)
     return Run(curve, results)
 
 

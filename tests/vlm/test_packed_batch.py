@@ -115,6 +115,7 @@ def test_rows_that_would_be_padded_much_are_packed(
         ("stages.sft.micro_batch_size=1", False),
         ("model.attention=eager", False),
         ("fp8={cuda_graphs: true}", False),
+        ("fp8={cuda_graphs: auto}", True),
     ],
 )
 def test_which_stages_avoid_padding(tiny: Any, change: str, avoids: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]
     check_changes(changes, {"sft": "started"}, Path("r.yaml"), allow_changed_data=False)
 
 
-@pytest.mark.parametrize(("graphs", "align"), [(False, 128), (True, 1024)])
-def test_packed_rows_for_graphs_have_one_length(graphs: bool, align: int) -> None:
+@pytest.mark.parametrize(("graphs", "align"), [(False, 128), ("auto", 128), (True, 1024)])
+def test_packed_rows_for_graphs_have_one_length(graphs: Any, align: int) -> None:
     recipe = load_recipe("quickstart", [f"fp8.cuda_graphs={graphs}"])
     budget = build_row_budget(recipe, PackingConfig(images=3), 1000)
     assert (budget.tokens, budget.images, budget.align) == (1024, 3, align)
