@@ -106,7 +106,7 @@ def test_the_settings_of_shorter_vectors_do_what_they_say(setting: str):
     name, value = setting.split("=")
     code = """
 import torch
-print(torch.backends.cpu.get_cpu_capability())
+print(torch.backends.cpu.get_cpu_capability(), flush=True)  # before what oneDNN prints
 torch.nn.functional.conv2d(torch.ones(2, 8, 32, 32), torch.ones(8, 8, 3, 3))"""
     done = subprocess.run(
         [sys.executable, "-c", code],
