@@ -8,8 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config.load import load_recipe
+from coat_vlm.distributed import World
+from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.plan.stage import find_vocab_size
+from coat_vlm.train import engine
 from coat_vlm.train.gradient_order import GradientOrder
+from coat_vlm.train.prepare import build_planned_model
 
 WORKER = Path(__file__).parent / "gradient_order_worker.py"
 
@@ -56,6 +64,36 @@ def test_without_the_order_gradients_are_wrong(eager: dict[str, Any]) -> None:
     found = run("first", WHOLE, "as it comes")
     wrong = [name for name, total in found["grads"].items() if total != eager["grads"][name]]
     assert len(wrong) > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "ordered"),
+    [
+        ([], 2, True),
+        (["fp8.cuda_graphs=true"], 2, True),
+        ([], 1, False),
+        (["fp8.cuda_graphs=false"], 2, False),
+        (["zero_stage=1"], 2, False),  # adds gradients in the order of the parameters
+        (["precision=bf16", "fp8=null"], 2, False),
+    ],
+)
+def test_training_orders_gradients_where_ranks_may_differ(
+    monkeypatch: pytest.MonkeyPatch, changes: list[str], ranks: int, ordered: bool
+) -> None:
+    recipe = load_recipe("quickstart", ["precision=coat", "zero_stage=2", *changes])
+    stage = recipe.stages["sft"]
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
+    model = build_planned_model(recipe, stage, arithmetic, find_vocab_size(recipe))
+    optimizer = SimpleNamespace(
+        reduce_ready_partitions_and_remove_grads=len, independent_gradient_partition_epilogue=len
+    )
+    made = SimpleNamespace(optimizer=optimizer)
+    monkeypatch.setattr(engine.deepspeed, "initialize", lambda **_: (made, None, None, None))
+    monkeypatch.setattr(engine, "replace_slow_step", lambda _: None)
+    world = World(rank=0, size=ranks, device=torch.device("cpu"))
+    engine.build_engine(model, recipe, stage, arithmetic, world)
+    assert (optimizer.reduce_ready_partitions_and_remove_grads is not len) == ordered
+    assert (optimizer.independent_gradient_partition_epilogue is not len) == ordered
 
 
 def test_all_gradients_are_passed_on_once_in_the_first_order() -> None:
