@@ -326,6 +326,10 @@ def test_auto_measures_eager_passes_and_leaves_what_is_not_captured(
     monkeypatch.setattr(graphs, "_try_capture", lambda *_: pytest.fail("captured"))
     graphs.limit(96, 1e9)
     model(input_ids=batches[2], use_cache=False)  # 128 tokens are too many
+    graphs.nbytes = 10
+    for most_bytes, frequent in ((9, False), (10, True)):  # captured are those that come again
+        graphs.limit(96, most_bytes)
+        assert [graphs._is_frequent("new") for _ in range(EAGER_PASSES + 1)][-1] == frequent
     graphs.limit(0, 1e9)
     assert all("forward" not in vars(block) for block in model.model.layers)
     assert find_graphs(model) == []
