@@ -9,6 +9,7 @@ other package of the project.
 from coat_vlm.config.fp8 import (
     FP8_PRECISIONS,
     BlockPrecision,
+    CudaGraphs,
     Fp8Config,
     Fp8Precision,
     MasterWeights,
@@ -39,6 +40,7 @@ __all__ = [
     "MODULES",
     "STAGES",
     "BlockPrecision",
+    "CudaGraphs",
     "Fp8Config",
     "Fp8Precision",
     "ImageConfig",

@@ -20,6 +20,9 @@ ROUNDINGS = {"nearest": "dre_e4m3", "stochastic": "dre_e4m3_stochastic"}
 """``fp8.second_moment`` other than ``auto``, which is stochastic -> name of a codec of
 ``coat_kernels``."""
 
+CudaGraphs = Literal["auto"] | bool
+"""Which FP8 blocks are launched as CUDA graphs: those for which the GPU waits, all, or none."""
+
 SecondMoment = Annotated[
     Literal["auto", "nearest", "stochastic"],
     BeforeValidator(lambda value: "stochastic" if value == "chance" else value),  # deprecated name
@@ -77,7 +80,7 @@ class Fp8Config:
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
     gradients are accumulated, no block is a CUDA graph and they fit into half of the GPU's free
     memory."""
-    cuda_graphs: Literal["auto"] | bool = "auto"
+    cuda_graphs: CudaGraphs = "auto"
     """Launch each block as one CUDA graph, where the GPU would wait for the CPU. The activations of
     such blocks have statically allocated memory (coat_vlm/fp8/graphs.py). ``auto`` decides after
     two steps: it captures blocks that the GPU computes faster than the CPU launches them, if half

@@ -33,12 +33,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from coat_vlm.config import CudaGraphs
 from coat_vlm.fp8 import saturation, weights
 from coat_vlm.fp8.blocks import Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks
@@ -162,7 +163,7 @@ class _Forward:
         return self.row.run_block(self.number, *args, **kwargs)
 
 
-def graph_blocks(model: nn.Module, enabled: Literal["auto"] | bool = True) -> "list[BlockGraphs]":
+def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGraphs]":
     """Enable, reset or disable CUDA graphs of FP8 blocks.
 
     Args:

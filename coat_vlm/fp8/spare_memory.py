@@ -5,8 +5,7 @@ Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the 
 (:mod:`coat_vlm.fp8.weights`), where it does not. Their settings ``auto`` are decided once, after
 two steps: in the first one the optimizer creates its states after the passes, so that they are not
 in memory together with the activations. At most half of the free memory is used, because steps
-differ and memory fragments. A step of 8B parameters whose FP8 weights were 0.55 of it ran out of
-memory (docs/lab/2026-11.md).
+differ and memory fragments.
 """
 
 import logging
@@ -117,9 +116,9 @@ def _limit_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
         )
         for row in seen
     ]
-    chosen = choose_rows(loads, spare)
+    chosen = dict(zip(seen, choose_rows(loads, spare), strict=True))
     for row in rows:
-        captured = any(row is other and taken for other, taken in zip(seen, chosen, strict=True))
+        captured = chosen.get(row, False)
         row.limit(row.tokens if captured else 0, spare)
         if not row.tokens:  # on a CPU, or frozen
             continue
@@ -132,7 +131,7 @@ def _limit_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
             row.saved / 1e9,
             spare / 1e9,
         )
-    return any(chosen)
+    return any(chosen.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ and the peak of a step rose by 0.16 to 0.38 of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from torch import nn
-
+from coat_vlm.config import CudaGraphs
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.fp8.spare_memory import RowLoad, choose_rows
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.activations import Activations
 from coat_vlm.plan.zero import RankMemory
 
@@ -25,7 +24,7 @@ OVERHEAD = 0.33
 class PlannedGraphs:
     """The rows of blocks that may be captured as CUDA graphs."""
 
-    mode: Literal["auto"] | bool
+    mode: CudaGraphs
     """``fp8.cuda_graphs`` of the stage: False where graphs are not supported."""
     blocks: dict[str, tuple[int, int]]
     """Part of the model -> number of its FP8 blocks and of their parameters."""
@@ -53,7 +52,7 @@ class PlannedGraphs:
 
 
 def plan_graphs(
-    model: nn.Module, mode: Literal["auto"] | bool, row_tokens: int, row_patches: int
+    model: CoatVlm, mode: CudaGraphs, row_tokens: int, row_images: int
 ) -> PlannedGraphs:
     """Count the blocks of a converted model that have a backward pass.
 
@@ -63,8 +62,10 @@ def plan_graphs(
         model: on any device, with ``requires_grad`` set for the stage.
         mode: see :class:`PlannedGraphs`.
         row_tokens: tokens of a row of a micro-batch.
-        row_patches: patches of its images.
+        row_images: its images, in tiles.
     """
+    vision = model.config.vision_config
+    patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
     blocks: dict[str, tuple[int, int]] = {}
     for name, block in fp8_blocks(model, adapted=False):
         part = "vision" if name.startswith("vision_tower") else "language"
@@ -73,7 +74,7 @@ def plan_graphs(
         number, parameters = blocks.get(part, (0, 0))
         own = sum(p.numel() for p in block.parameters())
         blocks[part] = (number + 1, parameters + own)
-    return PlannedGraphs(mode, blocks, {"vision": row_patches, "language": row_tokens})
+    return PlannedGraphs(mode, blocks, {"vision": row_images * patches, "language": row_tokens})
 
 
 def add_graphs(memory: RankMemory, captured: Sequence[RowLoad]) -> RankMemory:

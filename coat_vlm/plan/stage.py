@@ -360,7 +360,6 @@ def plan_recipe(
         ]
         traced = share_tokens(traced, stage.sequence_parallel)
         vision = frame.config.vision_config
-        patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
         plan = StagePlan(
             name=name,
             stage=stage,
@@ -372,15 +371,13 @@ def plan_recipe(
             images=tiles,
             images_reason=why,
             assumed=assumed,
-            patches=patches,
+            patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
             sizes=sizes,
             traced=traced,
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
             saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
-            graphs=plan_graphs(
-                frame, choose_graphs(recipe, stage, arithmetic), length, tiles * patches
-            ),
+            graphs=plan_graphs(frame, choose_graphs(recipe, stage, arithmetic), length, tiles),
             frames=trace_frames(frame, recipe, length, stage.micro_batch_size, reuse_weights=cached)
             if compare
             else None,

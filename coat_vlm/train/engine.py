@@ -23,7 +23,7 @@ finite, as it does since 0.19.8. They are therefore used only with the versions
 import math
 import warnings
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import torch
@@ -32,7 +32,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedModel
 
-from coat_vlm.config import Recipe, StageConfig
+from coat_vlm.config import CudaGraphs, Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
@@ -209,9 +209,7 @@ def build_engine(
     return engine
 
 
-def choose_graphs(
-    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
-) -> Literal["auto"] | bool:
+def choose_graphs(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic) -> CudaGraphs:
     """Return how FP8 blocks use CUDA graphs: ``auto`` is off where ``true`` is refused."""
     chosen = arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs
     unsupported = (

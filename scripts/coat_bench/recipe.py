@@ -624,11 +624,9 @@ def plan_peak(
     sizes = count_sizes(frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
     memory = estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates)
-    vision: Any = frame.config.vision_config
-    patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
     arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, torch.device("meta"))
     mode = choose_graphs(case.recipe, case.stage, arithmetic)
-    graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images * patches)
+    graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images)
     spare, micro_batch = MAX_SHARE * max(0.0, gpu_bytes - memory.peak), case.stage.micro_batch_size
     captured = {} if reuse else graphs.find_captured(activations, micro_batch, spare)
     return add_graphs(memory, [*captured.values()]).peak / 1e9

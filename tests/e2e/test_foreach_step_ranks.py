@@ -1,11 +1,9 @@
 """A BF16 step without ZeRO on two processes, against DeepSpeed's own."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import run_on_two_ranks
 
 WORKER = Path(__file__).parent / "foreach_step_worker.py"
 
@@ -13,19 +11,7 @@ WORKER = Path(__file__).parent / "foreach_step_worker.py"
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_two_ranks_step_as_deepspeed_does(clip: float) -> None:
     """Without clipping to the last bit; the factor of clipping may differ by its rounding."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(clip)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = json.loads(done.stdout.strip().splitlines()[-1])
+    first, second = run_on_two_ranks(WORKER, str(clip))
     assert first["weights"] == second["weights"]  # of data that differ
     assert first["norms"] == pytest.approx(first["their norms"], rel=1e-6)
     assert first["norms"] == second["norms"]

@@ -1,14 +1,12 @@
 """Ranks under ZeRO-2 of which one replays CUDA graphs and the other does not."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from two_ranks import run_on_two_ranks
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config.load import load_recipe
@@ -26,23 +24,7 @@ WHOLE = 10**6
 
 
 def run(replays: str, bucket: int, order: str) -> dict[str, Any]:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, str(WORKER), replays, str(bucket), order],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return run_on_two_ranks(WORKER, replays, str(bucket), order)
 
 
 @pytest.fixture(scope="module")
