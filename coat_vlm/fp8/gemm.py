@@ -16,9 +16,9 @@ Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused we
 (``fp8.bf16_forward_first``).
 
 Plain LoRA adapters of the layers are computed here, in the model's dtype, from the FP8 tensors of
-the GEMMs above; with P = A x and s the scale:
+the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
 
-    forward       y += s P B^T                  P [M, r] = x A^T of the dequantized x; saved
+    forward       y += s P B^T                  P [M, r] = x A^T; saved
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
 
@@ -40,7 +40,8 @@ from coat_kernels import (
     Format,
     QuantizedGradient,
     TensorScaled,
-    dequantize_tensor,
+    low_rank_gradient,
+    low_rank_project,
     quantize_gradient,
     scaled_mm,
     transpose_quantized,
@@ -193,46 +194,50 @@ def forward(
     return y, (scale, inner, *stacked)
 
 
-class _Slice(NamedTuple):
-    """The adapter of one of the layers that share an input."""
+class _Adapters(NamedTuple):
+    """The adapters of layers that share an input, of those that have one."""
 
-    b: Tensor
-    """[n_i, r_i], in the GEMMs' dtype."""
-    scale: float
-    columns: slice
+    a: list[Tensor]
+    """[r_i, K], in the GEMMs' dtype."""
+    b: list[Tensor]
+    """[n_i, r_i], likewise."""
+    scales: list[float]
+    columns: list[slice]
     """Columns of the fused output that the layer computes."""
-    ranks: slice
+    ranks: list[slice]
     """Columns of P."""
 
 
 def _adapters(
     fused: FusedLinear, stacked: Sequence[Tensor | None], dtype: torch.dtype
-) -> tuple[Tensor, list[_Slice]]:
-    """Return the matrices A, concatenated to [R, K], and the rest of each adapter."""
-    n = fused.num_layers
-    found, matrices, start, rank = [], [], 0, 0
+) -> _Adapters:
+    """Find the adapters among the layers' tensors."""
+    n, start, rank = fused.num_layers, 0, 0
+    found = _Adapters([], [], [], [], [])
     for weight, a, b, scale in zip(
         stacked[:n], stacked[2 * n : 3 * n], stacked[3 * n :], fused.scales, strict=True
     ):
         assert weight is not None
         end = start + weight.shape[0]
         if a is not None and b is not None:
-            matrices.append(a.detach().to(dtype))
-            ranks = slice(rank, rank + a.shape[0])
-            found.append(_Slice(b.detach().to(dtype), scale, slice(start, end), ranks))
-            rank = ranks.stop
+            found.a.append(a.detach().to(dtype).contiguous())
+            found.b.append(b.detach().to(dtype).contiguous())
+            found.scales.append(scale)
+            found.columns.append(slice(start, end))
+            found.ranks.append(slice(rank, rank + a.shape[0]))
+            rank += a.shape[0]
         start = end
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices), found
+    return found
 
 
 def _add_adapters(
     y: Tensor, x: TensorScaled, fused: FusedLinear, stacked: Sequence[Tensor | None]
 ) -> Tensor:
     """Add the adapters' outputs to y [M, N] in place; return P [M, R]."""
-    a, adapters = _adapters(fused, stacked, y.dtype)
-    inner = dequantize_tensor(x, y.dtype) @ a.t()
-    for b, scale, columns, ranks in adapters:
-        y[:, columns].addmm_(inner[:, ranks], b.t(), alpha=scale)
+    a, matrices, scales, columns, ranks = _adapters(fused, stacked, y.dtype)
+    inner = low_rank_project(x, a, transposed=True)
+    for b, scale, of_y, of_inner in zip(matrices, scales, columns, ranks, strict=True):
+        y[:, of_y].addmm_(inner[:, of_inner], b.t(), alpha=scale)
     return inner
 
 
@@ -240,17 +245,11 @@ def _adapters_backward(
     rows: TensorScaled, inner: Tensor, fused: FusedLinear, stacked: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute gradients of P [M, R] and of the matrices B from that of the layers' output."""
-    _, adapters = _adapters(fused, stacked, inner.dtype)
-    grad_inner = torch.empty_like(inner)
-    grads: list[Tensor] = []
-    for b, scale, columns, ranks in adapters:
-        # FP8 values are exact in BF16: the scale is applied to the small results, and a part of the
-        # columns is converted at a time, because the whole matrix would be twice as large in BF16.
-        factor = scale * rows.scale
-        grad = rows.q[:, columns].to(inner.dtype)
-        grad_inner[:, ranks] = (grad @ b) * factor
-        grads.append((grad.t() @ inner[:, ranks]) * factor)
-    return grad_inner, grads
+    _, matrices, scales, columns, _ = _adapters(fused, stacked, inner.dtype)
+    starts = [of_rows.start for of_rows in columns]
+    sizes, ranks = zip(*(b.shape for b in matrices), strict=True)
+    grads = low_rank_gradient(rows, inner, starts, sizes, ranks, scales)
+    return low_rank_project(rows, matrices, starts, scales), list(grads)
 
 
 def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> QuantizedGradient:
@@ -311,7 +310,8 @@ def backward(
         grad_input = scaled_mm(rows, weight, dtype, fast=True)
         del weight
         if grad_inner is not None:
-            grad_input.addmm_(grad_inner, _adapters(fused, stacked, dtype)[0])
+            a = _adapters(fused, stacked, dtype).a
+            grad_input.addmm_(grad_inner, a[0] if len(a) == 1 else torch.cat(a))
     del rows
     x = input_transposed(grad_input) if needs.input_transposed else None
     if needs.weight and x is not None:

@@ -20,7 +20,8 @@ itself creates never restart.
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -420,11 +421,17 @@ def is_right_padded(mask: Tensor) -> bool:
     return bool(torch.all(used[:, 1:] <= used[:, :-1]))
 
 
+_causal: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether all attention modules of a model declare to be causal. With LoRA adapters a 7B model has
+2,500 modules, and the GPU waited 5 ms for this question in every step."""
+
+
 def is_causal(model: nn.Module) -> bool:
     """Return whether all attention modules of a transformers model declare to be causal."""
-    config = getattr(model, "config", None)
-    flags = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
-    return bool(flags) and all(flags) and getattr(config, "is_causal", True)
+    if model not in _causal:
+        flags = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+        _causal[model] = bool(flags) and all(flags)
+    return _causal[model] and getattr(getattr(model, "config", None), "is_causal", True)
 
 
 # PACKED is a name that configurations contain, so it has to be known wherever models are loaded.

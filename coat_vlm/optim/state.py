@@ -7,6 +7,7 @@ groups of the new partition, which changes a value by at most half the spacing o
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ def describe_parameter(group: dict[str, Any], number: int, place: int) -> str:
     return f"parameter {place} of group {number}{name}"
 
 
-def moment_keys(codec: str) -> list[tuple[str, ...]]:
+@cache
+def moment_keys(codec: str) -> tuple[tuple[str, ...], ...]:
     """Return the keys of each moment's tensors in a state."""
     fields = get_codec(codec).fields
-    return [tuple(f"{moment}{field}" for field in fields) for moment in MOMENTS]
+    return tuple(tuple(f"{moment}{field}" for field in fields) for moment in MOMENTS)
 
 
 def get_moments(state: dict[str, Any], codec: str) -> tuple[Moment, Moment]:

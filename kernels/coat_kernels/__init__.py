@@ -25,6 +25,7 @@ from coat_kernels.formats import (
 )
 from coat_kernels.gemm import scaled_mm
 from coat_kernels.head_norm import head_norm, head_norm_bwd
+from coat_kernels.low_rank import low_rank_gradient, low_rank_project
 from coat_kernels.master_weights import (
     MASTER_WEIGHTS,
     join_master,
@@ -93,6 +94,8 @@ __all__ = [
     "head_norm_bwd",
     "join_master",
     "logit_gradient",
+    "low_rank_gradient",
+    "low_rank_project",
     "new_moment",
     "norm_bwd",
     "norm_fwd",

@@ -23,6 +23,9 @@ VOCABULARIES = {"llama": 32000, "qwen2": 152064}
 LOSS_TOKENS = 2048
 """Largest chunk of tokens whose logits exist at the same time in training, for Qwen2.5-7B."""
 
+LORA_RANK = 64
+"""Rank of the adapters of all linear layers."""
+
 Arguments = tuple[Any, ...]
 
 
@@ -90,7 +93,7 @@ def build_cases(shape: LayerShape) -> list[Case]:
     found += _build_activation_cases(shape)
     if shape.family != "siglip":
         found += [*_build_rope_cases(shape), Case("cross_entropy_", "losses and gradient", loss)]
-        found += [Case("logit_gradient", "both", gradient)]
+        found += [Case("logit_gradient", "both", gradient), *_build_adapter_cases(shape)]
     return [*found, Case("adamw_step", "FP32 weights", adamw)]
 
 
@@ -234,6 +237,34 @@ def _build_activation_cases(shape: LayerShape) -> list[Case]:
         Case("activation_apply", f"{kind}, rows, from a", from_a),
         Case("activation_bwd_stats", kind, before),
         Case("activation_bwd", f"{kind}, both", backward),
+    ]
+
+
+def _build_adapter_cases(shape: LayerShape) -> list[Case]:
+    t, f, r = shape.tokens, shape.ffn, LORA_RANK
+
+    def down(draw: Draw) -> Arguments:
+        x = draw.matrix(t, f)
+        scale = OPS["tensor_scale"].reference([x], "e4m3")
+        q, _ = OPS["quantize_tensor"].reference([x], scale, "e4m3", True, False)
+        return (q, scale, [draw.matrix(r, f)], [0], [1.0], True)
+
+    def gradient(draw: Draw) -> Arguments:
+        layout = ("e5m2", True, False, False)
+        q, _, scale, _ = OPS["quantize_gradient"].reference([draw.matrix(t, 2 * f)], *layout)
+        return q, scale
+
+    def gate_up(draw: Draw) -> Arguments:
+        b = [draw.matrix(f, r), draw.matrix(f, r)]
+        return (*gradient(draw), b, [0, f], [1.0, 1.0], False)
+
+    def of_gate_up(draw: Draw) -> Arguments:
+        return (*gradient(draw), draw.matrix(t, 2 * r), [0, f], [f, f], [r, r], [1.0, 1.0])
+
+    return [
+        Case("low_rank_project", "A of down", down),
+        Case("low_rank_project", "B of gate, up", gate_up),
+        Case("low_rank_gradient", "B of gate, up", of_gate_up),
     ]
 
 

@@ -47,6 +47,7 @@ ELEMENTWISE = "other element-wise ops and sums"
 OTHER = "unknown"
 
 QUANTIZE, GROUPS = "FP8: quantize", "FP8: quantize by group"
+LOW_RANK = "LoRA adapters, beside GEMMs"
 FP8_NORM, ACTIVATION, ROPE = "FP8: norm", "FP8: activation", "FP8: rotation"
 
 OURS: dict[str, str] = {
@@ -68,6 +69,8 @@ OURS: dict[str, str] = {
     "_rope_gradient_kernel": ROPE,
     "_head_norm_kernel": ROPE,
     "_head_norm_bwd_kernel": ROPE,
+    "_low_rank_project_kernel": LOW_RANK,
+    "_low_rank_gradient_kernel": LOW_RANK,
     "_cross_entropy_kernel": LOSS,
     "_logit_gradient_kernel": LOSS,
     "adamw_kernel": OPTIMIZER,

@@ -63,6 +63,11 @@ BYTES = {
     ("qwen2", "rope_gradient", "q, k, v, both"): (
         (5 * T + TP) * 128 + 2 * 2 * (2 * L * 16) + 4 + 4 * 128
     ),
+    # Read x once, its scale and A; write P. Read the gradient, its scale and both B; write 2 P.
+    ("llama", "low_rank_project", "A of down"): T * F + 4 + 2 * 64 * F + 2 * T * 64,
+    ("llama", "low_rank_project", "B of gate, up"): 2 * T * F + 4 + 2 * 2 * 64 * (F + T),
+    # Read the gradient, its scale and P; write the gradients of both B.
+    ("llama", "low_rank_gradient", "B of gate, up"): 2 * T * F + 4 + 2 * 2 * 64 * (T + F),
     # Read the logits, targets and divisor; write the gradient, and a loss per token.
     ("llama", "cross_entropy_", "losses and gradient"): 4 * T * 32000 + (8 + 4) * T + 4,
     # Read the logits, targets and losses; write the gradient in FP8 in both layouts.

@@ -200,6 +200,29 @@ def _scaled_mm(i: _Inputs) -> Examples:
     return examples | {"fast": (*examples["e4m3"][:-1], True)}
 
 
+def _low_rank_project(i: _Inputs) -> Examples:
+    x, half = i.matrix(), i.columns // 2
+    examples: Examples = {}
+    for fmt in FORMATS:
+        scale = reference.tensor_scale([x], fmt)
+        q, _ = reference.quantize_tensor([x], scale, fmt, True, False)
+        b = [i.normal(half, 8), i.normal(half - 8, 5), i.normal(8, 72)]
+        examples[f"{fmt}-b"] = (q, scale, b, [0, half, i.columns - 8], [0.5, 2.0, 1.0], False)
+        a = [i.normal(rank, i.columns) for rank in (16, 1)]
+        examples[f"{fmt}-a"] = (q, scale, a, [0, 0], [1.0, 1.0], True)
+    return examples
+
+
+def _low_rank_gradient(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, (q, scale, matrices, starts, factors, transposed) in _low_rank_project(i).items():
+        sizes = [m.shape[transposed] for m in matrices]
+        ranks = [m.shape[not transposed] for m in matrices]
+        p = i.normal(i.rows, sum(ranks))
+        examples[name] = (q, scale, p, starts, sizes, ranks, factors)
+    return examples
+
+
 def _adamw_step(i: _Inputs) -> Examples:
     examples: Examples = {}
     is_bf16 = i.dtype == torch.bfloat16
@@ -303,6 +326,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "head_norm_bwd": _head_norm_bwd,
     "rope": _rope,
     "rope_gradient": _rope_gradient,
+    "low_rank_project": _low_rank_project,
+    "low_rank_gradient": _low_rank_gradient,
     "adamw_step": _adamw_step,
 }
 

@@ -1,0 +1,376 @@
+"""GEMMs of FP8 activations or gradients with the narrow matrices of LoRA adapters.
+
+    low_rank_project    P [M, r]      = s x [M, n] U [n, r]       P = x A^T; grad_P = s grad_y B
+    low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
+
+x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. The rank r, 8 to 256, is
+so small that memory limits these GEMMs: they read x once, one byte per element. With GEMMs of torch
+x would first be written in the dtype of U, and read again.
+
+Layers with the same input (q, k, v; gate, up) have one FP8 matrix and one P: one launch computes
+up to three adapters. Each reads some columns of x, and has some of P. Where the rows or columns of
+the result make too few programs, pieces of the sums get programs of their own; pieces are added in
+a fixed order. Reference: ``reference/low_rank.py``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels.device import INTERPRETED, row_offsets
+from coat_kernels.formats import TensorScaled, check_dtype, check_quantized
+from coat_kernels.launch import TOKENS, cdiv, launch
+from coat_kernels.registry import register
+
+MOST_PARTS = 3
+"""Maximum number of adapters of one call: those of q, k and v."""
+
+LEAST_RANK = 16
+"""Columns of the smallest tile of P: tensor cores multiply 16 at a time."""
+
+MOST_RANK = 64
+"""Columns of the largest tile of P; higher ranks take several."""
+
+ROWS = 64
+"""Rows of x that a program reads at a time."""
+
+COLUMNS = 128
+"""Columns of x that a program reads at a time; with :data:`ROWS` the fastest of eight tiles on an
+H200."""
+
+UNALIGNED_COLUMNS = 32
+"""The same if channels or ranks are no multiples of 16: elements are then loaded one by one, and
+registers would not suffice for more."""
+
+_ALIGNED = 16
+"""Triton loads several elements at once if it knows that an offset is a multiple of this."""
+
+PROGRAMS = 256
+"""With fewer programs sums are divided: about two per multiprocessor of an H200."""
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """Add the product of two tiles in FP32; FP32 tiles are not rounded to TF32."""
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _select(part, x0, x1, x2):
+    """Return the number of a part; those of absent parts are None."""
+    x = x0
+    if x1 is not None:
+        x = tl.where(part == 1, x1, x)
+    if x2 is not None:
+        x = tl.where(part == 2, x2, x)
+    return x
+
+
+@triton.jit
+def _before(part, length0, length1, present1, present2):
+    """Return the sum of the lengths of the parts before this one."""
+    total = 0
+    if present1 is not None:
+        total = tl.where(part >= 1, length0, 0)
+    if present2 is not None:
+        total += tl.where(part == 2, length1, 0)
+    return total
+
+
+@triton.jit
+def _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED: tl.constexpr):
+    """Load a tile [N, R] of a matrix (size, rank), or (rank, size) if TRANSPOSED."""
+    o = o_n[:, None] * rank + o_r[None, :]
+    if TRANSPOSED:
+        o = o_r[None, :] * size + o_n[:, None]
+    return tl.load(u_ptr + o, mask=(o_n < size)[:, None] & (o_r < rank)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _low_rank_project_kernel(
+    q_ptr, scale_ptr,  # (M, N), ()
+    u0_ptr, u1_ptr, u2_ptr, sums_ptr,  # three times (size, rank), (pieces, M, R)
+    M, N, R, pieces, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
+    factor0, factor1, factor2,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    part, u_ptr = tl.program_id(1), u0_ptr
+    if u1_ptr is not None and part == 1:
+        u_ptr = u1_ptr
+    if u2_ptr is not None and part == 2:
+        u_ptr = u2_ptr
+    first = _before(part, rank0, rank1, start1, start2)
+    start = _select(part, start0, start1, start2)
+    size = _select(part, size0, size1, size2)
+    rank = _select(part, rank0, rank1, rank2)
+    factor = _select(part, factor0, factor1, factor2)
+    o_m = row_offsets(tl.program_id(0) // pieces, BLOCK_M)
+    piece = tl.program_id(0) % pieces
+    columns = tl.cdiv(tl.cdiv(size, pieces), BLOCK_N) * BLOCK_N
+    o_r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for i_n in range(0, columns, BLOCK_N):
+        o_n = piece * columns + i_n + tl.arange(0, BLOCK_N)
+        o = o_m[:, None] * N + (start + o_n)[None, :]
+        q = tl.load(q_ptr + o, mask=(o_m < M)[:, None] & (o_n < size)[None, :], other=0.0)
+        u = _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED)
+        acc = _dot(q.to(u_ptr.dtype.element_ty), u, acc)
+    acc *= tl.load(scale_ptr) * factor
+    sums_ptr += piece.to(tl.int64) * M * R
+    mask = (o_m < M)[:, None] & (o_r < rank)[None, :]
+    o = o_m[:, None] * R + (first + o_r)[None, :]
+    tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _low_rank_gradient_kernel(
+    q_ptr, scale_ptr, p_ptr, sums_ptr,  # (M, N), (), (M, R), (pieces, total)
+    M, N, R, total, pieces, blocks, start0, start1, start2, size0, size1, size2,
+    rank0, rank1, rank2, factor0, factor1, factor2,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(2) // blocks
+    start = _select(part, start0, start1, start2)
+    size = _select(part, size0, size1, size2)
+    rank = _select(part, rank0, rank1, rank2)
+    factor = _select(part, factor0, factor1, factor2)
+    first = _before(part, rank0, rank1, start1, start2)
+    i_n = tl.program_id(0) * BLOCK_N
+    if i_n >= size:
+        return  # the grid covers the largest part
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    o_r = tl.program_id(2) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    rows = tl.cdiv(tl.cdiv(M, pieces), BLOCK_M) * BLOCK_M
+    begin = tl.program_id(1).to(tl.int64) * rows
+    for i_m in range(0, rows, BLOCK_M):
+        o_m = begin + i_m + tl.arange(0, BLOCK_M)
+        o = o_m[:, None] * N + (start + o_n)[None, :]
+        q = tl.load(q_ptr + o, mask=(o_m < M)[:, None] & (o_n < size)[None, :], other=0.0)
+        o = o_m[:, None] * R + (first + o_r)[None, :]
+        p = tl.load(p_ptr + o, mask=(o_m < M)[:, None] & (o_r < rank)[None, :], other=0.0)
+        # Transposing p instead of x is twice as fast: it is smaller, and not converted.
+        acc = _dot(tl.trans(p), q.to(p.dtype), acc)
+    acc *= tl.load(scale_ptr) * factor
+    sums_ptr += tl.program_id(1).to(tl.int64) * total
+    sums_ptr += _before(part, size0 * rank0, 0 if size1 is None else size1 * rank1, start1, start2)
+    mask = (o_r < rank)[:, None] & (o_n < size)[None, :]
+    o = o_n[None, :] * rank + o_r[:, None]
+    tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
+
+
+def _parts(
+    starts: Sequence[int], sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float]
+) -> dict[str, Any]:
+    """Return the kernels' arguments for up to three adapters; None for an absent one."""
+    lists = {"start": starts, "size": sizes, "rank": ranks, "factor": map(float, factors)}
+    return {
+        f"{name}{i}": value
+        for name, values in lists.items()
+        for i, value in enumerate([*values, None, None][:MOST_PARTS])
+    }
+
+
+def _sizes(matrix: Tensor, transposed: bool) -> tuple[int, int]:
+    """Return the channels and the rank of a matrix."""
+    return (matrix.shape[1], matrix.shape[0]) if transposed else (matrix.shape[0], matrix.shape[1])
+
+
+def _tile(*numbers: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a tile, given starts, sizes and ranks."""
+    aligned = not any(number % _ALIGNED for values in numbers for number in values)
+    return ROWS, COLUMNS if aligned else UNALIGNED_COLUMNS
+
+
+def _rank_tile(rank: int) -> int:
+    return min(MOST_RANK, max(LEAST_RANK, triton.next_power_of_2(rank)))
+
+
+def _total_rank(matrices: Sequence[Tensor], transposed: bool) -> int:
+    return sum(_sizes(matrix, transposed)[1] for matrix in matrices)
+
+
+def _count_pieces(programs: int, steps: int) -> int:
+    """Return into how many pieces the sums are divided, to have enough programs."""
+    return max(1, min(steps, cdiv(PROGRAMS, max(1, programs))))
+
+
+def _allocate_sums(like: Tensor, pieces: int, shape: tuple[int, ...]) -> Tensor:
+    """Allocate the result, or FP32 sums of each piece."""
+    if pieces == 1:
+        return like.new_empty(shape)
+    return like.new_empty((pieces, *shape), dtype=torch.float32)
+
+
+def _add_pieces(sums: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
+    """Add the pieces in a fixed order and round once."""
+    return sums if pieces == 1 else sums.sum(0).to(dtype)
+
+
+@register(
+    fake=lambda q, _scale, matrices, _starts, _factors, transposed: matrices[0].new_empty(
+        (q.shape[0], _total_rank(matrices, transposed))
+    ),
+)
+def _low_rank_project(
+    q: Tensor,
+    scale: Tensor,
+    matrices: Sequence[Tensor],
+    starts: Sequence[int],
+    factors: Sequence[float],
+    transposed: bool,
+) -> Tensor:
+    (M, N), R = q.shape, _total_rank(matrices, transposed)
+    sizes, ranks = zip(*(_sizes(matrix, transposed) for matrix in matrices), strict=True)
+    rows, columns = _tile(starts, sizes, ranks)
+    block = _rank_tile(max(ranks))
+    tiles, blocks = cdiv(M, rows), cdiv(max(ranks), block)
+    programs = tiles * len(matrices) * blocks
+    pieces = _count_pieces(programs, cdiv(max(sizes), columns))
+    sums = _allocate_sums(matrices[0], pieces, (M, R))
+    u0, u1, u2 = [*matrices, None, None][:MOST_PARTS]
+    launch(
+        _low_rank_project_kernel, (tiles * pieces, len(matrices), blocks), num_warps=4,
+        q_ptr=q, scale_ptr=scale, u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, sums_ptr=sums, M=M, N=N, R=R,
+        pieces=pieces, TRANSPOSED=transposed, BLOCK_M=rows, BLOCK_N=columns, BLOCK_R=block,
+        **_parts(starts, sizes, ranks, factors),
+    )  # fmt: skip
+    return _add_pieces(sums, pieces, matrices[0].dtype)
+
+
+def _total(sizes: Sequence[int], ranks: Sequence[int]) -> int:
+    return sum(size * rank for size, rank in zip(sizes, ranks, strict=True))
+
+
+@register(
+    fake=lambda _, _scale, p, _starts, sizes, ranks, _factors: p.new_empty((_total(sizes, ranks),)),
+)
+def _low_rank_gradient(
+    q: Tensor,
+    scale: Tensor,
+    p: Tensor,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    factors: Sequence[float],
+) -> Tensor:
+    (M, N), total = q.shape, _total(sizes, ranks)
+    rows, columns = _tile(starts, sizes, ranks)
+    block = _rank_tile(max(ranks))
+    blocks = cdiv(max(ranks), block)
+    programs = sum(cdiv(size, columns) * blocks for size in sizes)
+    pieces = _count_pieces(programs, cdiv(M, rows))
+    sums = _allocate_sums(p, pieces, (total,))
+    launch(
+        _low_rank_gradient_kernel, (cdiv(max(sizes), columns), pieces, len(sizes) * blocks),
+        num_warps=4, q_ptr=q, scale_ptr=scale, p_ptr=p, sums_ptr=sums, M=M, N=N, R=p.shape[1],
+        total=total, pieces=pieces, blocks=blocks, BLOCK_M=rows, BLOCK_N=columns, BLOCK_R=block,
+        **_parts(starts, sizes, ranks, factors),
+    )  # fmt: skip
+    return _add_pieces(sums, pieces, p.dtype)
+
+
+def low_rank_project(
+    x: TensorScaled,
+    matrices: Sequence[Tensor],
+    starts: Sequence[int] | None = None,
+    factors: Sequence[float] | None = None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """Multiply columns of x with one to three narrow matrices.
+
+    Args:
+        x: FP8 [M, N].
+        matrices: U_i [n_i, r_i] of one dtype, contiguous; [r_i, n_i] if ``transposed``.
+        starts: first of the n_i columns of x that each matrix multiplies; 0 when absent.
+        factors: s_i; 1 when absent.
+        transposed: whether matrices are given as adapters' A.
+
+    Returns:
+        s_i x[:, start_i : start_i + n_i] U_i side by side, [M, sum of r_i] in the matrices' dtype.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit.
+    """
+    op = "low_rank_project"
+    check_quantized(op, "x", x.q)
+    starts = [0] * len(matrices) if starts is None else starts
+    factors = [1.0] * len(matrices) if factors is None else factors
+    _check_counts(op, matrices, starts, factors)
+    for number, (matrix, start) in enumerate(zip(matrices, starts, strict=True)):
+        name, shape = f"matrix {number}", (matrix.shape[0], matrix.shape[-1])
+        _check_narrow(op, name, matrix, shape, matrices[0].dtype)
+        _check_columns(op, name, start, _sizes(matrix, transposed)[0], x.q.shape[1])
+    return _low_rank_project(x.q, x.scale, matrices, starts, factors, transposed)
+
+
+def low_rank_gradient(
+    x: TensorScaled,
+    p: Tensor,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    factors: Sequence[float],
+) -> Sequence[Tensor]:
+    """Compute the gradients of one to three narrow matrices [n_i, r_i].
+
+    Args:
+        x: FP8 [M, N].
+        p: [M, sum of r_i], contiguous: the P_i side by side.
+        starts: first of the n_i columns of x that each matrix multiplies.
+        sizes: n_i.
+        ranks: r_i.
+        factors: s_i.
+
+    Returns:
+        s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i] in P's dtype; parts of one tensor.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit.
+    """
+    op = "low_rank_gradient"
+    check_quantized(op, "x", x.q)
+    _check_counts(op, starts, sizes, ranks, factors)
+    _check_narrow(op, "p", p, (x.q.shape[0], sum(ranks)))
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        _check_columns(op, f"matrix {number}", start, size, x.q.shape[1])
+    flat = _low_rank_gradient(x.q, x.scale, p, starts, sizes, ranks, factors)
+    lengths = [size * rank for size, rank in zip(sizes, ranks, strict=True)]
+    shapes = zip(flat.split(lengths), sizes, ranks, strict=True)
+    return [part.view(size, rank) for part, size, rank in shapes]
+
+
+def _check_narrow(
+    op: str, name: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None
+) -> None:
+    if x.dim() != 2 or x.shape != shape or not x.is_contiguous() or dtype not in (None, x.dtype):
+        wanted = "" if dtype is None else f" of {dtype}"
+        raise ValueError(
+            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it "
+            f"must be a contiguous matrix {list(shape)}{wanted}"
+        )
+    check_dtype(op, name, x)
+
+
+def _check_counts(op: str, *lists: Sequence[Any]) -> None:
+    counts = [len(values) for values in lists]
+    if len(set(counts)) > 1 or not 0 < counts[0] <= MOST_PARTS:
+        raise ValueError(
+            f"{op}: lists of {', '.join(map(str, counts))} values for the matrices; 1 to "
+            f"{MOST_PARTS} matrices are possible, and each list has a value for each"
+        )
+
+
+def _check_columns(op: str, name: str, start: int, size: int, columns: int) -> None:
+    if start < 0 or start + size > columns:
+        raise ValueError(
+            f"{op}: {name} multiplies {size} columns from column {start} on, and x has {columns}"
+        )

@@ -1,0 +1,125 @@
+"""GEMMs with the narrow matrices of LoRA adapters against torch in FP64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_kernels import (
+    E5M2,
+    TensorScaled,
+    low_rank_gradient,
+    low_rank_project,
+    quantize_gradient,
+    quantize_tensor,
+)
+from coat_kernels.low_rank import COLUMNS, MOST_RANK, ROWS
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+TOKENS = 2 * ROWS + 3
+SIZES, RANKS, SCALES = [48, 16, 2 * COLUMNS], [8, MOST_RANK + 16, 16], [0.5, 4.0, -1.0]
+STARTS = [0, 48, 64]
+
+
+def normal(*shape: int) -> Tensor:
+    """Seeded by the shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def exact(x: TensorScaled) -> Tensor:
+    """What the FP8 data means, FP64."""
+    return x.q.double() * x.scale.double()
+
+
+@pytest.fixture(params=["e4m3", "e5m2"])
+def x(request: pytest.FixtureRequest) -> TensorScaled:
+    """An activation, or a gradient."""
+    values = 0.01 * normal(TOKENS, sum(SIZES))
+    if request.param == "e4m3":
+        return quantize_tensor(values)
+    return quantize_gradient([values], E5M2, transposed=False).rows
+
+
+def test_gradients_of_p_come_from_each_adapters_columns(run: Run, x: TensorScaled) -> None:
+    b = [normal(size, rank) for size, rank in zip(SIZES, RANKS, strict=True)]
+    parts = zip(STARTS, SIZES, b, SCALES, strict=True)
+    expected = torch.cat([s * exact(x)[:, i : i + n] @ m.double() for i, n, m, s in parts], 1)
+    results = run("low_rank_project", (*x, b, STARTS, SCALES, False))
+    for p in (*results, low_rank_project(x, b, STARTS, SCALES)):
+        # Sums of at most 256 products in FP32, of values of which most cancel.
+        torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_p_is_the_product_with_each_a(run: Run, x: TensorScaled) -> None:
+    a = [normal(rank, sum(SIZES)) for rank in RANKS]
+    expected = torch.cat([exact(x) @ m.double().t() for m in a], 1)
+    results = run("low_rank_project", (*x, a, [0] * 3, [1.0] * 3, True))
+    for p in (*results, low_rank_project(x, a, transposed=True)):
+        torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_b_are_sums_over_tokens(run: Run, x: TensorScaled) -> None:
+    p = normal(TOKENS, sum(RANKS))
+    inner = p.double().split(RANKS, 1)
+    parts = zip(STARTS, SIZES, inner, SCALES, strict=True)
+    expected = [s * exact(x)[:, i : i + n].t() @ of_rank for i, n, of_rank, s in parts]
+    (flat,) = run("low_rank_gradient", (*x, p, STARTS, SIZES, RANKS, SCALES))
+    torch.testing.assert_close(
+        flat.double(), torch.cat([e.flatten() for e in expected]), rtol=1e-5, atol=1e-6
+    )
+    found = low_rank_gradient(x, p, STARTS, SIZES, RANKS, SCALES)
+    for grad, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_stays_in_its_token_and_channel(run: Run) -> None:
+    q = torch.zeros(TOKENS, 32, dtype=torch.float8_e4m3fn)
+    q.view(torch.uint8)[70, 20] = 0x7F
+    b, p = [normal(16, 16), normal(16, 16)], normal(TOKENS, 32)
+    (of_p,) = run("low_rank_project", (q, torch.ones(()), b, [0, 16], [1.0, 1.0], False))
+    assert of_p.isnan().nonzero().tolist() == [[70, column] for column in range(16, 32)]
+    (of_b,) = run(
+        "low_rank_gradient", (q, torch.ones(()), p, [0, 16], [16, 16], [16, 16], [1.0, 1.0])
+    )
+    assert of_b.view(2, 16, 16).isnan().nonzero().tolist() == [[1, 4, r] for r in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"matrices": []}, "lists of 0, 0, 0 values .* 1 to 3 matrices are possible"),
+        ({"matrices": [normal(16, 8)] * 4}, "lists of 4, 4, 4 values"),
+        ({"starts": [0, 1]}, "lists of 1, 2, 1 values"),
+        ({"starts": [24]}, "matrix 0 multiplies 16 columns from column 24 on, and x has 32"),
+        ({"starts": [-1]}, "from column -1 on"),
+        ({"matrices": [normal(8, 16).t()]}, r"matrix 0 is torch.float32 .* contiguous matrix"),
+        ({"matrices": [normal(16, 8).int()]}, "pass float32, bfloat16 or float16"),
+        (
+            {"matrices": [normal(16, 8), normal(16, 8).half()]},
+            "matrix 1 is torch.float16",
+        ),
+        ({"x": TensorScaled(normal(4, 32), torch.ones(()))}, "the FP8 data of x is torch.float32"),
+    ],
+)
+def test_wrong_arguments_of_projections(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"x": quantize_tensor(normal(4, 32)), "matrices": [normal(16, 8)]}
+    with pytest.raises(ValueError, match=words):
+        low_rank_project(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"p": normal(5, 8)}, r"p is .* shape \(5, 8\) .* contiguous matrix \[4, 8\]"),
+        ({"ranks": [4]}, r"contiguous matrix \[4, 4\]"),
+        ({"starts": [20]}, "matrix 0 multiplies 16 columns from column 20 on, and x has 32"),
+        ({"factors": []}, "lists of 1, 1, 1, 0 values"),
+    ],
+)
+def test_wrong_arguments_of_gradients(change: dict[str, Any], words: str) -> None:
+    given = {"starts": [0], "sizes": [16], "ranks": [8], "factors": [1.0], "p": normal(4, 8)}
+    arguments: dict[str, Any] = given | change
+    with pytest.raises(ValueError, match=words):
+        low_rank_gradient(quantize_tensor(normal(4, 32)), **arguments)
