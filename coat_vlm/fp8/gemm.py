@@ -194,38 +194,33 @@ def forward(
     return y, (scale, inner, *stacked)
 
 
-class _Adapters(NamedTuple):
-    """The adapters of layers that share an input, of those that have one."""
+class _Adapter(NamedTuple):
+    """The adapter of one of the layers that share an input."""
 
-    a: list[Tensor]
-    """[r_i, K], in the GEMMs' dtype."""
-    b: list[Tensor]
-    """[n_i, r_i], likewise."""
-    scales: list[float]
-    columns: list[slice]
+    a: Tensor
+    """[r, K]."""
+    b: Tensor
+    """[n, r]."""
+    scale: float
+    columns: slice
     """Columns of the fused output that the layer computes."""
-    ranks: list[slice]
+    ranks: slice
     """Columns of P."""
 
 
-def _adapters(
-    fused: FusedLinear, stacked: Sequence[Tensor | None], dtype: torch.dtype
-) -> _Adapters:
-    """Find the adapters among the layers' tensors."""
+def _adapters(fused: FusedLinear, stacked: Sequence[Tensor | None]) -> list[_Adapter]:
+    """Find the adapters among the layers' tensors; a layer without one is left out."""
     n, start, rank = fused.num_layers, 0, 0
-    found = _Adapters([], [], [], [], [])
+    found: list[_Adapter] = []
     for weight, a, b, scale in zip(
         stacked[:n], stacked[2 * n : 3 * n], stacked[3 * n :], fused.scales, strict=True
     ):
         assert weight is not None
         end = start + weight.shape[0]
         if a is not None and b is not None:
-            found.a.append(a.detach().to(dtype).contiguous())
-            found.b.append(b.detach().to(dtype).contiguous())
-            found.scales.append(scale)
-            found.columns.append(slice(start, end))
-            found.ranks.append(slice(rank, rank + a.shape[0]))
-            rank += a.shape[0]
+            ranks = slice(rank, rank + a.shape[0])
+            found.append(_Adapter(a.detach(), b.detach(), scale, slice(start, end), ranks))
+            rank = ranks.stop
         start = end
     return found
 
@@ -234,10 +229,11 @@ def _add_adapters(
     y: Tensor, x: TensorScaled, fused: FusedLinear, stacked: Sequence[Tensor | None]
 ) -> Tensor:
     """Add the adapters' outputs to y [M, N] in place; return P [M, R]."""
-    a, matrices, scales, columns, ranks = _adapters(fused, stacked, y.dtype)
-    inner = low_rank_project(x, a, transposed=True)
-    for b, scale, of_y, of_inner in zip(matrices, scales, columns, ranks, strict=True):
-        y[:, of_y].addmm_(inner[:, of_inner], b.t(), alpha=scale)
+    adapters = _adapters(fused, stacked)
+    matrices = [adapter.a.to(y.dtype).contiguous() for adapter in adapters]
+    inner = low_rank_project(x, matrices, transposed=True)
+    for _, b, scale, columns, ranks in adapters:
+        y[:, columns].addmm_(inner[:, ranks], b.to(y.dtype).t(), alpha=scale)
     return inner
 
 
@@ -245,11 +241,12 @@ def _adapters_backward(
     rows: TensorScaled, inner: Tensor, fused: FusedLinear, stacked: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute gradients of P [M, R] and of the matrices B from that of the layers' output."""
-    _, matrices, scales, columns, _ = _adapters(fused, stacked, inner.dtype)
-    starts = [of_rows.start for of_rows in columns]
+    adapters = _adapters(fused, stacked)
+    matrices = [adapter.b.to(inner.dtype).contiguous() for adapter in adapters]
+    starts, scales = [x.columns.start for x in adapters], [x.scale for x in adapters]
     sizes, ranks = zip(*(b.shape for b in matrices), strict=True)
     grads = low_rank_gradient(rows, inner, starts, sizes, ranks, scales)
-    return low_rank_project(rows, matrices, starts, scales), list(grads)
+    return low_rank_project(rows, matrices, starts, scales), grads
 
 
 def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> QuantizedGradient:
@@ -310,7 +307,7 @@ def backward(
         grad_input = scaled_mm(rows, weight, dtype, fast=True)
         del weight
         if grad_inner is not None:
-            a = _adapters(fused, stacked, dtype).a
+            a = [adapter.a.to(dtype) for adapter in _adapters(fused, stacked)]
             grad_input.addmm_(grad_inner, a[0] if len(a) == 1 else torch.cat(a))
     del rows
     x = input_transposed(grad_input) if needs.input_transposed else None

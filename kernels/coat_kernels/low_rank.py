@@ -3,9 +3,10 @@
     low_rank_project    P [M, r]      = s x [M, n] U [n, r]       P = x A^T; grad_P = s grad_y B
     low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
 
-x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. The rank r, 8 to 256, is
-so small that memory limits these GEMMs: they read x once, one byte per element. With GEMMs of torch
-x would first be written in the dtype of U, and read again.
+x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. Up to a rank r of about
+100 memory limits these GEMMs. They read an adapter's columns of x once for every 64 columns of P,
+one byte per element. With GEMMs of torch x would first be written in the dtype of U, and read
+again.
 
 Layers with the same input (q, k, v; gate, up) have one FP8 matrix and one P: one launch computes
 up to three adapters. Each reads some columns of x, and has some of P. Where the rows or columns of
@@ -14,6 +15,7 @@ a fixed order. Reference: ``reference/low_rank.py``.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,15 +38,14 @@ MOST_RANK = 64
 """Columns of the largest tile of P; higher ranks take several."""
 
 ROWS = 64
-"""Rows of x that a program reads at a time."""
+"""Rows of x in a tile."""
 
 COLUMNS = 128
-"""Columns of x that a program reads at a time; with :data:`ROWS` the fastest of eight tiles on an
-H200."""
+"""Columns of x in a tile."""
 
-UNALIGNED_COLUMNS = 32
-"""The same if channels or ranks are no multiples of 16: elements are then loaded one by one, and
-registers would not suffice for more."""
+FEW_COLUMNS = 32
+"""The same for FP32, which tensor cores do not multiply, or if the columns of a layer are no
+multiple of 16 and are loaded one by one: registers do not suffice for more."""
 
 _ALIGNED = 16
 """Triton loads several elements at once if it knows that an offset is a multiple of this."""
@@ -74,17 +75,6 @@ def _select(part, x0, x1, x2):
 
 
 @triton.jit
-def _before(part, length0, length1, present1, present2):
-    """Return the sum of the lengths of the parts before this one."""
-    total = 0
-    if present1 is not None:
-        total = tl.where(part >= 1, length0, 0)
-    if present2 is not None:
-        total += tl.where(part == 2, length1, 0)
-    return total
-
-
-@triton.jit
 def _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED: tl.constexpr):
     """Load a tile [N, R] of a matrix (size, rank), or (rank, size) if TRANSPOSED."""
     o = o_n[:, None] * rank + o_r[None, :]
@@ -97,59 +87,59 @@ def _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED: tl.constexpr):
 def _low_rank_project_kernel(
     q_ptr, scale_ptr,  # (M, N), ()
     u0_ptr, u1_ptr, u2_ptr, sums_ptr,  # three times (size, rank), (pieces, M, R)
-    M, N, R, pieces, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
-    factor0, factor1, factor2,
+    M, N, R, blocks, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
+    first0, first1, first2, factor0, factor1, factor2,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    part, u_ptr = tl.program_id(1), u0_ptr
+    part, u_ptr = tl.program_id(2) // blocks, u0_ptr
     if u1_ptr is not None and part == 1:
         u_ptr = u1_ptr
     if u2_ptr is not None and part == 2:
         u_ptr = u2_ptr
-    first = _before(part, rank0, rank1, start1, start2)
     start = _select(part, start0, start1, start2)
     size = _select(part, size0, size1, size2)
     rank = _select(part, rank0, rank1, rank2)
-    factor = _select(part, factor0, factor1, factor2)
-    o_m = row_offsets(tl.program_id(0) // pieces, BLOCK_M)
-    piece = tl.program_id(0) % pieces
-    columns = tl.cdiv(tl.cdiv(size, pieces), BLOCK_N) * BLOCK_N
-    o_r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i_r = tl.program_id(2) % blocks * BLOCK_R
+    if i_r >= rank:
+        return  # the grid covers the highest rank
+    o_m = row_offsets(tl.program_id(0), BLOCK_M)
+    o_r = i_r + tl.arange(0, BLOCK_R)
+    columns = tl.cdiv(tl.cdiv(size, tl.num_programs(1)), BLOCK_N) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     for i_n in range(0, columns, BLOCK_N):
-        o_n = piece * columns + i_n + tl.arange(0, BLOCK_N)
+        o_n = tl.program_id(1) * columns + i_n + tl.arange(0, BLOCK_N)
         o = o_m[:, None] * N + (start + o_n)[None, :]
         q = tl.load(q_ptr + o, mask=(o_m < M)[:, None] & (o_n < size)[None, :], other=0.0)
         u = _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED)
         acc = _dot(q.to(u_ptr.dtype.element_ty), u, acc)
-    acc *= tl.load(scale_ptr) * factor
-    sums_ptr += piece.to(tl.int64) * M * R
+    acc *= tl.load(scale_ptr) * _select(part, factor0, factor1, factor2)
+    sums_ptr += tl.program_id(1).to(tl.int64) * M * R
+    o = o_m[:, None] * R + (_select(part, first0, first1, first2) + o_r)[None, :]
     mask = (o_m < M)[:, None] & (o_r < rank)[None, :]
-    o = o_m[:, None] * R + (first + o_r)[None, :]
     tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _low_rank_gradient_kernel(
-    q_ptr, scale_ptr, p_ptr, sums_ptr,  # (M, N), (), (M, R), (pieces, total)
-    M, N, R, total, pieces, blocks, start0, start1, start2, size0, size1, size2,
-    rank0, rank1, rank2, factor0, factor1, factor2,
+    q_ptr, scale_ptr, p_ptr, sums_ptr,  # (M, N), (), (M, R), (pieces, length)
+    M, N, R, length, blocks, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
+    first0, first1, first2, offset0, offset1, offset2, factor0, factor1, factor2,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(2) // blocks
     start = _select(part, start0, start1, start2)
     size = _select(part, size0, size1, size2)
     rank = _select(part, rank0, rank1, rank2)
-    factor = _select(part, factor0, factor1, factor2)
-    first = _before(part, rank0, rank1, start1, start2)
+    first = _select(part, first0, first1, first2)
     i_n = tl.program_id(0) * BLOCK_N
-    if i_n >= size:
-        return  # the grid covers the largest part
+    i_r = tl.program_id(2) % blocks * BLOCK_R
+    if i_n >= size or i_r >= rank:
+        return  # the grid covers the largest part and the highest rank
     o_n = i_n + tl.arange(0, BLOCK_N)
-    o_r = tl.program_id(2) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    rows = tl.cdiv(tl.cdiv(M, pieces), BLOCK_M) * BLOCK_M
+    o_r = i_r + tl.arange(0, BLOCK_R)
+    rows = tl.cdiv(tl.cdiv(M, tl.num_programs(1)), BLOCK_M) * BLOCK_M
     begin = tl.program_id(1).to(tl.int64) * rows
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     for i_m in range(0, rows, BLOCK_M):
         o_m = begin + i_m + tl.arange(0, BLOCK_M)
         o = o_m[:, None] * N + (start + o_n)[None, :]
@@ -158,19 +148,15 @@ def _low_rank_gradient_kernel(
         p = tl.load(p_ptr + o, mask=(o_m < M)[:, None] & (o_r < rank)[None, :], other=0.0)
         # Transposing p instead of x is twice as fast: it is smaller, and not converted.
         acc = _dot(tl.trans(p), q.to(p.dtype), acc)
-    acc *= tl.load(scale_ptr) * factor
-    sums_ptr += tl.program_id(1).to(tl.int64) * total
-    sums_ptr += _before(part, size0 * rank0, 0 if size1 is None else size1 * rank1, start1, start2)
-    mask = (o_r < rank)[:, None] & (o_n < size)[None, :]
+    acc *= tl.load(scale_ptr) * _select(part, factor0, factor1, factor2)
+    sums_ptr += tl.program_id(1).to(tl.int64) * length + _select(part, offset0, offset1, offset2)
     o = o_n[None, :] * rank + o_r[:, None]
+    mask = (o_r < rank)[:, None] & (o_n < size)[None, :]
     tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
 
 
-def _parts(
-    starts: Sequence[int], sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float]
-) -> dict[str, Any]:
-    """Return the kernels' arguments for up to three adapters; None for an absent one."""
-    lists = {"start": starts, "size": sizes, "rank": ranks, "factor": map(float, factors)}
+def _parts(**lists: Sequence[float]) -> dict[str, Any]:
+    """Return numbered arguments for up to three adapters; None for an absent one."""
     return {
         f"{name}{i}": value
         for name, values in lists.items()
@@ -178,19 +164,23 @@ def _parts(
     }
 
 
+def _starts_of(lengths: Sequence[int]) -> list[int]:
+    """Return where each part starts if they are side by side."""
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
 def _sizes(matrix: Tensor, transposed: bool) -> tuple[int, int]:
     """Return the channels and the rank of a matrix."""
     return (matrix.shape[1], matrix.shape[0]) if transposed else (matrix.shape[0], matrix.shape[1])
 
 
-def _tile(*numbers: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tile, given starts, sizes and ranks."""
-    aligned = not any(number % _ALIGNED for values in numbers for number in values)
-    return ROWS, COLUMNS if aligned else UNALIGNED_COLUMNS
-
-
-def _rank_tile(rank: int) -> int:
-    return min(MOST_RANK, max(LEAST_RANK, triton.next_power_of_2(rank)))
+def _tile(dtype: torch.dtype, ranks: Sequence[int], *offsets: Sequence[int]) -> tuple[int, int]:
+    """Return the columns of x and of P in a tile, given starts and sizes of the columns of x."""
+    if dtype.itemsize > 2:
+        return FEW_COLUMNS, LEAST_RANK
+    aligned = not any(number % _ALIGNED for values in offsets for number in values)
+    block = min(MOST_RANK, max(LEAST_RANK, 1 << (max(ranks) - 1).bit_length()))
+    return COLUMNS if aligned else FEW_COLUMNS, block
 
 
 def _total_rank(matrices: Sequence[Tensor], transposed: bool) -> int:
@@ -229,28 +219,29 @@ def _low_rank_project(
 ) -> Tensor:
     (M, N), R = q.shape, _total_rank(matrices, transposed)
     sizes, ranks = zip(*(_sizes(matrix, transposed) for matrix in matrices), strict=True)
-    rows, columns = _tile(starts, sizes, ranks)
-    block = _rank_tile(max(ranks))
-    tiles, blocks = cdiv(M, rows), cdiv(max(ranks), block)
-    programs = tiles * len(matrices) * blocks
-    pieces = _count_pieces(programs, cdiv(max(sizes), columns))
+    columns, block = _tile(matrices[0].dtype, ranks, sizes, starts)
+    tiles, blocks = cdiv(M, ROWS), cdiv(max(ranks), block)
+    pieces = _count_pieces(tiles * len(matrices) * blocks, cdiv(max(sizes), columns))
     sums = _allocate_sums(matrices[0], pieces, (M, R))
     u0, u1, u2 = [*matrices, None, None][:MOST_PARTS]
     launch(
-        _low_rank_project_kernel, (tiles * pieces, len(matrices), blocks), num_warps=4,
+        _low_rank_project_kernel, (tiles, pieces, len(matrices) * blocks), num_warps=4,
         q_ptr=q, scale_ptr=scale, u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, sums_ptr=sums, M=M, N=N, R=R,
-        pieces=pieces, TRANSPOSED=transposed, BLOCK_M=rows, BLOCK_N=columns, BLOCK_R=block,
-        **_parts(starts, sizes, ranks, factors),
+        blocks=blocks, TRANSPOSED=transposed, BLOCK_M=ROWS, BLOCK_N=columns, BLOCK_R=block,
+        **_parts(start=starts, size=sizes, rank=ranks, first=_starts_of(ranks), factor=factors),
     )  # fmt: skip
     return _add_pieces(sums, pieces, matrices[0].dtype)
 
 
-def _total(sizes: Sequence[int], ranks: Sequence[int]) -> int:
-    return sum(size * rank for size, rank in zip(sizes, ranks, strict=True))
+def _lengths(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Return the number of elements of each matrix."""
+    return [size * rank for size, rank in zip(sizes, ranks, strict=True)]
 
 
 @register(
-    fake=lambda _, _scale, p, _starts, sizes, ranks, _factors: p.new_empty((_total(sizes, ranks),)),
+    fake=lambda _, _scale, p, _starts, sizes, ranks, _factors: p.new_empty(
+        sum(_lengths(sizes, ranks))
+    ),
 )
 def _low_rank_gradient(
     q: Tensor,
@@ -261,18 +252,20 @@ def _low_rank_gradient(
     ranks: Sequence[int],
     factors: Sequence[float],
 ) -> Tensor:
-    (M, N), total = q.shape, _total(sizes, ranks)
-    rows, columns = _tile(starts, sizes, ranks)
-    block = _rank_tile(max(ranks))
+    (M, N), lengths = q.shape, _lengths(sizes, ranks)
+    columns, block = _tile(p.dtype, ranks, sizes, starts)
     blocks = cdiv(max(ranks), block)
     programs = sum(cdiv(size, columns) * blocks for size in sizes)
-    pieces = _count_pieces(programs, cdiv(M, rows))
-    sums = _allocate_sums(p, pieces, (total,))
+    pieces = _count_pieces(programs, cdiv(M, ROWS))
+    sums = _allocate_sums(p, pieces, (sum(lengths),))
     launch(
         _low_rank_gradient_kernel, (cdiv(max(sizes), columns), pieces, len(sizes) * blocks),
         num_warps=4, q_ptr=q, scale_ptr=scale, p_ptr=p, sums_ptr=sums, M=M, N=N, R=p.shape[1],
-        total=total, pieces=pieces, blocks=blocks, BLOCK_M=rows, BLOCK_N=columns, BLOCK_R=block,
-        **_parts(starts, sizes, ranks, factors),
+        length=sum(lengths), blocks=blocks, BLOCK_M=ROWS, BLOCK_N=columns, BLOCK_R=block,
+        **_parts(
+            start=starts, size=sizes, rank=ranks, first=_starts_of(ranks),
+            offset=_starts_of(lengths), factor=factors,
+        ),
     )  # fmt: skip
     return _add_pieces(sums, pieces, p.dtype)
 
@@ -290,7 +283,8 @@ def low_rank_project(
     Args:
         x: FP8 [M, N].
         matrices: U_i [n_i, r_i] of one dtype, contiguous; [r_i, n_i] if ``transposed``.
-        starts: first of the n_i columns of x that each matrix multiplies; 0 when absent.
+        starts: first of the n_i columns of x that each matrix multiplies; when absent, each
+            multiplies all columns.
         factors: s_i; 1 when absent.
         transposed: whether matrices are given as adapters' A.
 
@@ -302,14 +296,21 @@ def low_rank_project(
     """
     op = "low_rank_project"
     check_quantized(op, "x", x.q)
-    starts = [0] * len(matrices) if starts is None else starts
+    columns = x.q.shape[1]
+    given = [0] * len(matrices) if starts is None else starts
     factors = [1.0] * len(matrices) if factors is None else factors
-    _check_counts(op, matrices, starts, factors)
-    for number, (matrix, start) in enumerate(zip(matrices, starts, strict=True)):
+    _check_counts(op, matrices, given, factors)
+    for number, (matrix, start) in enumerate(zip(matrices, given, strict=True)):
         name, shape = f"matrix {number}", (matrix.shape[0], matrix.shape[-1])
         _check_narrow(op, name, matrix, shape, matrices[0].dtype)
-        _check_columns(op, name, start, _sizes(matrix, transposed)[0], x.q.shape[1])
-    return _low_rank_project(x.q, x.scale, matrices, starts, factors, transposed)
+        size = _sizes(matrix, transposed)[0]
+        _check_columns(op, name, start, size, columns)
+        if starts is None and size != columns:
+            raise ValueError(
+                f"{op}: {name} multiplies {size} columns, and x has {columns}; give starts to "
+                "multiply some columns"
+            )
+    return _low_rank_project(x.q, x.scale, matrices, given, factors, transposed)
 
 
 def low_rank_gradient(
@@ -319,7 +320,7 @@ def low_rank_gradient(
     sizes: Sequence[int],
     ranks: Sequence[int],
     factors: Sequence[float],
-) -> Sequence[Tensor]:
+) -> list[Tensor]:
     """Compute the gradients of one to three narrow matrices [n_i, r_i].
 
     Args:
@@ -343,9 +344,8 @@ def low_rank_gradient(
     for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         _check_columns(op, f"matrix {number}", start, size, x.q.shape[1])
     flat = _low_rank_gradient(x.q, x.scale, p, starts, sizes, ranks, factors)
-    lengths = [size * rank for size, rank in zip(sizes, ranks, strict=True)]
-    shapes = zip(flat.split(lengths), sizes, ranks, strict=True)
-    return [part.view(size, rank) for part, size, rank in shapes]
+    parts = zip(flat.split(_lengths(sizes, ranks)), sizes, ranks, strict=True)
+    return [part.view(size, rank) for part, size, rank in parts]
 
 
 def _check_narrow(

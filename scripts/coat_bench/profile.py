@@ -47,7 +47,7 @@ ELEMENTWISE = "other element-wise ops and sums"
 OTHER = "unknown"
 
 QUANTIZE, GROUPS = "FP8: quantize", "FP8: quantize by group"
-LOW_RANK = "LoRA adapters, beside GEMMs"
+LOW_RANK = "LoRA: projections, gradients of B"
 FP8_NORM, ACTIVATION, ROPE = "FP8: norm", "FP8: activation", "FP8: rotation"
 
 OURS: dict[str, str] = {

@@ -210,6 +210,8 @@ def _low_rank_project(i: _Inputs) -> Examples:
         examples[f"{fmt}-b"] = (q, scale, b, [0, half, i.columns - 8], [0.5, 2.0, 1.0], False)
         a = [i.normal(rank, i.columns) for rank in (16, 1)]
         examples[f"{fmt}-a"] = (q, scale, a, [0, 0], [1.0, 1.0], True)
+        whole = i.columns // 16 * 16
+        examples[f"{fmt}-aligned"] = (q, scale, [i.normal(whole, 64)], [0], [1.0], False)
     return examples
 
 

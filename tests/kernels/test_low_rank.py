@@ -10,22 +10,50 @@ from torch import Tensor
 from coat_kernels import (
     E5M2,
     TensorScaled,
+    low_rank,
     low_rank_gradient,
     low_rank_project,
     quantize_gradient,
     quantize_tensor,
 )
-from coat_kernels.low_rank import COLUMNS, MOST_RANK, ROWS
+from coat_kernels.low_rank import COLUMNS, LEAST_RANK, MOST_RANK, ROWS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
-TOKENS = 2 * ROWS + 3
-SIZES, RANKS, SCALES = [48, 16, 2 * COLUMNS], [8, MOST_RANK + 16, 16], [0.5, 4.0, -1.0]
-STARTS = [0, 48, 64]
+TOKENS = 4 * ROWS + 3
+RANKS, SCALES = [8, MOST_RANK + 16, LEAST_RANK], [0.5, 4.0, -1.0]
 
 
 def normal(*shape: int) -> Tensor:
     """Seeded by the shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(autouse=True, params=[low_rank.PROGRAMS, 16, 1])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of one tile each, of several tiles, and undivided."""
+    monkeypatch.setattr(low_rank, "PROGRAMS", request.param)
+
+
+@pytest.fixture(params=[16, 8], ids=["aligned", "unaligned"], name="sizes")
+def sizes_of_layers(request: pytest.FixtureRequest) -> list[int]:
+    """Columns of x of each adapter, for tiles of many columns, and of few."""
+    return [48, request.param, 4 * COLUMNS + 16]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str, name="dtype")
+def dtype_of_adapters(request: pytest.FixtureRequest) -> torch.dtype:
+    """FP32 has tiles of its own."""
+    return request.param
+
+
+def starts_of(sizes: list[int]) -> list[int]:
+    return [0, sizes[0], sizes[0] + sizes[1]]
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Rounded once to the dtype from an FP32 sum of products of which most cancel."""
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=2e-6)
 
 
 def exact(x: TensorScaled) -> Tensor:
@@ -34,44 +62,61 @@ def exact(x: TensorScaled) -> Tensor:
 
 
 @pytest.fixture(params=["e4m3", "e5m2"])
-def x(request: pytest.FixtureRequest) -> TensorScaled:
+def x(request: pytest.FixtureRequest, sizes: list[int]) -> TensorScaled:
     """An activation, or a gradient."""
-    values = 0.01 * normal(TOKENS, sum(SIZES))
+    values = 0.01 * normal(TOKENS, sum(sizes) + 8 * (sizes[1] == 8))
     if request.param == "e4m3":
         return quantize_tensor(values)
     return quantize_gradient([values], E5M2, transposed=False).rows
 
 
-def test_gradients_of_p_come_from_each_adapters_columns(run: Run, x: TensorScaled) -> None:
-    b = [normal(size, rank) for size, rank in zip(SIZES, RANKS, strict=True)]
-    parts = zip(STARTS, SIZES, b, SCALES, strict=True)
+def test_gradients_of_p_come_from_each_adapters_columns(
+    run: Run, x: TensorScaled, sizes: list[int], dtype: torch.dtype
+) -> None:
+    starts = starts_of(sizes)
+    b = [normal(size, rank).to(dtype) for size, rank in zip(sizes, RANKS, strict=True)]
+    parts = zip(starts, sizes, b, SCALES, strict=True)
     expected = torch.cat([s * exact(x)[:, i : i + n] @ m.double() for i, n, m, s in parts], 1)
-    results = run("low_rank_project", (*x, b, STARTS, SCALES, False))
-    for p in (*results, low_rank_project(x, b, STARTS, SCALES)):
-        # Sums of at most 256 products in FP32, of values of which most cancel.
-        torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
+    results = run("low_rank_project", (*x, b, starts, SCALES, False))
+    for p in (*results, low_rank_project(x, b, starts, SCALES)):
+        assert_close(p, expected)
 
 
-def test_p_is_the_product_with_each_a(run: Run, x: TensorScaled) -> None:
-    a = [normal(rank, sum(SIZES)) for rank in RANKS]
+def test_p_is_the_product_with_each_a(run: Run, x: TensorScaled, dtype: torch.dtype) -> None:
+    a = [normal(rank, x.q.shape[1]).to(dtype) for rank in RANKS]
     expected = torch.cat([exact(x) @ m.double().t() for m in a], 1)
     results = run("low_rank_project", (*x, a, [0] * 3, [1.0] * 3, True))
     for p in (*results, low_rank_project(x, a, transposed=True)):
-        torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
+        assert_close(p, expected)
 
 
-def test_gradients_of_b_are_sums_over_tokens(run: Run, x: TensorScaled) -> None:
-    p = normal(TOKENS, sum(RANKS))
+def test_gradients_of_b_are_sums_over_tokens(
+    run: Run, x: TensorScaled, sizes: list[int], dtype: torch.dtype
+) -> None:
+    starts, p = starts_of(sizes), normal(TOKENS, sum(RANKS)).to(dtype)
     inner = p.double().split(RANKS, 1)
-    parts = zip(STARTS, SIZES, inner, SCALES, strict=True)
+    parts = zip(starts, sizes, inner, SCALES, strict=True)
     expected = [s * exact(x)[:, i : i + n].t() @ of_rank for i, n, of_rank, s in parts]
-    (flat,) = run("low_rank_gradient", (*x, p, STARTS, SIZES, RANKS, SCALES))
-    torch.testing.assert_close(
-        flat.double(), torch.cat([e.flatten() for e in expected]), rtol=1e-5, atol=1e-6
-    )
-    found = low_rank_gradient(x, p, STARTS, SIZES, RANKS, SCALES)
+    (flat,) = run("low_rank_gradient", (*x, p, starts, sizes, RANKS, SCALES))
+    assert_close(flat, torch.cat([e.flatten() for e in expected]))
+    found = low_rank_gradient(x, p, starts, sizes, RANKS, SCALES)
     for grad, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
+        assert_close(grad, wanted)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    M, N = 2**17 + ROWS, 2**14 + 16
+    q = torch.zeros(M, N, dtype=torch.float8_e4m3fn, device="cuda")
+    q[-1, -1] = 2.0
+    x = TensorScaled(q, torch.ones((), device="cuda"))
+    b = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    p = low_rank_project(x, [b], [N - 16])
+    assert p[-1].tolist() == [2.0] * 16
+    assert not p[:-1].any()
+    (grad,) = low_rank_gradient(x, torch.ones_like(p), [N - 16], [16], [16], [1.0])
+    assert grad[-1].tolist() == [2.0] * 16
+    assert not grad[:-1].any()
 
 
 def test_a_nan_stays_in_its_token_and_channel(run: Run) -> None:
@@ -92,6 +137,7 @@ def test_a_nan_stays_in_its_token_and_channel(run: Run) -> None:
         ({"matrices": []}, "lists of 0, 0, 0 values .* 1 to 3 matrices are possible"),
         ({"matrices": [normal(16, 8)] * 4}, "lists of 4, 4, 4 values"),
         ({"starts": [0, 1]}, "lists of 1, 2, 1 values"),
+        ({"starts": None}, "matrix 0 multiplies 16 columns, and x has 32; give starts"),
         ({"starts": [24]}, "matrix 0 multiplies 16 columns from column 24 on, and x has 32"),
         ({"starts": [-1]}, "from column -1 on"),
         ({"matrices": [normal(8, 16).t()]}, r"matrix 0 is torch.float32 .* contiguous matrix"),
@@ -105,6 +151,7 @@ def test_a_nan_stays_in_its_token_and_channel(run: Run) -> None:
 )
 def test_wrong_arguments_of_projections(change: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"x": quantize_tensor(normal(4, 32)), "matrices": [normal(16, 8)]}
+    given["starts"] = [0] * len(change.get("matrices", [0]))
     with pytest.raises(ValueError, match=words):
         low_rank_project(**(given | change))
 

@@ -11,13 +11,14 @@ from coat_kernels import (
     E4M3,
     E5M2,
     dequantize_tensor,
+    quantize_gradient,
     quantize_layouts,
     quantize_tensor,
     transpose_quantized,
 )
 from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.fp8 import convert, fp8_blocks, linear, store_frozen_weights
+from coat_vlm.fp8 import convert, fp8_blocks, gemm, linear, store_frozen_weights
 from coat_vlm.fp8.block_error import LiveInput, block_error
 from coat_vlm.fp8.convert import back_to_bf16, count_fp8_weights
 from coat_vlm.fp8.weights import list_stored
@@ -137,6 +138,61 @@ def test_adapters_of_some_layers(tiny: Any, precision: Any, targets: list[str] |
     for name, grad in exact.items():
         # A block adds up to 12% (docs/results.md), and the GEMM of the gradient half of that.
         assert (in_fp8[name] - grad).norm() < 0.3 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_adapters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_layers_with_the_same_input_have_adapters_of_their_own(
+    dtype: torch.dtype, of_adapters: torch.dtype
+) -> None:
+    """Other ranks and scales, one layer without, and a matrix B that is not contiguous."""
+    torch.manual_seed(0)
+    sizes, ranks = (32, 16, 64), (3, None, 80)
+    weights = [torch.randn(size, 48, dtype=dtype) for size in sizes]
+    a = [None if rank is None else torch.randn(rank, 48).to(of_adapters) for rank in ranks]
+    b = [
+        None if rank is None else torch.randn(rank, size).to(of_adapters).t()
+        for size, rank in zip(sizes, ranks, strict=True)
+    ]
+    x8, gradient = quantize_tensor(torch.randn(40, 48).to(dtype)), torch.randn(40, 112).to(dtype)
+    results = []
+    for scales, of_layers in (((0.5, 0.0, 3.0), (*a, *b)), ((), ())):
+        fused = gemm.FusedLinear((), E5M2, False, 3, scales)
+        y, saved = gemm.forward(x8, fused, [*weights, None, None, None, *of_layers], dtype)
+        needs = gemm.Needs(True, False, False, bool(scales))
+        grad_input, grads = gemm.backward(
+            gradient, fused, saved, needs, dtype, lambda _: transpose_quantized(x8)
+        )
+        assert grad_input is not None
+        results.append((y.double(), grad_input.double(), grads))
+    (y, grad_input, grads), (without, grad_without, _) = results
+
+    def is_close(actual: Any, expected: Tensor, error: float) -> None:
+        assert (actual.double() - expected).norm() < error * expected.norm()
+
+    x = dequantize_tensor(x8, torch.float32).double()
+    rows = quantize_gradient([gradient], E5M2, transposed=False).rows
+    g = dequantize_tensor(rows, torch.float32).double()
+    assert torch.equal(y[:, 32:48], without[:, 32:48])
+    # Rounded once or twice to 16 bits, or FP32 sums of at most 112 products.
+    rounding = max(4 * torch.finfo(dtype).eps, 112 * 2.0**-24)
+    assert [grad is None for grad in grads] == [True] * 6 + [False, True, False] * 2
+    of_input = torch.zeros_like(grad_input)
+    for number, scale, columns in ((0, 0.5, slice(0, 32)), (2, 3.0, slice(48, 112))):
+        of_a, of_b = (m[number].double() for m in (a, b))  # pyright: ignore[reportOptionalMemberAccess]
+        p, grad_p = x @ of_a.t(), scale * g[:, columns] @ of_b
+        is_close(y[:, columns], without[:, columns] + scale * p @ of_b.t(), rounding)
+        is_close(grads[9 + number], scale * g[:, columns].t() @ p, rounding)
+        is_close(grads[6 + number], grad_p.t() @ x, 2.0**-4)  # the gradient of P in E4M3
+        of_input += grad_p @ of_a
+    is_close(grad_input, grad_without + of_input, rounding)
 
 
 @pytest.mark.parametrize(
