@@ -160,8 +160,9 @@ class CoatAdamW(torch.optim.Optimizer):
                 _step_on_cpu(batch, codec, seed, self.grad_scale)
                 continue
             items = [item for item, _ in batch]
-            # DeepSpeed steps one parameter group at a time: each group has its own table.
-            key = (device, codec, master, id(items[0].p), len(items))
+            # DeepSpeed steps one parameter group at a time: each group has its own table. Shards of
+            # FSDP2 are new tensors in every step, at the same address.
+            key = (device, codec, master, items[0].p.data_ptr(), len(items))
             if key not in self._tables and len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
             table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))

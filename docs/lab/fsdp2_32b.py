@@ -56,7 +56,8 @@ WARMUP = 2
 def shard(model: Any, device: torch.device) -> None:
     """Shard a model on ``meta`` block by block, and draw this rank's part of its weights."""
     decoder = model.language_model.model
-    for part in (*decoder.layers, decoder.embed_tokens, model.language_model.lm_head):
+    # The output layer stays a plain nn.Linear, whose loss has kernels: it belongs to the root.
+    for part in (*decoder.layers, decoder.embed_tokens):
         fully_shard(part)
     fully_shard(model)
     model.to_empty(device=device)
