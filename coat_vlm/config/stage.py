@@ -88,17 +88,18 @@ class ModuleTraining:
 class LoraTraining:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * B A x, W frozen.
 
-    The defaults are those of LLaVA-1.5's LoRA script (haotian-liu/LLaVA,
+    Rank and alpha are by default those of LLaVA-1.5's LoRA script (haotian-liu/LLaVA,
     scripts/v1_5/finetune_lora.sh), which uses a learning rate of 2e-4 for the adapters and 2e-5 for
-    the projector.
+    the projector. Its dropout, 0.05, would keep whole blocks from FP8; the default is peft's.
     """
 
     rank: Annotated[int, Field(gt=0)] = 128
     """Rows of A and columns of B (LLaVA's and VILA's ``lora_r``)."""
     alpha: Annotated[int, Field(gt=0)] = 256
     """Numerator of the scale alpha / rank (``lora_alpha``)."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    """Dropout probability of an adapter's input (``lora_dropout``)."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout probability of an adapter's input (``lora_dropout``). Above 0 only the linear layers
+    of FP8 precisions are in FP8, and norms, activations and attention save more."""
     modules: list[ModuleName] = field(default_factory=lambda: ["language"])
     """Modules that train adapters instead of their weights, with the lr of the module: any of
     ``vision``, ``projector``, ``language``."""

@@ -68,7 +68,10 @@ REFUSED = [
     ("stages.dpo.packing=true", "packing is not supported with dpo: TRL computes one row"),
     ("stages.dpo.balance=true", "balance is not supported with dpo: rows are measured"),
     ("stages.dpo.sequence_parallel=2", "sequence_parallel is not supported with dpo"),
-    ("stages.dpo.lora={rank: 4}", "lora.dropout is not supported with dpo: .* write dropout: 0"),
+    (
+        "stages.dpo.lora={rank: 4, dropout: 0.05}",
+        "lora.dropout is not supported with dpo: .* write dropout: 0",
+    ),
     ("stages.dpo.dpo.beta=0", "beta"),
     ("stages.dpo.dpo.loss_type=kto", "loss_type.*'sigmoid'"),
     ("stages.dpo.dpo=null", r"stages.dpo needs the settings of its loss; add dpo: \{beta: 0.1\}"),
