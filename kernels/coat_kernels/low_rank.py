@@ -26,10 +26,8 @@ from torch import Tensor
 from coat_kernels.device import INTERPRETED, row_offsets
 from coat_kernels.formats import TensorScaled, check_dtype, check_quantized
 from coat_kernels.launch import TOKENS, cdiv, launch
+from coat_kernels.quantize import MOST_PARTS, pad_to_three
 from coat_kernels.registry import register
-
-MOST_PARTS = 3
-"""Maximum number of adapters of one call: those of q, k and v."""
 
 LEAST_RANK = 16
 """Columns of the smallest tile of P: tensor cores multiply 16 at a time."""
@@ -160,7 +158,7 @@ def _parts(**lists: Sequence[float]) -> dict[str, Any]:
     return {
         f"{name}{i}": value
         for name, values in lists.items()
-        for i, value in enumerate([*values, None, None][:MOST_PARTS])
+        for i, value in enumerate(pad_to_three(values))
     }
 
 
@@ -223,7 +221,7 @@ def _low_rank_project(
     tiles, blocks = cdiv(M, ROWS), cdiv(max(ranks), block)
     pieces = _count_pieces(tiles * len(matrices) * blocks, cdiv(max(sizes), columns))
     sums = _allocate_sums(matrices[0], pieces, (M, R))
-    u0, u1, u2 = [*matrices, None, None][:MOST_PARTS]
+    u0, u1, u2 = pad_to_three(matrices)
     launch(
         _low_rank_project_kernel, (tiles, pieces, len(matrices) * blocks), num_warps=4,
         q_ptr=q, scale_ptr=scale, u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, sums_ptr=sums, M=M, N=N, R=R,

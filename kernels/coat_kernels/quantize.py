@@ -74,7 +74,7 @@ TRANSPOSED_TILE = Tile(128, 128, 8)
 """Tile of ``transpose_quantized``: the fastest of four on an H200."""
 
 MOST_PARTS = 3
-"""Maximum number of matrices with one scale: the weights of q, k and v."""
+"""Maximum number of matrices of one launch: the weights, or the adapters, of q, k and v."""
 
 _MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
 
@@ -204,7 +204,7 @@ def empty_gradient(
     return q, qt, like.new_empty((), dtype=torch.float32), sums
 
 
-def _pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
+def pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments for three parts; None for an absent part."""
     return (*values, None, None, None)[:MOST_PARTS]
 
@@ -220,7 +220,7 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
     for together in [[part] for part in filled] if apart else [filled]:
         sizes = [part.numel() for part in together]
         programs = min(AMAX_PROGRAMS, cdiv(max(sizes), ELEMENTS))
-        (x0, x1, x2), (numel0, numel1, numel2) = _pad_to_three(together), _pad_to_three(sizes)
+        (x0, x1, x2), (numel0, numel1, numel2) = pad_to_three(together), pad_to_three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),
             x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
@@ -262,8 +262,8 @@ def _write_quantized(
     sizes = [part.shape[side_by_side] for part in filled]
     m, n = (M, max(sizes)) if side_by_side else (max(sizes), N)
     grid, options = tile_grid(pad_length(m) if transposed else m, n, tile)
-    x0, x1, x2 = _pad_to_three(filled)
-    size0, size1, size2 = _pad_to_three(sizes if len(filled) > 1 else ())
+    x0, x1, x2 = pad_to_three(filled)
+    size0, size1, size2 = pad_to_three(sizes if len(filled) > 1 else ())
     for in_rows, in_columns in plan_passes(rows, transposed, N):
         launch(
             quantize_tensor_kernel, (*grid, len(filled)),

@@ -28,8 +28,8 @@ def lora_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     sft.update(vision={"train": False}, max_steps=4, save_every_steps=2)
     align = {**sft, "language": {"train": False}, "max_steps": 1}
     sft["vision"] = {"train": True, "lr": 1e-3}
-    sft["lora"] = {"rank": RANK, "alpha": ALPHA, "rslora": True, "dropout": 0.05}
-    sft["lora"]["modules"] = ["vision", "language"]
+    lora = {"rank": RANK, "alpha": ALPHA, "rslora": True, "dropout": 0.05}
+    sft["lora"] = lora | {"modules": ["vision", "language"]}
     recipe["stages"] = {"align": align, "sft": sft}
     return recipe
 

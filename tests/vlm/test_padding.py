@@ -129,7 +129,10 @@ def test_masks_padded_on_the_right() -> None:
 
 
 def test_models_that_are_causal(tiny: Any) -> None:
-    assert is_causal(tiny.model().language_model)
+    model = tiny.model().language_model
+    assert is_causal(model)
+    model.model.layers[1].self_attn.is_causal = False  # asked again in every step
+    assert not is_causal(model)
     assert not is_causal(torch.nn.Linear(2, 2))
     for decoder in (True, False):
         config = BertConfig(
