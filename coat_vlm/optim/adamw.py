@@ -8,7 +8,8 @@ groups start at other elements: load a saved state with the number of ranks that
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from operator import is_
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from coat_kernels import (
     adamw_step,
     get_codec,
 )
+from coat_kernels.adamw import Rates
 from coat_vlm.optim.state import (
     LOW_BITS,
     check_saved,
@@ -105,6 +107,7 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._seed = seed
         self._tables: dict[Any, AdamwTable] = {}
+        self._prepared: _Prepared | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, like torch's optimizers.
@@ -127,6 +130,7 @@ class CoatAdamW(torch.optim.Optimizer):
         """Restore a copy or a pickle, without the tables of addresses."""
         super().__setstate__(state)
         self._tables = {}
+        self._prepared = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -153,29 +157,66 @@ class CoatAdamW(torch.optim.Optimizer):
             self._update()
         return loss
 
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Do what the next step takes the CPU, while the GPU computes gradients.
+
+        Gradients may still change in place, and rates change. If a gradient is replaced or removed,
+        the next step prepares itself, as without this call. Parameters stay at their addresses.
+
+        Raises:
+            ValueError: as in :meth:`step`.
+        """
+        gradients = self._gradients()
+        # Shards and copies are new tensors in every call.
+        if all(g is None or _is_plain(g) for g in gradients):
+            self._prepared = _Prepared(gradients, self._prepare())
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [p.grad for group in self.param_groups for p in group["params"]]
+
     def _update(self) -> None:
-        for (device, codec, master), batch in self._batches().items():
+        ready, self._prepared = self._prepared, None
+        if ready is not None and _are_same(ready.gradients, self._gradients()):
+            batches = ready.batches
+        else:
+            batches = self._prepare()
+        for batch in batches:
+            if batch.table is None:
+                _step_on_cpu(batch, self._rates(), self.grad_scale)
+            else:
+                batch.table.run(self._rates(), self.grad_scale)
+
+    def _rates(self) -> list[Rates]:
+        """Return lr, betas, eps and weight decay of each group."""
+        return [
+            (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            for group in self.param_groups
+        ]
+
+    def _prepare(self) -> list["_Batch"]:
+        """Collect the items of each launch, and write the tables of those on a GPU."""
+        batches: list[_Batch] = []
+        for (device, codec, master), items in self._items().items():
             seed = self._seed if master == "bf16_stochastic" else None
             if device.type == "cpu":
-                _step_on_cpu(batch, codec, seed, self.grad_scale)
+                batches.append(_Batch(items, codec, seed))
                 continue
-            items = [item for item, _ in batch]
             # DeepSpeed steps one parameter group at a time: each group has its own table. Shards of
             # FSDP2 are new tensors in every step, at the same address.
             key = (device, codec, master, items[0].p.data_ptr(), len(items))
             if key not in self._tables and len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
             table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
-            groups = {item.group: rate for item, rate in batch}
-            all_rates = [groups.get(i, (0.0,) * 5) for i in range(max(groups) + 1)]
-            table.step(items, all_rates, self.grad_scale)
+            table.prepare(items, self._rates())
+            batches.append(_Batch(items, codec, seed, table))
+        return batches
 
-    def _batches(self) -> dict[Any, list[tuple[AdamwItem, Any]]]:
-        """Collect the items of each launch, with the rates of their groups."""
-        batches: dict[Any, list[tuple[AdamwItem, Any]]] = {}
+    def _items(self) -> dict[Any, list[AdamwItem]]:
+        """Collect the items by device, codec and master weights; create states."""
+        batches: dict[Any, list[AdamwItem]] = {}
         index = -1
         for number, group in enumerate(self.param_groups):
-            rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             for place, p in enumerate(group["params"]):
                 index += 1
                 if p.grad is None:
@@ -202,7 +243,7 @@ class CoatAdamW(torch.optim.Optimizer):
                     number, index,
                 )  # fmt: skip
                 key = (p.device, group["codec"], group["master"])
-                batches.setdefault(key, []).append((item, rates))
+                batches.setdefault(key, []).append(item)
         return batches
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -234,6 +275,7 @@ class CoatAdamW(torch.optim.Optimizer):
                         f"CoatAdamW: the saved state has {setting} {saved[setting]!r}, this "
                         f"optimizer {group[setting]!r}; create it with {setting}={saved[setting]!r}"
                     )
+        self._prepared = None
         # Raises if the number or the sizes of groups differ.
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         for saved, (_, _, p) in zip(states, places, strict=True):
@@ -247,30 +289,55 @@ def _rename_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "codec": get_codec(group["codec"]).name, "master": master}
 
 
-def _step_on_cpu(
-    batch: Sequence[tuple[AdamwItem, Any]],
-    codec: str,
-    seed: int | None,
-    grad_scale: Tensor | None,
-) -> None:
+class _Batch(NamedTuple):
+    """Parameters that one launch updates."""
+
+    items: list[AdamwItem]
+    codec: str
+    """How the moments are stored."""
+    seed: int | None
+    """Seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
+    stochastic rounding use the seed, or 0 if it is None."""
+    table: AdamwTable | None = None
+    """Addresses on the GPU; None on a CPU."""
+
+
+class _Prepared(NamedTuple):
+    """What :meth:`CoatAdamW.prepare` did."""
+
+    gradients: list[Tensor | None]
+    """Those of all parameters."""
+    batches: list[_Batch]
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Return whether a step reads the gradient itself, not a shard or a copy."""
+    dense = gradient.layout == torch.strided and gradient.is_contiguous()
+    return dense and not isinstance(gradient, DTensor)
+
+
+def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Return whether two sequences have the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
+def _step_on_cpu(batch: _Batch, rates: Sequence[Rates], grad_scale: Tensor | None) -> None:
     """Run one step of all items in place.
 
     Args:
-        batch: parameters on the CPU with gradients and state; lr, beta1, beta2, eps and weight
-            decay of each.
-        codec: how the moments are stored.
-        seed: seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
-            stochastic rounding use the seed, or 0 if it is None.
+        batch: parameters on the CPU with gradients and state.
+        rates: lr, beta1, beta2, eps and weight decay of each group.
         grad_scale: FP32 (), multiplied with the gradients.
     """
-    stochastic_codec = get_codec(codec).second_stochastic
-    for item, (lr, beta1, beta2, eps, weight_decay) in batch:
+    stochastic_codec = get_codec(batch.codec).second_stochastic
+    for item in batch.items:
+        lr, beta1, beta2, eps, weight_decay = rates[item.group]
         item.step.add_(1)
         is_rounded = item.p.dtype == torch.bfloat16 and item.low_bits is None
         adamw_step(
             item.p, item.g, item.m, item.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay, step=int(item.step), codec=codec, low_bits=item.low_bits,
-            seed=seed if is_rounded or stochastic_codec else None,
+            weight_decay=weight_decay, step=int(item.step), codec=batch.codec,
+            low_bits=item.low_bits, seed=batch.seed if is_rounded or stochastic_codec else None,
             index=item.index, grad_scale=grad_scale,
         )  # fmt: skip
 

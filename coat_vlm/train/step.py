@@ -32,7 +32,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, shard_batch
 from coat_vlm.model.vlm import module_parameters
-from coat_vlm.optim import lr_factor
+from coat_vlm.optim import CoatAdamW, lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.preference import Preference, count_pairs
@@ -94,6 +94,8 @@ class TrainStep:
     """Number of steps that this process skipped because of non-finite gradients."""
     sampler_state: SamplerState = field(default_factory=SamplerState)
     """State of the sampler after the last step."""
+    mode_is_set: bool = False
+    """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
 
     def __call__(
         self,
@@ -136,7 +138,10 @@ class TrainStep:
                 counts, lambda: self.sampler.count_by_source(self.sampler_state)
             )
             lr = self._set_lr()
-            set_train_mode(self.model, self.stage)
+            if not (self.mode_is_set and self.model.training):
+                # All modules are visited, while the GPU waits: 9 ms with adapters on 7B parameters.
+                set_train_mode(self.model, self.stage)
+                self.mode_is_set = True
             divisor = counts["supervised_tokens" if self.preference is None else "samples"]
             loss, norm = self._update(micro_batches, divisor)
             self.finished += 1
@@ -262,12 +267,17 @@ class TrainStep:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.stage.grad_clip or math.inf
         optimizer: Any = self.engine.optimizer
-        if optimizer.defaults.get("master") == "bf16_low_bits":
-            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
+        low_bits = optimizer.defaults.get("master") == "bf16_low_bits"
+        if low_bits:
+            total = _measure_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            total = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if isinstance(optimizer, CoatAdamW):
+            optimizer.prepare()  # while the GPU computes the norm
+        norm = float(total)
+        if low_bits:
             divisor = max(1.0, (norm + 1e-6) / limit)  # DeepSpeed's
             optimizer.grad_scale = torch.tensor(1.0 / divisor, device=self.world.device)
-        else:
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         if not math.isfinite(norm):
             for parameter in parameters:  # AdamW skips parameters without a gradient
                 parameter.grad = None
@@ -383,10 +393,10 @@ def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict
     }
 
 
-def _measure_norm(gradients: list[Tensor]) -> float:
-    """Return the norm of all gradients in FP32, also of BF16 gradients and without copying them."""
+def _measure_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm [] of all gradients in FP32, also of BF16 ones, without copying them."""
     norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @contextmanager

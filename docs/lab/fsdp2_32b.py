@@ -1,11 +1,11 @@
 """A step of 32.8B parameters on two GPUs: "32.8B parameters on two GPUs" in 2026-11.md.
 
-``torchrun --nproc-per-node N docs/lab/fsdp2_32b.py [32b or tiny] [STEPS]`` trains a language model
-of Qwen2.5-32B's shape with random weights on one repeated sample per rank. FSDP2 shards every block
-(DeepSpeed's ZeRO-3 has FP32 copies of BF16 weights, which would not fit). The optimizer's step is
-inside the backward pass: each gradient is used and freed as soon as FSDP2 has reduced it, so there
-is no accumulation and no clipping. BF16 weights, the low 16 bits of the FP32 master weights and FP8
-moments are 6.1 bytes per parameter, divided by the ranks.
+``torchrun --nproc-per-node N docs/lab/fsdp2_32b.py [32b or tiny] [STEPS] [TOKENS]`` trains a
+language model of Qwen2.5-32B's shape with random weights on one repeated sample of 4,096 tokens per
+rank. FSDP2 shards every block (DeepSpeed's ZeRO-3 has FP32 copies of BF16 weights, which would not
+fit). The optimizer's step is inside the backward pass: each gradient is used and freed as soon as
+FSDP2 has reduced it, so there is no accumulation and no clipping. BF16 weights, the low 16 bits of
+the FP32 master weights and FP8 moments are 6.1 bytes per parameter, divided by the ranks.
 """
 
 import statistics
@@ -35,22 +35,26 @@ QWEN_32B = {
 }  # fmt: skip
 """Shapes of Qwen/Qwen2.5-32B-Instruct's config.json."""
 
-SIZES["32b"] = StepModel(
-    "qwen2.5-32b",
-    ModelConfig(
-        vision=None,
-        language=LanguageConfig(config=QWEN_32B),
-        tokenizer=TokenizerConfig(train_vocab_size=QWEN_32B["vocab_size"]),
-        max_length=4096,
-    ),
-    images=0,
-)
 
 DEVIATION = 0.02
 """Standard deviation of random matrices."""
 
 WARMUP = 2
 """Steps that are not measured."""
+
+
+def add_size(tokens: int) -> None:
+    """Add the size "32b", with samples of so many tokens, to those of the benchmark."""
+    SIZES["32b"] = StepModel(
+        "qwen2.5-32b",
+        ModelConfig(
+            vision=None,
+            language=LanguageConfig(config=QWEN_32B),
+            tokenizer=TokenizerConfig(train_vocab_size=QWEN_32B["vocab_size"]),
+            max_length=tokens,
+        ),
+        images=0,
+    )
 
 
 def shard(model: Any, device: torch.device) -> None:
@@ -115,7 +119,8 @@ def measure(size: str, steps: int, world: World) -> None:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1] if len(sys.argv) > 1 else "32b"
+    given = dict(enumerate(sys.argv))
+    chosen = given.get(1, "32b")
+    add_size(int(given.get(3, 4096)))
     with join_world() as joined:
-        steps = int(sys.argv[2]) if len(sys.argv) > 2 else 4
-        measure("tiny-llm" if chosen == "tiny" else chosen, steps, joined)
+        measure("tiny-llm" if chosen == "tiny" else chosen, int(given.get(2, 4)), joined)

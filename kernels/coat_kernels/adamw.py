@@ -446,8 +446,26 @@ class AdamwTable:
         Raises:
             ValueError: the table has changed while a CUDA graph is captured.
         """
-        with torch.cuda.device_of(items[0].p):  # Triton launches on the current device
+        self.prepare(items, rates)
+        self.run(rates, grad_scale)
+
+    def prepare(self, items: Sequence[AdamwItem], rates: Sequence[Rates]) -> None:
+        """Do what a step takes the CPU, before :meth:`run`: upload addresses and rates.
+
+        Args:
+            items: as in :meth:`step`; their tensors must stay at their addresses.
+            rates: as in :meth:`step`.
+
+        Raises:
+            ValueError: as in :meth:`step`.
+        """
+        with torch.cuda.device_of(items[0].p):
             self._prepare([item for item in items if item.p.numel()])
+            self._upload_rates(rates)
+
+    def run(self, rates: Sequence[Rates], grad_scale: Tensor | None = None) -> None:
+        """Launch the step of the prepared items; the rates may have changed."""
+        with torch.cuda.device_of(self._table):  # Triton launches on the current device
             rates_tensor = self._upload_rates(rates)
             tensors = len(self._table)
             launch(
