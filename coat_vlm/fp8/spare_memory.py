@@ -37,8 +37,12 @@ FLOPS_PER_S = 850e12
 """Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
 
 HIDDEN = 2.0
-"""If the blocks compute for this many times as long as their launches take, the GPU does not wait:
-once would do if the CPU did not lose its lead at the end of each step."""
+"""If the blocks of a micro-batch compute for this many times as long as their launches take, the
+GPU does not wait for them: the CPU is ahead after the first ones of a step."""
+
+HIDDEN_AT_ONCE = 4.0
+"""The same for a step of one micro-batch, which begins without a lead: the tower of an 8B model at
+a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/lab/2026-11.md)."""
 
 MEMORY_FACTOR = 1.5
 """Memory of graphs over that of the activations which the blocks save."""
@@ -89,7 +93,7 @@ class SpareMemory:
         if self.steps != DECIDED_AFTER:
             return
         spare = self._measure_spare_bytes()
-        captures = _limit_graphs(self.graphs, spare)
+        captures = _limit_graphs(self.graphs, spare, self.accumulates)
         self.weights_fit = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
@@ -104,7 +108,7 @@ class SpareMemory:
         return MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
 
 
-def _limit_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
+def _limit_graphs(rows: Sequence[BlockGraphs], spare: float, accumulates: bool) -> bool:
     """End the measurement of rows of blocks; return whether any may be captured."""
     seen = [row for row in rows if row.tokens]
     loads = [
@@ -116,7 +120,7 @@ def _limit_graphs(rows: Sequence[BlockGraphs], spare: float) -> bool:
         )
         for row in seen
     ]
-    chosen = dict(zip(seen, choose_rows(loads, spare), strict=True))
+    chosen = dict(zip(seen, choose_rows(loads, spare, accumulates=accumulates), strict=True))
     for row in rows:
         captured = chosen.get(row, False)
         row.limit(row.tokens if captured else 0, spare)
@@ -154,7 +158,7 @@ class RowLoad:
         return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
 
 
-def choose_rows(loads: Sequence[RowLoad], spare: float) -> list[bool]:
+def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) -> list[bool]:
     """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
 
     What is no FP8 block, such as a language model in BF16, is not counted.
@@ -162,13 +166,14 @@ def choose_rows(loads: Sequence[RowLoad], spare: float) -> list[bool]:
     Args:
         loads: all rows of blocks that run in a step.
         spare: bytes that graphs may take.
+        accumulates: whether a step has several micro-batches.
 
     Returns:
         For each row whether it is captured.
     """
     launching = sum(LAUNCH_S * load.blocks for load in loads)
     computing = sum(load.compute_s * load.blocks for load in loads)
-    if computing > HIDDEN * launching:
+    if computing > (HIDDEN if accumulates else HIDDEN_AT_ONCE) * launching:
         return [False] * len(loads)
     small = sorted((x for x in loads if x.compute_s < LAUNCH_S), key=lambda load: load.saved)
     while small and MEMORY_FACTOR * sum(load.saved for load in small) > spare:

@@ -32,7 +32,7 @@ class PlannedGraphs:
     """Part -> tokens of a row of a micro-batch."""
 
     def find_captured(
-        self, activations: Activations, micro_batch: int, spare: float
+        self, activations: Activations, micro_batch: int, spare: float, *, accumulates: bool
     ) -> dict[str, RowLoad]:
         """Return the rows of blocks that training captures.
 
@@ -40,6 +40,7 @@ class PlannedGraphs:
             activations: of a micro-batch.
             micro_batch: rows of a micro-batch.
             spare: bytes that graphs may take under ``auto``.
+            accumulates: whether a step has several micro-batches.
         """
         loads = {
             part: RowLoad(*counts, self.tokens[part] * micro_batch, activations.saved[part])
@@ -47,7 +48,7 @@ class PlannedGraphs:
         }
         if self.mode != "auto":
             return loads if self.mode else {}
-        chosen = choose_rows(list(loads.values()), spare)
+        chosen = choose_rows(list(loads.values()), spare, accumulates=accumulates)
         return {part: loads[part] for part, taken in zip(loads, chosen, strict=True) if taken}
 
 

@@ -250,23 +250,31 @@ class StagePlan:
     ) -> RankMemory:
         """Estimate the memory under a ZeRO stage with another micro-batch and the same batch."""
         activations = activations or self.interpolate(micro_batch)
+        accumulates = self._accumulates(micro_batch)
         memory = estimate_rank_memory(
             zero_stage,
             sizes or self.sizes,
             self.ranks,
             activations,
-            accumulates=self.stage.batch_size > micro_batch * self.replicas,
+            accumulates=accumulates,
         )
         if self.graphs.mode is not True or zero_stage == 3:  # auto takes only what is left
             return memory
-        captured = self.graphs.find_captured(activations, micro_batch, 0.0)
+        captured = self.graphs.find_captured(activations, micro_batch, 0.0, accumulates=accumulates)
         return add_graphs(memory, [*captured.values()])
 
     def find_captured(self) -> dict[str, RowLoad]:
         """Return the rows of blocks that training captures with the recipe's settings, by part."""
         left = self.gpu_bytes / SOLD - self.memory[self.recipe_zero].peak
         spare = max(0.0, MAX_SHARE * left)
-        return self.graphs.find_captured(self.activations, self.stage.micro_batch_size, spare)
+        size = self.stage.micro_batch_size
+        return self.graphs.find_captured(
+            self.activations, size, spare, accumulates=self._accumulates(size)
+        )
+
+    def _accumulates(self, micro_batch: int) -> bool:
+        """Return whether a step has several micro-batches."""
+        return self.stage.batch_size > micro_batch * self.replicas
 
     def largest_frames(self) -> int:
         """Find the largest number of frames per row that fits, in tokens and memory, or 0."""

@@ -10,6 +10,15 @@ Forward: ``activation_stats`` reads a once and computes group-scaled a (saved: W
 token for a's width W) and h's amax. ``activation_apply`` reads a again and writes h in per-tensor
 FP8: h is never stored in high precision. (1 + tanh(u)) / 2 = sigmoid(2 u) saves a tanh.
 
+Forward, ``activation_once``: large inputs (``ONE_PASS``) are read once. h's scale is guessed from a
+sample, every 16th row, with a margin of 2: normal FP8 numbers do not suffer from a scale that is
+twice as large as necessary, and the range of subnormal ones begins one binade higher. The pass that
+writes h also computes the exact scale. If that is larger than the guess, values have saturated, and
+a last launch writes h again; else it does nothing. The scale depends on this tensor alone. Where
+processes share scales, inputs are read twice.
+
+    guess = max(2 amax(every 16th row) / max, 2^-126),   scale = max(guess, amax / max)
+
 Backward: the gradient is quantized for the preceding layer's GEMMs and exists in FP8 only.
 
     da = dh activation'(a),   scale = max(amax(da) / max, 2^-126),   q = cast(da / scale)
@@ -55,12 +64,12 @@ from coat_kernels.formats import (
     get_format,
     pad_length,
 )
-from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tile_grid
+from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, cdiv, launch, tile_grid
 from coat_kernels.quantize import allocate_gradient, empty_layouts, to_quantized_gradient
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
-from coat_kernels.shared_scales import finish_scale
+from coat_kernels.shared_scales import are_shared, finish_scale
 
 ACTIVATIONS = reference.ACTIVATIONS
 is_gated = reference.is_gated
@@ -71,6 +80,15 @@ NUM_GATED = tl.constexpr(2)
 ROWS_TILE = Tile(16, 256, 4)
 """Tile of passes that write row-major data or only compute a scale: the fastest of three on an H200
 for the MLPs of SigLIP and Llama."""
+
+ONE_PASS = 2**25
+"""Elements of h from which a tensor is read once: below, a third launch takes as long as a read."""
+
+SAMPLE_EVERY = reference.SAMPLE_EVERY
+MARGIN = reference.MARGIN
+
+AGAIN_PROGRAMS = 1056
+"""Largest number of programs that may write data again: eight per multiprocessor of an H200."""
 
 GRADIENT_TILE = 4096
 """Elements of a tile of the gradient pass: with 8192 of SwiGLU one program fills an SM."""
@@ -103,26 +121,21 @@ def value_and_slope(a, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=TOKENS)
 def _activation_stats_kernel(
     a_ptr, q_ptr, e_ptr, scale_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP), ()
+    guess_ptr, h_ptr,  # (), (M, F) FP8
     M, F, W, tiles_n,
     KIND: tl.constexpr, MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVERY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_m = pid // tiles_n
+    o_m = row_offsets(i_m, BLOCK_M) * EVERY
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     a = load_tile(a_ptr, o_m, o_n, m_mn, W)
-    e = store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    if KIND < NUM_GATED:
-        h, _ = value_and_slope(a, KIND)
-        up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
-        store_grouped(
-            up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M,
-            BLOCK_N,
-        )  # fmt: skip
-        amax_bits = block_amax_bits(h * up)
-    else:
+    if q_ptr is not None:
+        e = store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    if KIND >= NUM_GATED and q_ptr is not None and h_ptr is None:
         # GELUs increase for a > 0 and stay above -0.18: if some a > 0.5, whose |h| is larger, only
         # the largest a matters. Integer and float maximum agree if one float is positive.
         largest = tl.max(tl.max(a.to(tl.int32, bitcast=True), axis=1), axis=0)
@@ -131,16 +144,31 @@ def _activation_stats_kernel(
             amax_bits = magnitude_bits(value_and_slope(largest, KIND)[0])
         else:
             amax_bits = block_amax_bits(value_and_slope(a, KIND)[0])
+    else:
+        h, _ = value_and_slope(a, KIND)
+        if KIND < NUM_GATED:
+            up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
+            if q_ptr is not None:
+                store_grouped(
+                    up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            h *= up
+        if h_ptr is not None:
+            store_quantized(
+                h * inverse_scale(guess_ptr), h_ptr, h_ptr, o_m, i_m, o_n, o_n < F, M, M, F, M,
+                True, False, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        amax_bits = block_amax_bits(h)
     publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
 
-@triton.jit(do_not_specialize=TOKENS)
-def _activation_apply_kernel(
-    a_ptr, scale_ptr, q_ptr,  # (M, W), (), (M, F)
-    M, F, W, tiles_n, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def _apply_tile(
+    pid, a_ptr, scale_ptr, q_ptr, M, F, W, tiles_n,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    i_m = pid // tiles_n
+    i_m = pid // tiles_n  # tiles are counted along the row first
     o_m = word_offsets(i_m, BLOCK_M)
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
@@ -151,6 +179,39 @@ def _activation_apply_kernel(
         h * inverse_scale(scale_ptr), q_ptr, q_ptr, o_m, i_m, o_n, o_n < F, M, M, F, M, True, False,
         BLOCK_M, BLOCK_N,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_apply_kernel(
+    a_ptr, scale_ptr, q_ptr,  # (M, W), (), (M, F)
+    M, F, W, tiles_n, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    _apply_tile(tl.program_id(0), a_ptr, scale_ptr, q_ptr, M, F, W, tiles_n, KIND, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _finish_guess(scale_ptr, guess_ptr):
+    """Raise the exact scale to the guess; return whether it was larger, so that values saturated.
+
+    Programs may read the scale after the first one has raised it: the answer is the same.
+    """
+    exact = tl.load(scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True))
+    guess = tl.load(guess_ptr.to(tl.pointer_type(tl.int32), bitcast=True))
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True), tl.maximum(exact, guess))
+    return exact > guess
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_again_kernel(
+    a_ptr, scale_ptr, guess_ptr, q_ptr,  # (M, W), (), (), (M, F)
+    M, F, W, tiles, tiles_n, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    if _finish_guess(scale_ptr, guess_ptr):
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _apply_tile(
+                tile, a_ptr, scale_ptr, q_ptr, M, F, W, tiles_n, KIND, BLOCK_M, BLOCK_N
+            )  # fmt: skip
 
 
 @triton.jit
@@ -242,6 +303,30 @@ def _shape(a: Tensor, kind: str) -> tuple[int, int, int]:
     return M, W // 2 if is_gated(kind) else W, W
 
 
+def _launch_stats(
+    a: Tensor,
+    kind: str,
+    scale: Tensor,
+    fmt: str,
+    saved: tuple[Tensor, Tensor] | None = None,
+    h: Tensor | None = None,
+    guess: Tensor | None = None,
+) -> None:
+    """Raise ``scale`` to h's, of a sample if nothing is saved; write h if there is a guess."""
+    form = get_format(fmt)
+    M, F, W = _shape(a, kind)
+    every = SAMPLE_EVERY if saved is None else 1
+    grid, options = tile_grid(cdiv(M, every), F, ROWS_TILE)
+    q, exponents = (None, None) if saved is None else saved
+    launch(
+        _activation_stats_kernel, grid,
+        a_ptr=a, q_ptr=q, e_ptr=exponents, scale_ptr=scale, guess_ptr=guess, h_ptr=h, M=M, F=F, W=W,
+        KIND=ACTIVATIONS.index(kind), MAX_EXPONENT=form.max_exponent,
+        INVERSE_MAX=(1.0 if every == 1 else MARGIN) / form.max,
+        GROUP=1 if exponents is None else W // exponents.shape[1], EVERY=every, **options,
+    )  # fmt: skip
+
+
 @register(
     fake=lambda a, _kind, group_size, fmt: (
         *empty_grouped(a, group_size, fmt),
@@ -251,18 +336,35 @@ def _shape(a: Tensor, kind: str) -> tuple[int, int, int]:
 def _activation_stats(
     a: Tensor, kind: str, group_size: int, fmt: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    form = get_format(fmt)
+    q, exponents = empty_grouped(a, group_size, fmt)
+    scale = new_scale(a.device)
+    _launch_stats(a, kind, scale, fmt, (q, exponents))
+    return q, exponents, finish_scale(scale)
+
+
+@register(
+    fake=lambda a, kind, group_size, fmt: (
+        *empty_grouped(a, group_size, fmt),
+        a.new_empty((len(a), _shape(a, kind)[1]), dtype=get_format(fmt).dtype),
+        a.new_empty((), dtype=torch.float32),
+    ),
+)
+def _activation_once(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, F, W = _shape(a, kind)
     q, exponents = empty_grouped(a, group_size, fmt)
-    grid, options = tile_grid(M, F, ROWS_TILE)
-    scale = new_scale(a.device)
+    h = a.new_empty((M, F), dtype=get_format(fmt).dtype)
+    guess, scale = new_scale(a.device), new_scale(a.device)
+    _launch_stats(a, kind, guess, fmt)
+    _launch_stats(a, kind, scale, fmt, (q, exponents), h, guess)
+    (tiles,), options = tile_grid(M, F, ROWS_TILE)
     launch(
-        _activation_stats_kernel, grid,
-        a_ptr=a, q_ptr=q, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
-        KIND=ACTIVATIONS.index(kind),
-        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
+        _activation_again_kernel, (min(tiles, AGAIN_PROGRAMS),),
+        a_ptr=a, scale_ptr=scale, guess_ptr=guess, q_ptr=h, M=M, F=F, W=W, tiles=tiles,
+        KIND=ACTIVATIONS.index(kind), **options,
     )  # fmt: skip
-    return q, exponents, finish_scale(scale)
+    return q, exponents, h, scale
 
 
 @register(
@@ -371,9 +473,14 @@ def activation_fwd(
     _check_kind(kind)
     if is_gated(kind) and a.shape[1] % 2:
         raise ValueError(f"{kind}: a has {a.shape[1]} columns; pass [gate | up], an even number")
-    check_group("activation_fwd", _shape(a, kind)[1], group_size)
-    q, exponents, scale = _activation_stats(a, kind, group_size, E4M3.name)
-    h = _activation_apply(a, kind, scale, E4M3.name)
+    M, F, _ = _shape(a, kind)
+    check_group("activation_fwd", F, group_size)
+    # Processes that share scales must agree on their number, and M may differ.
+    if M * F >= ONE_PASS and not are_shared():
+        q, exponents, h, scale = _activation_once(a, kind, group_size, E4M3.name)
+    else:
+        q, exponents, scale = _activation_stats(a, kind, group_size, E4M3.name)
+        h = _activation_apply(a, kind, scale, E4M3.name)
     return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
 
 

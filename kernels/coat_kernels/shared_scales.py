@@ -27,6 +27,11 @@ def share_scales(reduce: Callable[[Tensor], None]) -> Iterator[None]:
         _reduce = before
 
 
+def are_shared() -> bool:
+    """Return whether a scope of :func:`share_scales` is open."""
+    return _reduce is not None
+
+
 def finish_scale(scale: Tensor) -> Tensor:
     """Return a scale [] that the values of this process determine, shared if that is asked for."""
     if _reduce is not None:

@@ -233,6 +233,7 @@ def _build_activation_cases(shape: LayerShape) -> list[Case]:
         return (*given[:4], "e5m2", True, True, bias, scale)
 
     return [
+        Case("activation_once", kind, of_a),
         Case("activation_stats", kind, of_a),
         Case("activation_apply", f"{kind}, rows, from a", from_a),
         Case("activation_bwd_stats", kind, before),

@@ -64,6 +64,7 @@ OURS: dict[str, str] = {
     "_activation_apply_kernel": ACTIVATION,
     "_activation_bwd_stats_kernel": ACTIVATION,
     "_activation_bwd_apply_kernel": ACTIVATION,
+    "_activation_again_kernel": ACTIVATION,
     "_rope_kernel": ROPE,
     "_rope_gradient_stats_kernel": ROPE,
     "_rope_gradient_kernel": ROPE,

@@ -43,7 +43,7 @@ from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
-from coat_vlm.fp8.spare_memory import MAX_SHARE
+from coat_vlm.fp8.spare_memory import MAX_SHARE, RowLoad
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
 from coat_vlm.model.sequence_parallel import join_sequence_group
@@ -628,7 +628,9 @@ def plan_peak(
     mode = choose_graphs(case.recipe, case.stage, arithmetic)
     graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images)
     spare, micro_batch = MAX_SHARE * max(0.0, gpu_bytes - memory.peak), case.stage.micro_batch_size
-    captured = {} if reuse else graphs.find_captured(activations, micro_batch, spare)
+    captured: dict[str, RowLoad] = {}
+    if not reuse:
+        captured = graphs.find_captured(activations, micro_batch, spare, accumulates=accumulates)
     return add_graphs(memory, [*captured.values()]).peak / 1e9
 
 

@@ -178,6 +178,7 @@ def main(report: Path) -> None:
         row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
         row["threads"] = 32 * arguments["num_warps"]
         row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
+        row["writes_codes"] &= arguments.get("q_ptr", arguments) is not None
         row["elements"] = arguments.get("BLOCK_M", 1) * arguments.get("BLOCK_N", 1)
         if "BLOCK_G" in arguments:  # groups of a moment
             row["elements"] = GROUP * arguments["BLOCK_G"]

@@ -321,6 +321,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_apply": _activation_apply,
     "activation_bwd": _activation_bwd,
     "activation_bwd_stats": _activation_bwd_stats,
+    "activation_once": _activation_stats,
     "scaled_mm": _scaled_mm,
     "cross_entropy_": _cross_entropy,
     "logit_gradient": _logit_gradient,

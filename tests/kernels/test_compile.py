@@ -13,6 +13,7 @@ WRITES_CODES = {
     "_activation_stats_kernel",
     "_activation_apply_kernel",
     "_activation_bwd_apply_kernel",
+    "_activation_again_kernel",
     "_rope_gradient_kernel",
     "_logit_gradient_kernel",
     "adamw_kernel",

@@ -133,6 +133,8 @@ MISTAKES = [
     ("activation_bwd", "gelu", "approximated", replaced(3, "gelu_tanh")),
     ("activation_bwd", "silu_mul", "a scale a little off", scaled(8, 1.005)),
     ("activation_bwd_stats", "gelu", "approximated", replaced(3, "gelu_tanh")),
+    ("activation_once", "silu_mul", "the input rounded twice", doubly_rounded),
+    ("activation_once", "gelu", "the cheaper approximation", replaced(1, "quick_gelu")),
     ("activation_bwd_stats", "silu_mul", "another output scale", scaled(4, 1.005)),
     ("head_norm", "grouped", "epsilon left out", replaced(4, 0.0)),
     ("head_norm", "equal", "the weight a little off", scaled(1, 1 + 1e-5)),

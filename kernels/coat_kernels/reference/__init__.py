@@ -12,10 +12,13 @@ Shapes: M tokens, N or K channels, G channels per group, M' tokens padded to a m
 
 from coat_kernels.reference.activation import (
     ACTIVATIONS,
+    MARGIN,
+    SAMPLE_EVERY,
     activation_apply,
     activation_bwd,
     activation_bwd_stats,
     activation_gradient,
+    activation_once,
     activation_stats,
     activation_values,
     is_gated,

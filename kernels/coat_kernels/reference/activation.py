@@ -15,6 +15,12 @@ ACTIVATIONS = ("silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "quick_gelu")
 """The first two are gated: their input is [gate | up], that of the others one matrix."""
 
 
+SAMPLE_EVERY = 16
+"""A guess of a scale reads every row whose index is a multiple of this."""
+
+MARGIN = 2.0
+"""Factor of the guess: values may be so many times as large as the sample's."""
+
 _TANH_SLOPE = 1.5957691216057308
 """2 sqrt(2 / pi)."""
 
@@ -66,6 +72,17 @@ def activation_stats(
 def activation_apply(a: Tensor, kind: str, scale: Tensor, fmt: str) -> Tensor:
     """Run the second pass: h in per-tensor FP8 [M, F]."""
     return make_layouts(activation_values(a, kind), scale, get_format(fmt), True, False)[0]
+
+
+def activation_once(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run both passes in one: a's FP8 data and exponents; h in per-tensor FP8 and its scale []."""
+    q, exponents = quantize_group(a, group_size, fmt)
+    values = activation_values(a, kind)
+    guess = tensor_scale([values[::SAMPLE_EVERY]], fmt, MARGIN)
+    scale = torch.maximum(guess, tensor_scale([values], fmt))  # NaN if one is
+    return q, exponents, activation_apply(a, kind, scale, fmt), scale
 
 
 def activation_gradient(grad_output: Tensor, a: Tensor, kind: str) -> Tensor:

@@ -41,18 +41,21 @@ def to_float(q: Tensor) -> Tensor:
     return _look_up(_E4M3_VALUES, q.view(torch.uint8).int())
 
 
-def tensor_scale(parts: list[Tensor], fmt: str) -> Tensor:
-    """Compute one scale for all parts, FP32 []: max(amax * fp32(1 / max), 2^-126); NaN stays."""
+def tensor_scale(parts: list[Tensor], fmt: str, margin: float = 1.0) -> Tensor:
+    """Compute one scale for all parts, FP32 []: max(amax * fp32(margin / max), 2^-126); NaN stays.
+
+    The op has no margin.
+    """
     extremes = [torch.aminmax(part) for part in parts if part.numel()]  # NaN if there is one
     if not extremes:
         return finish_scale(torch.full((), MIN_SCALE, device=parts[0].device))
     amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
-    return finish_scale(amax_to_scale(amax, fmt))
+    return finish_scale(amax_to_scale(amax, fmt, margin))
 
 
-def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
+def amax_to_scale(amax: Tensor, fmt: str, margin: float = 1.0) -> Tensor:
     """Compute scales from largest magnitudes, FP32 of any shape."""
-    return (amax * (1.0 / get_format(fmt).max)).clamp_min(MIN_SCALE)
+    return (amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE)
 
 
 def quantize_tensor(
