@@ -432,7 +432,7 @@ def is_causal(model: nn.Module) -> bool:
         attributes = vars(module)
         if "is_causal" in attributes or declares(type(module)):
             flags.append(module.is_causal)
-        left += filter(None, attributes["_modules"].values())
+        left += [child for child in attributes["_modules"].values() if child is not None]
     return bool(flags) and all(flags) and getattr(getattr(model, "config", None), "is_causal", True)
 
 

@@ -8,7 +8,6 @@ groups start at other elements: load a saved state with the number of ranks that
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -159,40 +158,48 @@ class CoatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Do what the next step takes the CPU, while the GPU computes gradients.
+        """Do the CPU's work of the next step in advance, while the GPU computes gradients.
 
-        Gradients may still change in place, and rates change. If a gradient is replaced or removed,
-        the next step prepares itself, as without this call. Parameters stay at their addresses.
+        It creates missing states. Values of gradients, rates and ``grad_scale`` may still change.
+        If a gradient or a parameter is replaced, added or removed, or a state is loaded, the next
+        step works as without this call, and so it does with gradients that are shards, sparse or
+        not contiguous. Do not replace states in ``state`` before the step.
 
         Raises:
-            ValueError: as in :meth:`step`.
+            ValueError: a parameter's shape differs from its state's, or it is not contiguous.
         """
-        gradients = self._gradients()
-        # Shards and copies are new tensors in every call.
-        if all(g is None or _is_plain(g) for g in gradients):
-            self._prepared = _Prepared(gradients, self._prepare())
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if all(p.grad is None or _is_plain(p.grad) for p in parameters):
+            self._prepared = _Prepared(self._places(), self._prepare())
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [p.grad for group in self.param_groups for p in group["params"]]
+    def _places(self) -> list[Any]:
+        """Return where each parameter and its gradient are."""
+        return [
+            None if p.grad is None else (p.data_ptr(), p.grad.data_ptr(), p.grad.dtype)
+            for group in self.param_groups
+            for p in group["params"]
+        ]
 
     def _update(self) -> None:
         ready, self._prepared = self._prepared, None
-        if ready is not None and _are_same(ready.gradients, self._gradients()):
+        if ready is not None and ready.places == self._places():
             batches = ready.batches
         else:
             batches = self._prepare()
         for batch in batches:
+            rates = self._rates(batch.items)
             if batch.table is None:
-                _step_on_cpu(batch, self._rates(), self.grad_scale)
+                _step_on_cpu(batch, rates, self.grad_scale)
             else:
-                batch.table.run(self._rates(), self.grad_scale)
+                batch.table.run(rates, self.grad_scale)
 
-    def _rates(self) -> list[Rates]:
-        """Return lr, betas, eps and weight decay of each group."""
-        return [
-            (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            for group in self.param_groups
-        ]
+    def _rates(self, items: Sequence[AdamwItem]) -> list[Rates]:
+        """Return lr, betas, eps and weight decay of each group; zeros for groups without items."""
+        rates: list[Rates] = [(0.0, 0.0, 0.0, 0.0, 0.0)] * len(self.param_groups)
+        for number in {item.group for item in items}:
+            group = self.param_groups[number]
+            rates[number] = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        return rates
 
     def _prepare(self) -> list["_Batch"]:
         """Collect the items of each launch, and write the tables of those on a GPU."""
@@ -208,7 +215,7 @@ class CoatAdamW(torch.optim.Optimizer):
             if key not in self._tables and len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
             table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
-            table.prepare(items, self._rates())
+            table.prepare(items, self._rates(items))
             batches.append(_Batch(items, codec, seed, table))
         return batches
 
@@ -275,7 +282,6 @@ class CoatAdamW(torch.optim.Optimizer):
                         f"CoatAdamW: the saved state has {setting} {saved[setting]!r}, this "
                         f"optimizer {group[setting]!r}; create it with {setting}={saved[setting]!r}"
                     )
-        self._prepared = None
         # Raises if the number or the sizes of groups differ.
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         for saved, (_, _, p) in zip(states, places, strict=True):
@@ -305,8 +311,8 @@ class _Batch(NamedTuple):
 class _Prepared(NamedTuple):
     """What :meth:`CoatAdamW.prepare` did."""
 
-    gradients: list[Tensor | None]
-    """Those of all parameters."""
+    places: list[Any]
+    """Addresses of all parameters and gradients."""
     batches: list[_Batch]
 
 
@@ -314,11 +320,6 @@ def _is_plain(gradient: Tensor) -> bool:
     """Return whether a step reads the gradient itself, not a shard or a copy."""
     dense = gradient.layout == torch.strided and gradient.is_contiguous()
     return dense and not isinstance(gradient, DTensor)
-
-
-def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Return whether two sequences have the same objects."""
-    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _step_on_cpu(batch: _Batch, rates: Sequence[Rates], grad_scale: Tensor | None) -> None:

@@ -202,7 +202,7 @@ def _finish_guess(scale_ptr, guess_ptr):
     return exact > guess
 
 
-@triton.jit(do_not_specialize=TOKENS)
+@triton.jit(do_not_specialize=(*TOKENS, "tiles"))  # both depend on the number of tokens
 def _activation_again_kernel(
     a_ptr, scale_ptr, guess_ptr, q_ptr,  # (M, W), (), (), (M, F)
     M, F, W, tiles, tiles_n, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -450,11 +450,11 @@ class AdamwTable:
         self.run(rates, grad_scale)
 
     def prepare(self, items: Sequence[AdamwItem], rates: Sequence[Rates]) -> None:
-        """Do what a step takes the CPU, before :meth:`run`: upload addresses and rates.
+        """Do the CPU's work of a step in advance: upload addresses and rates for :meth:`run`.
 
         Args:
-            items: as in :meth:`step`; their tensors must stay at their addresses.
-            rates: as in :meth:`step`.
+            items: as in :meth:`step`; their tensors must stay at their addresses until then.
+            rates: as in :meth:`step`; tensors are read by :meth:`run`.
 
         Raises:
             ValueError: as in :meth:`step`.
@@ -466,7 +466,7 @@ class AdamwTable:
     def run(self, rates: Sequence[Rates], grad_scale: Tensor | None = None) -> None:
         """Launch the step of the prepared items; the rates may have changed."""
         with torch.cuda.device_of(self._table):  # Triton launches on the current device
-            rates_tensor = self._upload_rates(rates)
+            rates_tensor = self._read_rates(rates)
             tensors = len(self._table)
             launch(
                 adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
@@ -511,13 +511,17 @@ class AdamwTable:
             self._shapes = shapes
         self._key = key
 
-    def _upload_rates(self, rates: Sequence[Rates]) -> Tensor:
-        """Return the rates, FP64 [groups, 5] on the device."""
+    def _upload_rates(self, rates: Sequence[Rates]) -> None:
+        """Upload the rates that are numbers, FP64 [groups, 5], if one has changed."""
         known = [(-1.0 if isinstance(lr, Tensor) else lr, *rest) for lr, *rest in rates]
         if known != self._rates[0]:
             self._refuse_capture("a learning rate has changed; use a tensor lr on the GPU")
             tensor = self._to_device(torch.tensor(known, dtype=torch.float64))
             self._rates = (known, tensor)
+
+    def _read_rates(self, rates: Sequence[Rates]) -> Tensor:
+        """Return the rates, FP64 [groups, 5] on the device."""
+        self._upload_rates(rates)
         for i, (lr, *_) in enumerate(rates):
             if isinstance(lr, Tensor):
                 self._rates[1][i, 0].copy_(lr)

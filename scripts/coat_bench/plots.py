@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from coat_bench.layer import OURS, REFERENCE, LayerRow
 from coat_bench.long import LongRow
 from coat_bench.shapes import LayerShape
-from coat_bench.step import StepRow
+from coat_bench.step import NAMES, StepRow
 from coat_vlm.report.plots import COLORS, GREY
 
 _MARKERS = "os^Dv<>p"
@@ -96,7 +96,8 @@ def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
     """Draw tokens per second against peak memory, a point per implementation and batch.
 
     One panel shows forward and backward passes, one shows whole steps. If a case was measured
-    several times, its last row is drawn.
+    several times, its last row is drawn. Rows of variants that only a script measured, such as
+    ``coat_lean_first0``, are not drawn.
 
     Args:
         rows: all rows of a file.
@@ -114,6 +115,7 @@ def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
         ): row  # tokens: of all accumulated micro-batches
         for row in rows
         if row.model == model and row.tok_s is not None and row.peak_gb is not None
+        if not row.implementation.startswith(OURS) or row.implementation in NAMES.values()
     }
     panels: dict[str, list[StepRow]] = {}
     for row in sorted(points.values(), key=lambda row: row.optimizer != "none"):

@@ -43,6 +43,7 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_panel_for_passes_and_one_for_steps(tmp_path: Path) -> None:
     first, again = tmp_path / "a.svg", tmp_path / "b.svg"
     rows = [EAGER, replace(EAGER, tok_s=1.0), LEAN, OOM, STEP, replace(EAGER, model="other")]
+    rows.append(replace(LEAN, implementation="coat_lean_variant"))
     draw_steps(rows, "m", first)
     draw_steps(rows, "m", again)
     assert first.read_bytes() == again.read_bytes()

@@ -10,6 +10,7 @@ from torch import Tensor
 from coat_bench.check import assert_same_bits
 from coat_kernels import (
     ACTIVATIONS,
+    OPS,
     activation,
     activation_bwd_stats,
     activation_fwd,
@@ -67,6 +68,45 @@ def test_the_scale_is_the_guess_or_the_exact_one(
         copy = reference.quantize_group(a, 16, "e4m3")
         for actual, expected in zip((q, exponents), copy, strict=True):
             assert_same_bits("copy", actual, expected)
+
+
+@pytest.mark.parametrize("body", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("row", "sampled"), [(0, True), (256, True), (512, True), (255, False), (511, False)]
+)
+def test_the_sample_and_the_repetition_reach_all_rows(
+    row: int, sampled: bool, body: str, monkeypatch: pytest.MonkeyPatch
+):
+    """33 sampled rows in three tiles; three programs write 33 tiles again."""
+    monkeypatch.setattr(activation, "AGAIN_PROGRAMS", 3)
+    a = torch.full((513, 32), 0.5)
+    a[row] = 8.0
+    h64 = a.double()[:, :16] * torch.sigmoid(a.double()[:, :16]) * a.double()[:, 16:]
+    op = getattr(OPS["activation_once"], body)
+    _, _, h, scale = op(a, "silu_mul", 16, "e4m3")
+    largest = h64.abs().amax() / 448
+    torch.testing.assert_close(scale.double(), (1 + sampled) * largest, rtol=2e-6, atol=0)
+    half_step = torch.maximum(h64 * 2**-4, scale.double() * 2**-10)
+    assert ((h.double() * scale - h64).abs() <= half_step + 1e-6 * h64.amax()).all()
+
+
+def test_a_sufficient_guess_writes_nothing_again(monkeypatch: pytest.MonkeyPatch):
+    """The last launch leaves the output as it is if the guess was not exceeded."""
+    last: dict[str, Any] = {}
+    launch = activation.launch
+
+    def spoil_before_the_last(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
+        last.clear()
+        last.update(args)
+        if "guess_ptr" in args and "tiles" in args:
+            args["q_ptr"].zero_()
+        launch(kernel, grid, **args)
+
+    monkeypatch.setattr(activation, "launch", spoil_before_the_last)
+    for place, untouched in (("nowhere", True), ("far above it", False)):
+        *_, h, _ = OPS["activation_once"].triton(make_input("gelu", place), "gelu", 16, "e4m3")
+        assert last["q_ptr"] is h
+        assert (not h.float().any()) == untouched
 
 
 @KINDS

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -147,27 +148,40 @@ def test_sparse_gradients_are_refused() -> None:
         CoatAdamW(table.parameters()).step()
 
 
-def halve(weights: list[nn.Parameter]) -> None:
+Weights = list[nn.Parameter]
+
+
+def halve(weights: Weights, _: CoatAdamW) -> None:
     for weight in weights:
         if weight.grad is not None:
             weight.grad.mul_(0.5)
 
 
-def replace(weights: list[nn.Parameter]) -> None:
+def replace(weights: Weights, _: CoatAdamW) -> None:
     weights[1].grad = torch.full_like(weights[1], 3.0)
 
 
-def remove(weights: list[nn.Parameter]) -> None:
+def replace_data(weights: Weights, _: CoatAdamW) -> None:
+    assert weights[1].grad is not None
+    weights[1].grad.data = torch.full_like(weights[1], 3.0)
+    weights[0].data = weights[0].detach() + 1.0
+
+
+def remove(weights: Weights, _: CoatAdamW) -> None:
     weights[0].grad = None
 
 
-def add(weights: list[nn.Parameter]) -> None:
+def add(weights: Weights, _: CoatAdamW) -> None:
     weights[3].grad = torch.ones_like(weights[3])
+
+
+def load(_: Weights, optimizer: CoatAdamW) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("change", [halve, replace, remove, add])
+@pytest.mark.parametrize("change", [halve, replace, replace_data, remove, add, load])
 def test_a_prepared_step_is_the_same(change: Any, strided: bool, device: str) -> None:
     """Whatever happens to gradients, rates and their scale between ``prepare`` and the step."""
     results = []
@@ -182,7 +196,7 @@ def test_a_prepared_step_is_the_same(change: Any, strided: bool, device: str) ->
             if prepares:
                 optimizer.prepare()
             if step == 1:
-                change(weights)
+                change(weights, optimizer)
                 optimizer.param_groups[1]["lr"] = 3e-2
                 optimizer.grad_scale = torch.tensor(0.25, device=device)
             optimizer.step()
@@ -203,3 +217,14 @@ def test_a_step_without_prepare_uses_its_own_gradients() -> None:
     weight.grad = None
     optimizer.step()
     assert weight.equal(before)
+
+
+def test_a_prepared_step_keeps_no_gradient() -> None:
+    weight = nn.Parameter(torch.zeros(8))
+    optimizer = CoatAdamW([weight])
+    weight.grad = torch.ones(8)
+    gradient = weakref.ref(weight.grad)
+    optimizer.prepare()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gradient() is None

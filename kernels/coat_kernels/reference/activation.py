@@ -14,7 +14,6 @@ from coat_kernels.reference.quantize import (
 ACTIVATIONS = ("silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "quick_gelu")
 """The first two are gated: their input is [gate | up], that of the others one matrix."""
 
-
 SAMPLE_EVERY = 16
 """A guess of a scale reads every row whose index is a multiple of this."""
 

@@ -44,7 +44,7 @@ def to_float(q: Tensor) -> Tensor:
 def tensor_scale(parts: list[Tensor], fmt: str, margin: float = 1.0) -> Tensor:
     """Compute one scale for all parts, FP32 []: max(amax * fp32(margin / max), 2^-126); NaN stays.
 
-    The op has no margin.
+    The op ``tensor_scale`` has no margin, which is for guesses (``activation_once``).
     """
     extremes = [torch.aminmax(part) for part in parts if part.numel()]  # NaN if there is one
     if not extremes:
