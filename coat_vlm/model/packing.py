@@ -423,7 +423,7 @@ def is_right_padded(mask: Tensor) -> bool:
 def is_causal(model: nn.Module) -> bool:
     """Return whether all attention modules of a transformers model declare to be causal."""
     # Every step asks while the GPU waits, and a 7B model with LoRA adapters has 2,500 modules:
-    # ``modules()`` and ``hasattr`` take 5 ms, this loop takes a tenth of that.
+    # ``modules()`` and ``hasattr`` take four times as long as this loop.
     flags: list[Any] = []
     declares = cache(lambda kind: hasattr(kind, "is_causal"))
     left = [model]

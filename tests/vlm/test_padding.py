@@ -131,6 +131,11 @@ def test_masks_padded_on_the_right() -> None:
 def test_models_that_are_causal(tiny: Any) -> None:
     model = tiny.model().language_model
     assert is_causal(model)
+
+    class Bidirectional(torch.nn.Module):
+        is_causal = False
+
+    assert not is_causal(torch.nn.ModuleList([model, Bidirectional()]))
     model.model.layers[1].self_attn.is_causal = False  # asked again in every step
     assert not is_causal(model)
     assert not is_causal(torch.nn.Linear(2, 2))
