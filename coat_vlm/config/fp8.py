@@ -11,7 +11,7 @@ from coat_vlm.config.model import STRICT, NonNegative, Positive
 Precision = Literal["fp32", "bf16", "fp8_linear", "coat", "coat_lean"]
 Fp8Precision = Literal["fp8_linear", "coat", "coat_lean"]
 BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
-MasterWeights = Literal["fp32", "low_bits"]
+MasterWeights = Literal["auto", "fp32", "low_bits"]
 LinearPrecision = Literal["bf16", "fp8_linear"]
 HeadPrecision = Literal["bf16", "fp8_gradients", "fp8_linear"]
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")

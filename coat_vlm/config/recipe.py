@@ -113,13 +113,14 @@ class Recipe:
     that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
-    master_weights: MasterWeights = "fp32"
+    master_weights: MasterWeights = "auto"
     """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed keeps an FP32 copy, 4
     bytes per trained parameter. ``low_bits``: the BF16 weight is the upper half of the master
     weight, and CoatAdamW has its low 16 bits: 2 bytes, and the master weights are the same FP32
-    values. Gradients then stay in BF16 until the optimizer reads them, and weights are BF16 on a
-    CPU too. ``low_bits`` needs precision ``coat`` or ``coat_lean`` (or ``fp8.optimizer: coat``) and
-    ``zero_stage: 0``."""
+    values. Gradients then stay in BF16 until the optimizer reads them, so that a step is also
+    faster; weights are BF16 on a CPU too. ``low_bits`` needs precision ``coat`` or ``coat_lean``
+    (or ``fp8.optimizer: coat``) and ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU,
+    otherwise ``fp32``."""
     memory: MemoryConfig | None = None
     """Choose settings that fit into the memory of a GPU; with it, ``micro_batch_size`` of a stage
     may be absent."""
@@ -223,14 +224,31 @@ class Recipe:
                 "keep_best"
             )
 
+    @property
+    def optimizer(self) -> Literal["coat", "adamw"]:
+        """CoatAdamW or torch's AdamW."""
+        if self.precision not in FP8_PRECISIONS:
+            return "adamw"
+        chosen = (self.fp8 or Fp8Config()).resolved(self.precision).optimizer
+        return "coat" if chosen == "coat" else "adamw"
+
+    def has_low_bits(self, *, gpu: bool, zero_stage: int | None = None) -> bool:
+        """Whether the optimizer has the low bits of the master weights; resolves ``auto``.
+
+        Args:
+            gpu: whether the recipe runs on a GPU.
+            zero_stage: instead of the recipe's.
+        """
+        if self.master_weights != "auto":
+            return self.master_weights == "low_bits"
+        zero_stage = self.zero_stage if zero_stage is None else zero_stage
+        return gpu and zero_stage == 0 and self.optimizer == "coat"
+
     def _check_low_bits(self) -> None:
         """Reject low bits of master weights without the optimizer that has them, or with ZeRO."""
         if self.master_weights != "low_bits":
             return
-        optimizer = "adamw"
-        if self.precision in FP8_PRECISIONS:
-            optimizer = (self.fp8 or Fp8Config()).resolved(self.precision).optimizer
-        if optimizer != "coat":
+        if self.optimizer != "coat":
             raise ValueError(
                 f"master_weights: low_bits needs CoatAdamW, and the optimizer of precision: "
                 f"{self.precision} is torch's AdamW; set precision to coat or coat_lean (or "

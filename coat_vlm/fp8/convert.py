@@ -29,7 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from coat_kernels import GEMM_MULTIPLE, use_reference
 from coat_kernels.formats import check_group, pad_length
-from coat_vlm.config import Fp8Config, MasterWeights, Precision
+from coat_vlm.config import Fp8Config, Precision, Recipe
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.weights import is_stored, restore_weight, store_weights
@@ -454,7 +454,8 @@ def arithmetic_of(
     precision: Precision,
     fp8: Fp8Config | None,
     device: torch.device,
-    master_weights: MasterWeights = "fp32",
+    *,
+    low_bits: bool = False,
 ) -> Arithmetic:
     """Return the arithmetic of a recipe on a device.
 
@@ -462,7 +463,7 @@ def arithmetic_of(
         precision: the recipe's precision.
         fp8: the recipe's section; defaults when absent.
         device: where the model will run; ``meta`` stands for a GPU with FP8 tensor cores.
-        master_weights: the recipe's; with ``low_bits`` weights are BF16 on a CPU too.
+        low_bits: the recipe's ``has_low_bits`` on this device; weights are then BF16 on a CPU too.
 
     Raises:
         ValueError: the GPU has no FP8 tensor cores and ``fp8.reference`` is not set; the message
@@ -470,7 +471,6 @@ def arithmetic_of(
     """
     if precision == "fp32":
         return Arithmetic(torch.float32)
-    low_bits = master_weights == "low_bits"
     in_bf16 = low_bits or device.type in ("cuda", "meta")
     dtype = torch.bfloat16 if in_bf16 else torch.float32
     if precision == "bf16":
@@ -489,3 +489,13 @@ def arithmetic_of(
                 "fp8.reference=true for the plain PyTorch arithmetic, which is slow"
             )
     return Arithmetic(dtype, settings, round_linears=not in_bf16, low_bits=low_bits)
+
+
+def arithmetic_of_recipe(recipe: Recipe, device: torch.device) -> Arithmetic:
+    """Return a recipe's arithmetic on a device, which resolves ``master_weights: auto``.
+
+    Raises:
+        ValueError: see :func:`arithmetic_of`.
+    """
+    low_bits = recipe.has_low_bits(gpu=device.type != "cpu")
+    return arithmetic_of(recipe.precision, recipe.fp8, device, low_bits=low_bits)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from coat_vlm.config import FP8_PRECISIONS, Fp8Config, MasterWeights, Recipe, StageConfig, StageName
+from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.plan.stage import MARGIN, StagePlan, plan_recipe
 from coat_vlm.train.prepare import select_stages
 
@@ -12,9 +12,9 @@ from coat_vlm.train.prepare import select_stages
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
 
-    Without recomputation before with it, then the largest micro-batch, then FP32 master weights
-    before low bits. Other keys are kept, except ``zero_stage``, which low bits set to 0 if there is
-    one process.
+    Without recomputation before with it, then the largest micro-batch; low bits of master weights
+    wherever they are possible. Other keys are kept, except ``zero_stage``, which low bits set to 0
+    if there is one process.
 
     Args:
         recipe: a recipe with ``memory``.
@@ -29,35 +29,24 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     memory = recipe.memory
     assert memory is not None
     limit = memory.gpu_gb * 1e9 / MARGIN
-    fits: list[tuple[list[tuple[bool, int]], Recipe, float]] = []
-    smallest = math.inf
-    for master_weights in _list_master_weights(recipe, ranks):
-        zero_stage = 0 if master_weights == "low_bits" else recipe.zero_stage
-        variant = dataclasses.replace(recipe, master_weights=master_weights, zero_stage=zero_stage)
-        stages, peaks, least = dict(recipe.stages), [], []
-        for name in select_stages(recipe, None):
-            needed = []
-            for plan in _plan_stage(variant, name, ranks, limit):
-                peak = plan.memory[zero_stage].peak
-                needed.append(peak)
-                if peak <= limit:
-                    stages[name] = plan.stage
-                    peaks.append(peak)
-                    break
-            least.append(min(needed))
-        smallest = min(smallest, max(least))
-        if len(peaks) == len(least):
-            speed = [
-                (stage.gradient_checkpointing, -stage.micro_batch_size) for stage in stages.values()
-            ]
-            fits.append((speed, dataclasses.replace(variant, stages=stages), max(peaks)))
-    if not fits:
+    chosen = _choose_master_weights(recipe, ranks)
+    stages, peaks = dict(recipe.stages), []
+    for name in select_stages(recipe, None):
+        needed = []
+        for plan in _plan_stage(chosen, name, ranks, limit):
+            needed.append(plan.memory[chosen.zero_stage].peak)
+            if needed[-1] <= limit:
+                stages[name] = plan.stage
+                break
+        peaks.append(needed[-1] if needed[-1] <= limit else min(needed))
+    peak = max(peaks)
+    if peak > limit:
         raise ValueError(
             f"memory.gpu_gb: {memory.gpu_gb:g}: nothing fits on {ranks} GPU(s) of this size; the "
-            f"smallest that does has {math.ceil(MARGIN * smallest / 1e9)} GB: use larger or more "
+            f"smallest that does has {math.ceil(MARGIN * peak / 1e9)} GB: use larger or more "
             "GPUs, raise zero_stage, or freeze modules (coat-vlm plan shows what needs memory)"
         )
-    _, chosen, peak = min(fits, key=lambda fit: fit[0])
+    chosen = dataclasses.replace(chosen, stages=stages)
     chosen = dataclasses.replace(chosen, memory=dataclasses.replace(memory, choose=[]))
     keys = [
         *(memory.choose or ()),
@@ -102,14 +91,14 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
     )
 
 
-def _list_master_weights(recipe: Recipe, ranks: int) -> list[MasterWeights]:
+def _choose_master_weights(recipe: Recipe, ranks: int) -> Recipe:
+    """Return the recipe with the master weights that take less memory and time."""
     assert recipe.memory is not None
     if "master_weights" not in (recipe.memory.choose or ()):
-        return [recipe.master_weights]
-    coat = False
-    if recipe.precision in FP8_PRECISIONS:
-        coat = (recipe.fp8 or Fp8Config()).resolved(recipe.precision).optimizer == "coat"
-    return ["fp32", "low_bits"] if coat and (recipe.zero_stage == 0 or ranks == 1) else ["fp32"]
+        return recipe
+    if recipe.optimizer == "coat" and (recipe.zero_stage == 0 or ranks == 1):
+        return dataclasses.replace(recipe, master_weights="low_bits", zero_stage=0)
+    return dataclasses.replace(recipe, master_weights="fp32")
 
 
 def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> Iterator[StagePlan]:

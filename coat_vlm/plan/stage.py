@@ -25,6 +25,7 @@ from coat_vlm.config import (
     BlockPrecision,
     Fp8Config,
     LanguageConfig,
+    MasterWeights,
     ModelConfig,
     Recipe,
     StageConfig,
@@ -185,6 +186,8 @@ class StagePlan:
     stage: StageConfig
     precision: str
     optimizer: str
+    master_weights: MasterWeights
+    """The recipe's."""
     ranks: int
     gpu_bytes: float
     """Memory of a GPU as it is sold: 80e9 for one of 80 GB."""
@@ -352,7 +355,7 @@ def plan_recipe(
         if tiles is None:
             config = cast(CoatVlmConfig, frame.config)
             tiles, why = count_images_per_row(recipe, stage, length, config)
-        low_bits = recipe.master_weights == "low_bits"
+        low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
         sizes = count_sizes(frame, stage, measure_state_bytes(optimizer), low_bits=low_bits)
         frames = recipe.model.video.pool_frames or 1
         traced = [
@@ -373,6 +376,7 @@ def plan_recipe(
             stage=stage,
             precision=recipe.precision,
             optimizer=optimizer.__name__,
+            master_weights=recipe.master_weights,
             ranks=ranks,
             gpu_bytes=gpu_bytes,
             tokens=length,

@@ -36,8 +36,8 @@ class _Change:
         stage = f"stages.{plan.name}"
         words = {
             f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
-            "master_weights=fp32": plan.sizes.low_bits and not self.low_bits,
-            "master_weights=low_bits": self.low_bits and not plan.sizes.low_bits,
+            "master_weights=auto": plan.master_weights == "low_bits" and not self.low_bits,
+            "master_weights=low_bits": plan.master_weights == "fp32" and self.low_bits,
             f"precision={self.precision}": self.precision is not None,
             f"{stage}.micro_batch_size={self.micro_batch}": (
                 self.micro_batch != plan.stage.micro_batch_size
@@ -89,6 +89,8 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
                 if coat and plan.recipe_zero == 0:
                     yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
+                    if zero_stage == 0 and coat:
+                        continue  # low bits take less
                     if zero_stage >= plan.recipe_zero and not (graphs and zero_stage == 3):
                         yield _Change(zero_stage, micro_batch, precision, checkpointing)
 

@@ -25,7 +25,7 @@ from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
-from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, graph_blocks, store_frozen_weights
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.build import extend_context
@@ -47,7 +47,7 @@ from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.data_record import SourceRecord
 from coat_vlm.train.divergence import Watchdog, choose_start, read_step_rows
-from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_clips
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
@@ -175,7 +175,7 @@ def _run_stage(
     continues = world.decide(lambda: resume and bool(list_checkpoints(checkpoints)))
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
     model, processor = _load_initial_model(
         recipe, name, run_dir, arithmetic.dtype, world, continues=continues
     )
@@ -266,6 +266,7 @@ def _run_stage(
         sampler=data.loader.sampler,
         row_tokens=data.row_tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
+        overlaps=steps_overlap(recipe, stage, arithmetic, world.device),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         preference=preference,

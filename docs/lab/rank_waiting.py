@@ -27,7 +27,7 @@ from coat_bench.recipe import (
 from coat_data.mixture.sampler import BatchRow, assign_to_ranks
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
-from coat_vlm.fp8 import SpareMemory, arithmetic_of
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe
 from coat_vlm.model.flops import count_flops
 from coat_vlm.train.prepare import avoids_padding, set_train_mode
 from coat_vlm.train.step import copy_batch_to_device
@@ -85,7 +85,7 @@ def main(world: World) -> None:
         raise ValueError(f"STEPS is {steps}, and the first {warmup} are left out; give more")
     model: Any = build_stage_model(case, world.device, unpad=True)
     set_train_mode(model, case.stage)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
     spare = SpareMemory.of(model, arithmetic, world.device)
 
     unpad = avoids_padding(model, recipe, case.stage, world.device)

@@ -37,7 +37,7 @@ from coat_bench.rows import (
 from coat_bench.step import NAMES, Passes
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import SpareMemory, arithmetic_of, store_frozen_weights
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
 from coat_vlm.model import count_parameters
 from coat_vlm.model.flops import count_flops
 from coat_vlm.train.prepare import set_train_mode
@@ -199,7 +199,7 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
     set_train_mode(model, case.stage)
     store_frozen_weights(model)
     recipe, memory = case.recipe, PeakMemory(world.device)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
     run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device, memory)
     rows: list[LongRow] = []
 
@@ -211,7 +211,7 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
         batch = make_batch(model, [replace(case.row, tokens=tokens)], None, recipe.seed)
         try:
             memory.reset()
-            found, _ = run([batch], time.perf_counter())
+            ((found, _),), _ = run([batch], time.perf_counter())
             row.ms, row.peak_gb = 1e3 * found["step_s"], found["peak_memory_mb"] / 1e3
             row.tok_s = tokens / found["step_s"]
             row.note = f"forward and backward; loss {found['loss']:.4f}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.fp8.spare_memory import MAX_SHARE, RowLoad
 from coat_vlm.model import CoatVlm
@@ -59,7 +59,12 @@ from coat_vlm.plan.stage import (
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import build_engine, choose_graphs, training_loop_clips
+from coat_vlm.train.engine import (
+    build_engine,
+    choose_graphs,
+    steps_overlap,
+    training_loop_clips,
+)
 from coat_vlm.train.prepare import (
     avoids_padding,
     build_planned_model,
@@ -68,7 +73,7 @@ from coat_vlm.train.prepare import (
     require_composed,
     select_stages,
 )
-from coat_vlm.train.step import TrainStep
+from coat_vlm.train.step import FinishedStep, TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
 
@@ -78,8 +83,15 @@ _NO_RUN = Path("no run folder")
 IMAGE_SIDE = 448
 """Pixels of the square images of a published model."""
 
-Step = Callable[[list[LoadedBatch], float], tuple[dict[str, Any], bool]]
-"""Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
+
+class Step(Protocol):
+    """Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
+
+    def __call__(
+        self, micro_batches: list[LoadedBatch], started: float, /, *, wait: bool = True
+    ) -> tuple[list[FinishedStep], bool]:
+        """Launch a step; see ``TrainStep``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -230,7 +242,7 @@ def bench_recipe(
             gpus=world.size,
             zero=recipe.zero_stage,
             precision=recipe.precision,
-            optimizer=find_optimizer(recipe),
+            optimizer=recipe.optimizer,
             checkpointing=stage.gradient_checkpointing,
             micro_batch=stage.micro_batch_size,
             accumulation=bench.accumulation,
@@ -295,7 +307,7 @@ def _build_case(
     check_batch_sizes(batch, stage.micro_batch_size, 0, replicas)
     steps = bench.warmup + bench.steps
     stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
+    arithmetic = arithmetic_of_recipe(recipe, torch.device("meta"))
     frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
     config: Any = copy.deepcopy(frame.config)
     tokens, images, why = row_tokens(recipe, stage), bench.images, "--images"
@@ -338,7 +350,7 @@ def build_stage_model(case: StageCase, device: torch.device, *, unpad: bool = Fa
         ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
     """
     recipe = case.recipe
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device, recipe.master_weights)
+    arithmetic = arithmetic_of_recipe(recipe, device)
     config: Any = copy.deepcopy(case.config)
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
@@ -459,7 +471,7 @@ def build_training_step(
         total_steps: length of the learning rate schedule.
     """
     recipe, stage = case.recipe, case.stage
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
     ranks = stage.sequence_parallel
     throughput = Throughput(model, world, ranks)  # before DeepSpeed splits the weights
     # No source is read, so the sampler has no rows and no state.
@@ -477,6 +489,7 @@ def build_training_step(
         sampler=sampler,
         row_tokens=None if stage.packing is None else case.row.tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
+        overlaps=steps_overlap(recipe, stage, arithmetic, world.device),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
         metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
@@ -532,7 +545,9 @@ def take_steps(
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        rows.append(step(batches, time.perf_counter())[0])
+        at_end = place in (bench.warmup - 1, len(steps) - 1)
+        finished, _ = step(batches, time.perf_counter(), wait=at_end)
+        rows += [one.row for one in finished]
     return rows
 
 
@@ -619,12 +634,12 @@ def plan_peak(
         for factor in ((1,) if shared == 1 else (1, 2, 4))
     ]
     activations = traced[0] if shared == 1 else share_tokens(traced, shared)[0]
-    kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
-    low_bits = case.recipe.master_weights == "low_bits"
+    kind = CoatAdamW if case.recipe.optimizer == "coat" else torch.optim.AdamW
+    low_bits = case.recipe.has_low_bits(gpu=True)
     sizes = count_sizes(frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
     memory = estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates)
-    arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, torch.device("meta"))
+    arithmetic = arithmetic_of_recipe(case.recipe, torch.device("meta"))
     mode = choose_graphs(case.recipe, case.stage, arithmetic)
     graphs = plan_graphs(frame, mode, case.row.tokens, case.row.images)
     spare, micro_batch = MAX_SHARE * max(0.0, gpu_bytes - memory.peak), case.stage.micro_batch_size
@@ -632,12 +647,6 @@ def plan_peak(
     if not reuse:
         captured = graphs.find_captured(activations, micro_batch, spare, accumulates=accumulates)
     return add_graphs(memory, [*captured.values()]).peak / 1e9
-
-
-def find_optimizer(recipe: Recipe) -> str:
-    """Return the optimizer of a recipe: ``coat`` or ``adamw``."""
-    fp8 = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta")).fp8
-    return "coat" if fp8 is not None and fp8.optimizer == "coat" else "adamw"
 
 
 def format_row(row: RecipeRow) -> str:

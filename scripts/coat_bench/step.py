@@ -40,7 +40,6 @@ from coat_bench.recipe import (
     Step,
     build_stage_model,
     build_training_step,
-    find_optimizer,
     list_stage_cases,
     make_batch,
     plan_peak,
@@ -56,6 +55,7 @@ from coat_bench.rows import (
     get_origin,
 )
 from coat_data.load.loader import LoadedBatch
+from coat_data.mixture.sampler import SamplerState
 from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import World
@@ -63,7 +63,7 @@ from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_
 from coat_vlm.model import CoatVlm
 from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.prepare import set_train_mode
-from coat_vlm.train.step import TrainStep, copy_batch_to_device
+from coat_vlm.train.step import FinishedStep, TrainStep, copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 
 LR = 2e-5
@@ -132,7 +132,7 @@ class StepBench:
     """Samples of a micro-batch, ascending; no batch is tried after one that does not fit."""
     accumulation: int = 1
     """Micro-batches of a step."""
-    master_weights: MasterWeights = "fp32"
+    master_weights: MasterWeights = "auto"
     """The recipe key, for steps with an optimizer."""
     lora: int | None = None
     """Rank of LoRA adapters on the language model; None to train all weights."""
@@ -155,7 +155,7 @@ class StepCase:
     trains: bool
     """Whether there is an optimizer."""
     zero_stage: ZeroStage
-    master_weights: MasterWeights = "fp32"
+    master_weights: MasterWeights = "auto"
     lora: int | None = None
     """Rank of LoRA adapters; None to train all weights."""
 
@@ -241,7 +241,7 @@ def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
         bench.zero_stages, bench.optimizers, models
     ):
         trains = optimizer != "none"
-        master_weights = bench.master_weights if trains else "fp32"
+        master_weights = bench.master_weights if trains else "auto"
         stage = zero_stage if trains else 0
         found.append(StepCase(precision, baseline, trains, stage, master_weights, bench.lora))
     if not found:
@@ -350,9 +350,10 @@ class Passes:
     memory: PeakMemory
 
     def __call__(
-        self, micro_batches: list[LoadedBatch], started: float
-    ) -> tuple[dict[str, Any], bool]:
+        self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
+    ) -> tuple[list[FinishedStep], bool]:
         """Run the passes, free the gradients; returns the last loss, seconds and memory."""
+        del wait  # there is no optimizer step that another one's passes could overlap with
         loss = torch.zeros(())
         with self.spare_memory.share_weights(len(micro_batches)):
             for loaded in micro_batches:
@@ -362,7 +363,8 @@ class Passes:
         self.model.zero_grad(set_to_none=True)
         self.spare_memory.after_step()
         row = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
-        return row | {"peak_memory_mb": self.memory.read()}, False
+        row |= {"peak_memory_mb": self.memory.read()}
+        return [FinishedStep(row, SamplerState())], False
 
 
 def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]) -> list[StepRow]:
@@ -414,7 +416,7 @@ class _Run:
             model=size.name,
             implementation=case.implementation,
             checkpointing=False,
-            optimizer=_name_optimizer(recipe) if case.trains else "none",
+            optimizer=_name_optimizer(recipe, world.device) if case.trains else "none",
             batch=batch,
             tokens=size.model.max_length * samples,
             note=f"attention {recipe.cudnn_attention if case.trains else 'default'}, "
@@ -535,10 +537,10 @@ class _Run:
             show(row, format_profile(found, row.ms))
 
 
-def _name_optimizer(recipe: Recipe) -> str:
+def _name_optimizer(recipe: Recipe, device: torch.device) -> str:
     """Return the optimizer of a recipe in the rows; ``coat_low_bits`` with low bits."""
-    low_bits = "_low_bits" if recipe.master_weights == "low_bits" else ""
-    return f"{find_optimizer(recipe)}{low_bits}"
+    low_bits = recipe.has_low_bits(gpu=device.type == "cuda")
+    return f"{recipe.optimizer}{'_low_bits' if low_bits else ''}"
 
 
 def format_rows(rows: Sequence[StepRow]) -> str:

@@ -215,8 +215,8 @@ for each model, about a minute more for each compiled baseline.
         help=f"{', '.join(OPTIMIZERS)}; measured with every model; default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), metavar="STAGE",
         help="ZeRO stages, one after the other; default 1, with low_bits 0")
-    add("--master-weights", choices=("fp32", "low_bits"), default="fp32",
-        help="with --optimizer own: storage of master weights, as in a recipe; default fp32")
+    add("--master-weights", choices=("auto", "fp32", "low_bits"), default="auto",
+        help="with --optimizer own: storage of master weights, as in a recipe; default auto")
     add("--lora", type=int, metavar="RANK",
         help="train LoRA adapters of this rank; default: train all weights")
     add("--cap-gib", type=float, metavar="GIB",

@@ -58,7 +58,7 @@ def test_recipes(row: Row) -> None:
     output layer's loss has smaller chunks.
     """
     name, *changes = row["recipe"].split()
-    changes.append("fp8.lm_head=bf16")  # as it was then
+    changes += ["fp8.lm_head=bf16", "master_weights=fp32"]  # as it was then
     if name == "vila_sft_lora":
         changes.append("stages.sft.lora.dropout=0.05")  # too
     recipe = load_recipe(name, changes, unset_variables=True)
