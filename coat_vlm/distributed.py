@@ -62,11 +62,6 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
-    def add(self, value: torch.Tensor) -> None:
-        """Replace a value on the device by its sum over all ranks, without waiting for it."""
-        if self.size > 1:
-            dist.all_reduce(value)
-
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return self.sum([float(flag)])[0] > 0

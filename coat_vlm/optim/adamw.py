@@ -80,9 +80,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     """FP32 (), on the parameters' device: every step multiplies the gradients with it, in FP32, as
-    it reads them. It clips BF16 gradients without rounding or copying them. If it is not finite,
-    the step changes nothing and is not counted, so that a training loop need not wait for the norm
-    of the gradients to skip a step. None: 1."""
+    it reads them. It clips BF16 gradients without rounding or copying them. None: 1."""
 
     def __init__(
         self,
@@ -330,10 +328,8 @@ def _step_on_cpu(batch: _Batch, rates: Sequence[Rates], grad_scale: Tensor | Non
     Args:
         batch: parameters on the CPU with gradients and state.
         rates: lr, beta1, beta2, eps and weight decay of each group.
-        grad_scale: FP32 (), multiplied with the gradients; if it is not finite, nothing changes.
+        grad_scale: FP32 (), multiplied with the gradients.
     """
-    if grad_scale is not None and not grad_scale.isfinite():
-        return
     stochastic_codec = get_codec(batch.codec).second_stochastic
     for item in batch.items:
         lr, beta1, beta2, eps, weight_decay = rates[item.group]

@@ -89,8 +89,8 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
                 if coat and plan.recipe_zero == 0:
                     yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
-                    if zero_stage == 0 and coat:
-                        continue  # low bits take less
+                    if zero_stage == 0 and coat and plan.master_weights != "fp32":
+                        continue  # low bits, as written
                     if zero_stage >= plan.recipe_zero and not (graphs and zero_stage == 3):
                         yield _Change(zero_stage, micro_batch, precision, checkpointing)
 

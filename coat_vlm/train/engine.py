@@ -139,25 +139,14 @@ def build_deepspeed_config(
         # For low bits DeepSpeed is configured as for an FP32 model, which it does not wrap or copy.
         **({"communication_data_type": "bf16"} if arithmetic.low_bits else {}),
         "steps_per_print": 10**9,  # never
+        # By default DeepSpeed times every forward pass and step, for which it waits for the GPU.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
 def training_loop_clips(recipe: Recipe, arithmetic: Arithmetic) -> bool:
     """Whether the training step clips gradients, instead of DeepSpeed."""
     return recipe.zero_stage == 0 and not arithmetic.fp32_copy
-
-
-def steps_overlap(
-    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, device: torch.device
-) -> bool:
-    """Whether a step may begin before the loss and the norm of the last one are read.
-
-    CoatAdamW must skip non-finite gradients by itself. A CPU gains nothing, and timing the phases
-    of a step or logging the metrics of pairs waits for the GPU.
-    """
-    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
-    waits = recipe.log_phases or stage.dpo is not None
-    return coat and training_loop_clips(recipe, arithmetic) and device.type == "cuda" and not waits
 
 
 def build_optimizer(

@@ -28,6 +28,7 @@ from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.optim.state import LOW_BITS
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
 """Kinds of tensors with one scale each, whose rates are checked. Tensors with group scales are not:
@@ -281,22 +282,28 @@ class Fp8Record:
         self.states(optimizer, step)
 
     def states(self, optimizer: Any, step: int) -> None:
-        """Measure the optimizer states of this process, compared with those of torch's AdamW."""
+        """Measure the optimizer states of this process, compared with those of torch's AdamW.
+
+        Low bits of master weights are not counted: they are a part of the weights.
+        """
         states = {p: state for p, state in optimizer.state.items() if state}
         tensors = [
             t
             for state in states.values()
-            for t in state.values()
-            if isinstance(t, Tensor) and t.ndim
+            for key, t in state.items()
+            if isinstance(t, Tensor) and t.ndim and key != LOW_BITS
         ]
+        # torch.optim.AdamW has two moments of the dtype of the weights that it updates.
+        master = next(iter(states), None)
+        has_low_bits = master is not None and LOW_BITS in states[master]
+        width = 0 if master is None else 4 if has_low_bits else master.element_size()
         self._write_row(
             "states",
             step,
             optimizer=type(optimizer).__name__,
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             parameters=sum(state["exp_avg"].numel() for state in states.values()),
-            # torch.optim.AdamW has two moments of its parameters' dtype.
-            original_bytes_per_parameter=2.0 * next(iter(states)).element_size() if states else 0.0,
+            original_bytes_per_parameter=2.0 * width,
         )
 
     def _write_row(self, status: str, step: int, **values: Any) -> None:

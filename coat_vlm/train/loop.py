@@ -17,7 +17,7 @@ from coat_vlm.run.signals import SIGNALS
 from coat_vlm.train.data import StageData
 from coat_vlm.train.divergence import Watchdog
 from coat_vlm.train.evaluation import LiveEvaluation
-from coat_vlm.train.step import FinishedStep, TrainStep
+from coat_vlm.train.step import TrainStep
 from coat_vlm.train.tracking import StepLine
 
 
@@ -72,19 +72,13 @@ class StageLoop:
                     micro_batches = SIGNALS.wait(partial(next, batches))
                     data_wait = time.perf_counter() - started
                     self.heartbeat.enter("in a training step", step.finished)
-                    finished, stop = step(
-                        micro_batches,
-                        started,
-                        data_wait,
-                        SIGNALS.received is not None,
-                        wait=self._is_due_after(step.finished + 1),
+                    row, stop = step(
+                        micro_batches, started, data_wait, SIGNALS.received is not None
                     )
                     good = None
-                    for one in finished:
-                        line.show(one.row)
-                        good = self._check(one)
-                        if good is not None:
-                            break
+                    if row:
+                        line.show(row)
+                        good = self._check(row)
                     if good is not None:
                         self.roll_back(good)
                         line.go_back(step.finished)
@@ -104,11 +98,11 @@ class StageLoop:
         step.sampler_state = self.watchdog.skips.get(step.finished, step.sampler_state)
         return self.data.loader.steps(step.sampler_state)
 
-    def _check(self, finished: FinishedStep) -> Path | None:
+    def _check(self, row: dict[str, Any]) -> Path | None:
         """Look for divergence; return the checkpoint to go back to, if training must."""
         step = self.step
         blocks = [] if step.monitor is None else step.monitor.bf16_blocks
-        return self.watchdog.check(*finished, step.metrics, [*blocks])
+        return self.watchdog.check(row, step.sampler_state, step.metrics, [*blocks])
 
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
@@ -135,20 +129,9 @@ class StageLoop:
         # If another rank received the signal, the status is that of SIGTERM.
         raise Stopped(SIGNALS.exit_status)
 
-    def _is_due(self, interval: int, step: int | None = None) -> bool:
-        step = self.step.finished if step is None else step
-        return step == self.step.total_steps or (interval > 0 and step % interval == 0)
-
-    def _is_due_after(self, step: int) -> bool:
-        """Whether the loop saves, validates or evaluates after a step, which needs its results."""
-        stage = self.step.stage
-        validates, evaluates = self.data.validation, self.evaluation
-        intervals = (
-            stage.save_every_steps,
-            stage.eval_every_steps if validates else 0,
-            evaluates.every if evaluates else 0,
-        )
-        return any(self._is_due(interval, step) for interval in intervals)
+    def _is_due(self, interval: int) -> bool:
+        finished = self.step.finished
+        return finished == self.step.total_steps or (interval > 0 and finished % interval == 0)
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from tqdm import tqdm
 
 from coat_data.mixture.packing import Sampler
@@ -132,9 +133,12 @@ def find_changes(old: Recipe, new: Recipe) -> list[Change]:
 
     ``fp8.second_moment`` is compared by the resulting codec. For ``auto``, checkpoints are compared
     by the codec of the saved states (checkpoint/metadata.py), since earlier versions resolved
-    ``auto`` differently.
+    ``auto`` differently. ``master_weights`` is compared by what ``auto`` means on this machine.
     """
     changes = [*_compare((), _settings(old), _settings(new))]
+    stored = [_master_weights(recipe) for recipe in (old, new)]
+    if stored[0] != stored[1]:
+        changes.append(Change(("master_weights",), *stored))
     before, after = ((recipe.fp8 or Fp8Config()) for recipe in (old, new))
     if before.second_moment != "auto" and before.codec != after.codec:
         changes.append(Change(("fp8", "second_moment"), before.codec, after.codec))
@@ -263,11 +267,16 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as nested mappings; lists of sources become mappings by name."""
     settings = recipe.to_dict()
     settings["fp8"] = dataclasses.asdict(recipe.fp8 or Fp8Config())
-    del settings["fp8"]["second_moment"]
+    del settings["fp8"]["second_moment"], settings["master_weights"]
     for stage in settings["stages"].values():
         for key in ("data", "val_data"):
             stage[key] = {source["name"]: source for source in stage[key]}
     return settings
+
+
+def _master_weights(recipe: Recipe) -> str:
+    low_bits = recipe.has_low_bits(gpu=torch.cuda.is_available())
+    return "low_bits" if low_bits else "fp32"
 
 
 def _compare(key: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:

@@ -4,12 +4,6 @@ The loss of a micro-batch is the sum over its tokens, divided by the number of s
 all micro-batches and ranks. The gradient is therefore that of the mean loss per supervised token of
 the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
 it is the sum over its pairs, divided by the number of pairs.
-
-Steps may overlap: the CPU launches the first passes of a step before it reads the loss and the norm
-of the last one, so that the GPU does not wait while the CPU logs a step, loads the next batch and
-launches its first kernels. A step with non-finite gradients is skipped on the GPU
-(``CoatAdamW.grad_scale``). The results of a step are read before the next one changes weights, so
-an error leaves the model as that step left it.
 """
 
 import math
@@ -18,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -60,34 +54,6 @@ _CPU_INPUTS = frozenset(
 """Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""
 
 
-class FinishedStep(NamedTuple):
-    """A step whose results were read."""
-
-    row: dict[str, Any]
-    """Its row of metrics.jsonl."""
-    sampler_state: SamplerState
-    """State of the sampler after it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _LaunchedStep:
-    """A step whose work the GPU has, and whose results may not be read yet."""
-
-    number: int
-    started: float
-    """``time.perf_counter()`` before loading the micro-batches."""
-    data_wait: float
-    micro_batches: list[LoadedBatch]
-    divisor: float
-    measured: bool
-    """Whether FP8 was measured in it."""
-    sampler_state: SamplerState
-    entries: dict[str, Any]
-    """Entries of its row that are known when it is launched."""
-    results: Callable[[], tuple[float, float | None]]
-    """Waits for the loss and the gradient norm; the norm is None if it was not computed."""
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainStep:
     """Runs and logs the optimizer steps of one stage."""
@@ -107,8 +73,6 @@ class TrainStep:
     """Token budget of a packed row; None without packing."""
     clip_here: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
-    overlaps: bool
-    """Whether steps overlap, unless the caller waits for the results."""
     spare_memory: SpareMemory
     """Uses the memory that steps leave."""
     sequence: SequenceGroup | None = None
@@ -132,10 +96,6 @@ class TrainStep:
     """State of the sampler after the last step."""
     mode_is_set: bool = False
     """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
-    launched: _LaunchedStep | None = None
-    """The last step, until its results are read."""
-    read_at: float = -math.inf
-    """``time.perf_counter()`` when the results of the last step were read."""
 
     def __call__(
         self,
@@ -143,10 +103,8 @@ class TrainStep:
         started: float,
         data_wait: float = 0.0,
         stop_requested: bool = False,
-        *,
-        wait: bool = True,
-    ) -> tuple[list[FinishedStep], bool]:
-        """Launch one optimizer step; read and log the results of the last one, and its own.
+    ) -> tuple[dict[str, Any], bool]:
+        """Run one optimizer step and log its metrics.
 
         Args:
             micro_batches: the micro-batches of this rank; None if a signal ended the wait for
@@ -154,12 +112,10 @@ class TrainStep:
             started: ``time.perf_counter()`` before loading the micro-batches.
             data_wait: seconds of waiting for the micro-batches.
             stop_requested: whether this process received a signal.
-            wait: also read the results of this step. They are also read if steps do not overlap, if
-                FP8 is measured in this step, and after a signal.
 
         Returns:
-            The steps whose results were read, at most two, and whether any process received a
-            signal.
+            The step's row of metrics.jsonl (empty if no rank ran the step), and whether any process
+            received a signal.
 
         Raises:
             ValueError: too many rows are bad, the loss is not finite, more than
@@ -168,14 +124,13 @@ class TrainStep:
         """
         counts = self._count(micro_batches, stop_requested)
         if micro_batches is None or counts["without_batch"]:
-            return self._read(), True
+            return {}, True
         if self.fp8 is not None and self.finished == 0:
             set_train_mode(self.model, self.stage)
             ranks = self.stage.sequence_parallel
             self.fp8.footprint(self.model, micro_batches[0].batch, ranks)
         self.phases.start()
         captured = captured_bytes()
-        finished: list[FinishedStep] = []
         with ExitStack() as measurements:
             measured = self._start_measurements(measurements)
             _, self.sampler_state = self.sampler.step(self.sampler_state)
@@ -188,49 +143,23 @@ class TrainStep:
                 set_train_mode(self.model, self.stage)
                 self.mode_is_set = True
             divisor = counts["supervised_tokens" if self.preference is None else "samples"]
-            results = self._update(micro_batches, divisor, finished)
+            loss, norm = self._update(micro_batches, divisor)
             self.finished += 1
-            self.launched = _LaunchedStep(
-                number=self.finished,
-                started=started,
-                data_wait=data_wait,
-                micro_batches=micro_batches,
-                divisor=divisor,
-                measured=measured,
-                sampler_state=self.sampler_state,
-                entries={
-                    "lr": lr,
-                    **self.throughput.row(counts),
-                    **bad,
-                    "bad_samples": self.bad_samples.total,
-                    **({"captured": True} if captured_bytes() > captured else {}),
-                },
-                results=results,
-            )
-        stop = counts["stop"] > 0
-        if wait or stop or measured or not self.overlaps:
-            finished += self._read()
-        return finished, stop
-
-    def _read(self) -> list[FinishedStep]:
-        """Wait for the results of the last step, check them and log its row."""
-        step, self.launched = self.launched, None
-        if step is None:
-            return []
-        loss, norm = step.results()
-        self._check_finite(step, loss, norm)
-        row = self._build_row(step, loss, norm)
-        now = time.perf_counter()
-        # A step that overlaps with the last one takes the time since that one's results were read.
-        seconds, self.read_at = now - max(step.started, self.read_at), now
+            self._check_finite(loss, norm, micro_batches, divisor)
+        row = self._build_row(loss, norm, lr, counts, bad, measured)
+        row |= {} if self.preference is None else self.preference.metrics()
+        seconds = time.perf_counter() - started
         row |= {
             **self.throughput.rates(row, seconds),
             "step_s": round(seconds, 4),
-            "data_wait_s": round(step.data_wait, 4),
-            **self.phases.row(step.data_wait, seconds),
+            "data_wait_s": round(data_wait, 4),
+            **self.phases.row(data_wait, seconds),
+            "bad_samples": self.bad_samples.total,
+            "skipped_steps": self.skipped_steps,
+            **({"captured": True} if captured_bytes() > captured else {}),
         }
         self.metrics.write(row)
-        return [FinishedStep(row, step.sampler_state)]
+        return row, counts["stop"] > 0
 
     @property
     def counts(self) -> bool:
@@ -243,7 +172,6 @@ class TrainStep:
         self.sampler_state = SamplerState(*progress.sampler_state)
         self.bad_samples = bad_samples
         self.skipped_steps = 0
-        self.launched = None
 
     def _count(
         self, micro_batches: list[LoadedBatch] | None, stop_requested: bool
@@ -277,18 +205,9 @@ class TrainStep:
         return rates
 
     def _update(
-        self, micro_batches: list[LoadedBatch], divisor: float, finished: list[FinishedStep]
-    ) -> Callable[[], tuple[float, float | None]]:
-        """Launch forward, backward and the optimizer, and read the results of the last step.
-
-        Args:
-            micro_batches: the micro-batches of this rank.
-            divisor: number of terms of the loss over all ranks.
-            finished: gets the last step, if its results are not read yet.
-
-        Returns:
-            A function that waits for the loss and the gradient norm and returns them.
-        """
+        self, micro_batches: list[LoadedBatch], divisor: float
+    ) -> tuple[float, float | None]:
+        """Run forward, backward and the optimizer; return the loss and the gradient norm."""
         if not divisor:
             raise ValueError(
                 f"stage {self.name}, step {self.finished + 1}: the batch has no supervised token; "
@@ -298,7 +217,7 @@ class TrainStep:
         # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.
         undo_averaging = len(micro_batches) * self.world.size
         total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        results: Callable[[], tuple[float, float | None]] | None = None
+        norm: Any = None
         with ExitStack() as shared_weights:
             shared_weights.enter_context(self.spare_memory.share_weights(len(micro_batches)))
             if self.sequence is not None:
@@ -310,43 +229,15 @@ class TrainStep:
                 check = self._check_modules_get_gradients() if first else nullcontext()
                 with check, self.phases.measure("backward"):
                     self.engine.backward(loss * undo_averaging)
-                finished += self._read()
                 with self.phases.measure("optimizer"):
                     if last:
-                        if self.clip_here:
-                            results = self._copy_results(total_loss, self._clip())
+                        norm = self._clip() if self.clip_here else None
                         shared_weights.close()  # the step changes weights and needs the memory
                     self.engine.step()  # updates weights only after the last micro-batch
         self.spare_memory.after_step()
-        if results is None:
-            results = self._copy_results(total_loss, self.engine.get_global_grad_norm())
-        return results
-
-    def _copy_results(
-        self, loss: Tensor, norm: Tensor | float | None
-    ) -> Callable[[], tuple[float, float | None]]:
-        """Start copying the loss of this rank, and the norm of all, to the CPU.
-
-        Returns:
-            A function that returns the loss of all ranks and the norm. It waits for the copy, but
-            not for what is launched after it.
-        """
-        self.world.add(loss)
-        known = None if isinstance(norm, Tensor) else norm
-        on_device = [loss, *([norm.to(loss)] if isinstance(norm, Tensor) else [])]
-        copied = torch.stack(on_device).to("cpu", non_blocking=True)
-        done = None
-        if loss.is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-
-        def read() -> tuple[float, float | None]:
-            if done is not None:
-                done.synchronize()
-            total, *rest = copied.tolist()
-            return total, rest[0] if rest else known
-
-        return read
+        if not self.clip_here:
+            norm = self.engine.get_global_grad_norm()
+        return self.world.sum([total_loss.item()])[0], None if norm is None else float(norm)
 
     def loss(self, batch: Batch, divisor: float) -> Tensor:
         """Run the forward pass; return the sum of the token losses divided by ``divisor``.
@@ -371,35 +262,36 @@ class TrainStep:
             return count_pairs(batch["labels"])
         return count_supervised_tokens(batch)
 
-    def _clip(self) -> Tensor:
-        """Clip the gradients, or have the optimizer skip them if they are not finite.
-
-        Returns:
-            The norm [] before clipping. CoatAdamW reads the scale of the gradients on their device;
-            for torch's AdamW, this function waits for the norm.
-        """
+    def _clip(self) -> float:
+        """Clip the gradients, or drop them if they are not finite; return the norm."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.stage.grad_clip or math.inf
         optimizer: Any = self.engine.optimizer
+        low_bits = optimizer.defaults.get("master") == "bf16_low_bits"
+        if low_bits:
+            total = _measure_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            total = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if isinstance(optimizer, CoatAdamW):
-            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
-            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # DeepSpeed's
-            optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
             optimizer.prepare()  # while the GPU computes the norm
-            return norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = float(total)
+        if low_bits:
+            divisor = max(1.0, (norm + 1e-6) / limit)  # DeepSpeed's
+            optimizer.grad_scale = torch.tensor(1.0 / divisor, device=self.world.device)
         if not math.isfinite(norm):
             for parameter in parameters:  # AdamW skips parameters without a gradient
                 parameter.grad = None
         return norm
 
-    def _check_finite(self, step: _LaunchedStep, loss: float, norm: float | None) -> None:
+    def _check_finite(
+        self, loss: float, norm: float | None, micro_batches: list[LoadedBatch], divisor: float
+    ) -> None:
         """Count a step that DeepSpeed or :meth:`_clip` skipped; raise if too many were skipped."""
         if norm is None or math.isfinite(norm):
             if math.isfinite(loss):
                 return
             raise ValueError(
-                f"stage {self.name}, step {step.number}: the loss is {loss}; lower the learning "
+                f"stage {self.name}, step {self.finished}: the loss is {loss}; lower the learning "
                 "rates or raise warmup_ratio, and continue with --resume auto "
                 "divergence.action=stop, which starts from before a spike"
             )
@@ -414,38 +306,47 @@ class TrainStep:
                 bad.add(name)
 
         with _gradient_hooks(self.model.named_parameters(), check):
-            for loaded in step.micro_batches:
-                self.engine.backward(self.loss(loaded.batch, step.divisor))
+            for loaded in micro_batches:
+                self.engine.backward(self.loss(loaded.batch, divisor))
         names = sorted(set[str]().union(*self.world.gather(bad)))
         where = f"first in {names[0]}, one of {len(names)}" if names else "not when repeated"
         raise ValueError(
-            f"stage {self.name}, step {step.number}: gradients are NaN or infinite ({where}; the "
+            f"stage {self.name}, step {self.finished}: gradients are NaN or infinite ({where}; the "
             f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
             f"far, max_skipped_steps is {self.stage.max_skipped_steps}: lower the learning rates, "
             f"raise warmup_ratio or raise max_skipped_steps{_name_cudnn(self.world.device)}, and "
             "continue with --resume auto (divergence.action=stop then starts from before a spike)"
         )
 
-    def _build_row(self, step: _LaunchedStep, loss: float, norm: float | None) -> dict[str, Any]:
+    def _build_row(
+        self,
+        loss: float,
+        norm: float | None,
+        lr: dict[str, float],
+        counts: dict[str, float],
+        bad: dict[str, Any],
+        measured: bool,
+    ) -> dict[str, Any]:
         """Build the step's row of metrics.jsonl, without times."""
-        if step.measured:
+        if measured:
             self.memory.reset()
         row = {
             "kind": "step",
             "stage": self.name,
-            "step": step.number,
+            "step": self.finished,
             "total_steps": self.total_steps,
             "loss": loss if math.isfinite(loss) else None,
             "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
-            **step.entries,
-            "skipped_steps": self.skipped_steps,
+            "lr": lr,
+            **self.throughput.row(counts),
+            **bad,
             # Measuring FP8 needs memory that training does not.
-            "peak_memory_mb": None if step.measured else self.memory.read(),
+            "peak_memory_mb": None if measured else self.memory.read(),
         }
         if self.row_tokens is not None:
             budget = self.stage.batch_size * self.row_tokens
             row["packing_fill"] = round(row["tokens"] / budget, 4)
-        return row if self.preference is None else row | self.preference.metrics()
+        return row
 
     def _start_measurements(self, measurements: ExitStack) -> bool:
         """Start measuring FP8 in this step if that is due; return whether it is."""

@@ -4,8 +4,9 @@ Every rank counts its own micro-batches on the CPU; the step sums all counts ove
 single collective.
 
 ``log_phases`` times the phases of a step. On a GPU a phase is the time between two CUDA events: the
-CPU runs ahead, so its clock would measure launches only. Reading them waits for the optimizer's
-work, so steps do not overlap then. On a CPU the clock is ``perf_counter``.
+CPU runs ahead, so its clock would measure launches only. The events are read after the step has
+read its loss, which waits for the GPU in any case and follows the optimizer's work in the stream,
+so timing adds no synchronization. On a CPU the clock is ``perf_counter``.
 """
 
 import resource
@@ -256,8 +257,6 @@ class PhaseClock:
         """
         if not self._enabled:
             return {}
-        if self._on_gpu and self._spans:
-            self._spans[-1][2].synchronize()
         found = dict.fromkeys(PHASES, 0.0) | {"data_wait": data_wait}
         for phase, begin, end in self._spans:
             found[phase] += begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin

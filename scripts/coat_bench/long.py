@@ -211,7 +211,7 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
         batch = make_batch(model, [replace(case.row, tokens=tokens)], None, recipe.seed)
         try:
             memory.reset()
-            ((found, _),), _ = run([batch], time.perf_counter())
+            found, _ = run([batch], time.perf_counter())
             row.ms, row.peak_gb = 1e3 * found["step_s"], found["peak_memory_mb"] / 1e3
             row.tok_s = tokens / found["step_s"]
             row.note = f"forward and backward; loss {found['loss']:.4f}"

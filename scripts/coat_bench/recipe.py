@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,12 +59,7 @@ from coat_vlm.plan.stage import (
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import (
-    build_engine,
-    choose_graphs,
-    steps_overlap,
-    training_loop_clips,
-)
+from coat_vlm.train.engine import build_engine, choose_graphs, training_loop_clips
 from coat_vlm.train.prepare import (
     avoids_padding,
     build_planned_model,
@@ -73,7 +68,7 @@ from coat_vlm.train.prepare import (
     require_composed,
     select_stages,
 )
-from coat_vlm.train.step import FinishedStep, TrainStep
+from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
 
@@ -83,15 +78,8 @@ _NO_RUN = Path("no run folder")
 IMAGE_SIDE = 448
 """Pixels of the square images of a published model."""
 
-
-class Step(Protocol):
-    """Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
-
-    def __call__(
-        self, micro_batches: list[LoadedBatch], started: float, /, *, wait: bool = True
-    ) -> tuple[list[FinishedStep], bool]:
-        """Launch a step; see ``TrainStep``."""
-        ...
+Step = Callable[[list[LoadedBatch], float], tuple[dict[str, Any], bool]]
+"""Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
 
 
 @dataclass(slots=True)
@@ -489,7 +477,6 @@ def build_training_step(
         sampler=sampler,
         row_tokens=None if stage.packing is None else case.row.tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
-        overlaps=steps_overlap(recipe, stage, arithmetic, world.device),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
         metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
@@ -545,9 +532,7 @@ def take_steps(
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        at_end = place in (bench.warmup - 1, len(steps) - 1)
-        finished, _ = step(batches, time.perf_counter(), wait=at_end)
-        rows += [one.row for one in finished]
+        rows.append(step(batches, time.perf_counter())[0])
     return rows
 
 

@@ -55,7 +55,6 @@ from coat_bench.rows import (
     get_origin,
 )
 from coat_data.load.loader import LoadedBatch
-from coat_data.mixture.sampler import SamplerState
 from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import World
@@ -63,7 +62,7 @@ from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_
 from coat_vlm.model import CoatVlm
 from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.prepare import set_train_mode
-from coat_vlm.train.step import FinishedStep, TrainStep, copy_batch_to_device
+from coat_vlm.train.step import TrainStep, copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 
 LR = 2e-5
@@ -127,7 +126,7 @@ class StepBench:
     """Keys of :data:`coat_bench.models.BASELINES`."""
     optimizers: Sequence[str] = ("none",)
     """``none`` for forward and backward passes alone, ``own`` for the precision's optimizer."""
-    zero_stages: Sequence[ZeroStage] = (1,)
+    zero_stages: Sequence[ZeroStage] = (0,)
     batches: Sequence[int] = (1,)
     """Samples of a micro-batch, ascending; no batch is tried after one that does not fit."""
     accumulation: int = 1
@@ -350,10 +349,9 @@ class Passes:
     memory: PeakMemory
 
     def __call__(
-        self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
-    ) -> tuple[list[FinishedStep], bool]:
+        self, micro_batches: list[LoadedBatch], started: float
+    ) -> tuple[dict[str, Any], bool]:
         """Run the passes, free the gradients; returns the last loss, seconds and memory."""
-        del wait  # there is no optimizer step that another one's passes could overlap with
         loss = torch.zeros(())
         with self.spare_memory.share_weights(len(micro_batches)):
             for loaded in micro_batches:
@@ -363,8 +361,7 @@ class Passes:
         self.model.zero_grad(set_to_none=True)
         self.spare_memory.after_step()
         row = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
-        row |= {"peak_memory_mb": self.memory.read()}
-        return [FinishedStep(row, SamplerState())], False
+        return row | {"peak_memory_mb": self.memory.read()}, False
 
 
 def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]) -> list[StepRow]:

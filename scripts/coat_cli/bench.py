@@ -214,7 +214,7 @@ for each model, about a minute more for each compiled baseline.
     add("--optimizer", nargs="+", choices=OPTIMIZERS, default=["none"], metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)}; measured with every model; default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), metavar="STAGE",
-        help="ZeRO stages, one after the other; default 1, with low_bits 0")
+        help="ZeRO stages, one after the other; default 0, as in a recipe")
     add("--master-weights", choices=("auto", "fp32", "low_bits"), default="auto",
         help="with --optimizer own: storage of master weights, as in a recipe; default auto")
     add("--lora", type=int, metavar="RANK",
@@ -470,7 +470,7 @@ def _run_step(args: argparse.Namespace) -> int:
         precisions=args.precisions,
         baselines=args.baselines,
         optimizers=args.optimizer,
-        zero_stages=args.zero or ((0,) if args.master_weights == "low_bits" else (1,)),
+        zero_stages=args.zero or (0,),
         batches=args.batch,
         accumulation=args.accumulation,
         master_weights=args.master_weights,

@@ -383,10 +383,10 @@ def test_what_does_not_fit_is_told_and_ends_the_case(
 ) -> None:
     passes = step.Passes.__call__
 
-    def crowded(self: Any, micro_batches: Any, started: float, wait: bool) -> Any:
+    def crowded(self: Any, micro_batches: Any, started: float) -> Any:
         if micro_batches[0].num_samples == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return passes(self, micro_batches, started, wait=wait)
+        return passes(self, micro_batches, started)
 
     monkeypatch.setattr(step.Passes, "__call__", crowded)
     rows = measured(world, baselines=["eager"], batches=[1, 2, 4])
@@ -400,7 +400,7 @@ def test_what_does_not_fit_is_told_and_ends_the_case(
     monkeypatch.setattr(step._Run, "_measure_reference", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError) as failed:
         run.measure(list_step_cases(bench, 2)[0], 1)
-    assert "in bf16 with optimizer adamw, ZeRO-1" in failed.value.__notes__[0]
+    assert "in bf16 with optimizer adamw, ZeRO-0" in failed.value.__notes__[0]
 
 
 def test_what_is_not_correct_gets_no_speed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

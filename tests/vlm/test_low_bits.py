@@ -24,11 +24,13 @@ from coat_kernels import join_master
 from coat_kernels.master_weights import split_master
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
+from coat_vlm.fp8 import arithmetic_of_recipe
 from coat_vlm.model import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.optim.state import LOW_BITS
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
+from coat_vlm.train.checks import describe_lone_zero
 from coat_vlm.train.step import TrainStep, copy_batch_to_device
 
 STEPS = 3
@@ -76,7 +78,7 @@ def low_bits_run(
     model = build_stage_model(case, world.device)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     step = build_training_step(model, case, world, STEPS)
-    return step, [step(batch, 0.0)[0][0].row for batch in batches_of(model, case, accumulation)]
+    return step, [step(batch, 0.0)[0] for batch in batches_of(model, case, accumulation)]
 
 
 def master_weights(step: TrainStep) -> dict[str, Tensor]:
@@ -196,11 +198,11 @@ def test_a_bad_gradient_changes_nothing(world: World) -> None:
     step(batches[0], 0.0)
     before = master_weights(step)
     hook = model.get_parameter(HEAD).register_hook(lambda grad: grad * math.nan)
-    ((row, _),), _ = step(batches[1], 0.0)
+    row, _ = step(batches[1], 0.0)
     hook.remove()
     assert (row["grad_norm"], row["skipped_steps"]) == (None, 1)
     assert all(torch.equal(weight, before[name]) for name, weight in master_weights(step).items())
-    assert step(batches[2], 0.0)[0][0].row["grad_norm"] > 0
+    assert step(batches[2], 0.0)[0]["grad_norm"] > 0
     assert not torch.equal(
         master_weights(step)[HEAD],
         before[HEAD],
@@ -222,6 +224,50 @@ def test_what_low_bits_need(overrides: list[str], words: str) -> None:
     )
     with pytest.raises(ValueError, match=words):
         load_recipe("quickstart", [*overrides, "master_weights=low_bits"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["precision=bf16"], False),
+        (["precision=coat"], True),
+        (["precision=coat_lean"], True),
+        (["precision=fp8_linear"], False),
+        (["precision=fp8_linear", "fp8.optimizer=coat"], True),
+        (["precision=coat", "fp8.optimizer=adamw"], False),
+        (["precision=coat", "zero_stage=1"], False),
+        (["precision=coat", "master_weights=fp32"], False),
+    ],
+)
+def test_they_are_the_default_on_a_gpu_without_zero(overrides: list[str], expected: bool) -> None:
+    recipe = load_recipe("quickstart", overrides)
+    assert recipe.has_low_bits(gpu=True) == expected
+    assert arithmetic_of_recipe(recipe, torch.device("meta")).low_bits == expected
+    assert not recipe.has_low_bits(gpu=False)
+    on_cpu = arithmetic_of_recipe(recipe, torch.device("cpu"))
+    assert (on_cpu.low_bits, on_cpu.dtype) == (False, torch.float32)
+    explicit = dataclasses.replace(recipe, master_weights="fp32")
+    assert not explicit.has_low_bits(gpu=True, zero_stage=0)
+    zero_0 = "precision=coat" in overrides and "zero_stage=1" in overrides
+    assert recipe.has_low_bits(gpu=True, zero_stage=0) == (expected or zero_0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "noted"),
+    [
+        (["precision=coat", "zero_stage=2"], 1, True),
+        (["precision=coat", "zero_stage=2"], 2, False),
+        (["precision=coat"], 1, False),
+        (["precision=bf16", "zero_stage=2"], 1, False),
+        (["precision=coat", "zero_stage=2", "master_weights=fp32"], 1, False),
+    ],
+)
+def test_zero_with_one_process_is_noted(overrides: list[str], ranks: int, noted: bool) -> None:
+    note = describe_lone_zero(load_recipe("quickstart", overrides), ranks)
+    assert (note is not None) == noted
+    if note is not None:
+        assert note.startswith("zero_stage=2 has nothing to shard in a single process")
+        assert "zero_stage=0 trains" in note
 
 
 def test_a_plan_counts_the_tensors_of_training(world: World) -> None:

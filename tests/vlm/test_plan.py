@@ -14,7 +14,7 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan import format_plan, plan_recipe
+from coat_vlm.plan import format_plan, plan_recipe, table
 from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import StagePlan
@@ -161,6 +161,57 @@ def test_following_the_advice_makes_it_fit(path: Path) -> None:
     assert followed.memory[changed.zero_stage].peak <= followed.usable_bytes
     hopeless = advice(plan(recipe, 1e6))
     assert "use more GPUs" in hopeless
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["master_weights=auto"], set()),  # low bits already
+        (["master_weights=fp32"], {"master_weights=low_bits"}),
+        (["master_weights=low_bits"], set()),
+        (["zero_stage=1"], {"zero_stage=2"}),
+        (["zero_stage=1", "master_weights=fp32"], {"zero_stage=2"}),
+    ],
+)
+def test_advice_names_master_weights_only_if_they_must_change(
+    path: Path, words: list[str], expected: set[str]
+) -> None:
+    """As much memory as the first change of a ZeRO stage or of master weights needs."""
+    recipe = load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1", *words])
+    roomy = plan(recipe, 80e9, ranks=8)
+    low_bits = (
+        plan(
+            load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1"]),
+            80e9,
+            ranks=8,
+        )
+        .memory[0]
+        .peak
+    )
+    needed = roomy.memory[2].peak if recipe.zero_stage else low_bits
+    tight = advice(plan(recipe, 1.0301 * needed, ranks=8))
+    if not expected:
+        assert tight.startswith("It fits as written")
+        return
+    assert set(tight.rpartition(" with: ")[2].split()) == expected
+    load_recipe(str(path), ["precision=coat", *words, *expected])
+
+
+def test_advice_keeps_fp32_master_weights_if_a_smaller_micro_batch_fits(path: Path) -> None:
+    words = ["precision=coat", "master_weights=fp32"]
+    recipe = load_recipe(str(path), words)
+    changed = load_recipe(str(path), [*words, "stages.sft.micro_batch_size=1"])
+    tight = plan(recipe, 1.0301 * plan(changed, 80e9).memory[0].peak)
+    assert advice(tight).rpartition(" with: ")[2] == "stages.sft.micro_batch_size=1"
+
+
+def test_advice_leaves_low_bits_behind_with_zero(path: Path) -> None:
+    """A recipe refuses explicit low bits with ZeRO, so the words must change both."""
+    words = ["precision=coat", "master_weights=low_bits"]
+    planned = plan(load_recipe(str(path), words), 80e9)
+    found = table._Change(3, 32).overrides(planned)
+    assert found == ["zero_stage=3", "master_weights=auto"]
+    load_recipe(str(path), [*words, *found])
 
 
 def test_plans_count_cuda_graphs(path: Path) -> None:

@@ -1,9 +1,11 @@
-"""Training and evaluation mode of a stage's modules, step after step."""
+"""Modes of a stage's modules and waits for the GPU, step after step."""
 
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench.recipe import (
@@ -43,3 +45,21 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
         assert list_modes(model) == {part: {False} for part in modes}
         step([batch], 0.0)
     assert seen == [modes] * 3
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_deepspeed_times_no_micro_batch(zero_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third step on, its timer waited for the GPU twice in each of them."""
+    recipe = StepCase("coat", None, True, zero_stage).recipe("tiny", 1)
+    bench = RecipeBench(recipe=recipe, images=1, steps=4, accumulation=2)
+    waits: list[int] = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(step.finished))
+    with join_world() as world:
+        (case,) = list_stage_cases(bench, world)
+        model = build_stage_model(case, world.device)
+        step = build_training_step(model, case, world, 4)
+        batch = make_batch(model, [case.row], None, seed=0)
+        for _ in range(4):
+            step([batch, batch], 0.0)
+    assert step.finished == 4
+    assert waits == []
