@@ -123,7 +123,7 @@ def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
         panels.setdefault(f"{model}: {what}", []).append(row)
     if not panels:
         raise ValueError(f"no rows of {model} have a speed and a peak; measure them on a GPU first")
-    with _open_figure(out, "step", (8, 3.6 * len(panels))) as figure:
+    with _open_figure(out, "step", (11, 3.6 * len(panels))) as figure:
         axes = figure.subplots(len(panels), squeeze=False)
         for (title, found), (panel,) in zip(panels.items(), axes, strict=True):
             _draw_points(panel, title, found)
@@ -162,7 +162,8 @@ def _draw_points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
     axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
     axes.tick_params(colors=GREY)
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # points may be anywhere
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8, **beside)
     for spine in axes.spines.values():
         spine.set_color(GREY)
 

@@ -153,9 +153,8 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
   coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
-      --master-weights low_bits --cap-gib 77             # an 8B model on a GPU of 80 GB
-  coat-vlm bench step --size qwen2.5-7b --lora 64 --precisions coat_lean --optimizer own --zero 0 \\
-      --batch 2                                          # adapters on frozen FP8 weights
+      --cap-gib 77                                       # an 8B model on a GPU of 80 GB
+  coat-vlm bench step --size qwen2.5-7b --lora 64 --precisions coat_lean --optimizer own --batch 2
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b --optimizer own \\
       --precisions bf16 coat_lean --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b --optimizer own \\

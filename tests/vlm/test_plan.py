@@ -197,6 +197,18 @@ def test_advice_names_master_weights_only_if_they_must_change(
     load_recipe(str(path), ["precision=coat", *words, *expected])
 
 
+def test_stage_0_is_planned_with_low_bits_beside_other_stages(path: Path) -> None:
+    """``auto`` has them at stage 0, whichever stage the recipe has."""
+    words = ["precision=coat", "stages.sft.micro_batch_size=1"]
+    with_zero, without = (
+        plan(load_recipe(str(path), [*words, f"zero_stage={stage}"]), 80e9) for stage in (2, 0)
+    )
+    assert with_zero.memory == without.memory
+    fp32 = plan(load_recipe(str(path), [*words, "master_weights=fp32"]), 80e9)
+    assert fp32.memory[0].peak > without.memory[0].peak
+    assert fp32.memory[2] == without.memory[2]
+
+
 def test_advice_keeps_fp32_master_weights_if_a_smaller_micro_batch_fits(path: Path) -> None:
     words = ["precision=coat", "master_weights=fp32"]
     recipe = load_recipe(str(path), words)
