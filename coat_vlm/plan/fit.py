@@ -12,9 +12,9 @@ from coat_vlm.train.prepare import select_stages
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
 
-    Without recomputation before with it, then the largest micro-batch; low bits of master weights
-    wherever they are possible. Other keys are kept, except ``zero_stage``, which low bits set to 0
-    if there is one process.
+    Without recomputation before with it, then the largest micro-batch. ``master_weights`` is
+    ``auto``, which takes the least memory and time; if there is one process, ``zero_stage`` becomes
+    0, so that CoatAdamW has low bits. Other keys are kept.
 
     Args:
         recipe: a recipe with ``memory``.
@@ -81,24 +81,19 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
         stages[name] = dataclasses.replace(stage, **values)
         if stage.batch_size % (stages[name].micro_batch_size * stage.count_replicas(ranks)):
             return None
-    master_weights, zero_stage = recipe.master_weights, recipe.zero_stage
-    if "master_weights" in keys:
-        master_weights = saved.master_weights
-        zero_stage = 0 if master_weights == "low_bits" else zero_stage
+    chosen = _choose_master_weights(recipe, ranks)  # saved states are converted
     memory = dataclasses.replace(recipe.memory, choose=[])
-    return dataclasses.replace(
-        recipe, master_weights=master_weights, zero_stage=zero_stage, stages=stages, memory=memory
-    )
+    return dataclasses.replace(chosen, stages=stages, memory=memory)
 
 
 def _choose_master_weights(recipe: Recipe, ranks: int) -> Recipe:
-    """Return the recipe with the master weights that take less memory and time."""
+    """Return the recipe with the master weights that take the least memory and time."""
     assert recipe.memory is not None
     if "master_weights" not in (recipe.memory.choose or ()):
         return recipe
-    if recipe.optimizer == "coat" and (recipe.zero_stage == 0 or ranks == 1):
-        return dataclasses.replace(recipe, master_weights="low_bits", zero_stage=0)
-    return dataclasses.replace(recipe, master_weights="fp32")
+    shards = ranks > 1 or recipe.optimizer != "coat"
+    zero_stage = recipe.zero_stage if shards else 0
+    return dataclasses.replace(recipe, master_weights="auto", zero_stage=zero_stage)
 
 
 def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> Iterator[StagePlan]:

@@ -80,18 +80,20 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
     lean = "coat_lean" if plan.precision not in ("coat_lean", "fp32") else None
     recompute = not plan.stage.gradient_checkpointing and not graphs
+    # One process has nothing to shard.
+    least = 0 if plan.ranks == 1 else plan.recipe_zero
     for checkpointing in dict.fromkeys((False, recompute)):
         for precision in dict.fromkeys((None, lean)):
             if precision is not None and (precision, checkpointing) not in plan.saved:
                 continue
             coat = precision is not None or plan.optimizer == CoatAdamW.__name__
             for micro_batch in micro_batches:
-                if coat and plan.recipe_zero == 0:
+                if coat and least == 0:
                     yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
                     if zero_stage == 0 and coat and plan.master_weights != "fp32":
                         continue  # low bits, as written
-                    if zero_stage >= plan.recipe_zero and not (graphs and zero_stage == 3):
+                    if zero_stage >= least and not (graphs and zero_stage == 3):
                         yield _Change(zero_stage, micro_batch, precision, checkpointing)
 
 

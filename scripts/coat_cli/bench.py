@@ -154,7 +154,8 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
   coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
       --cap-gib 77                                       # an 8B model on a GPU of 80 GB
-  coat-vlm bench step --size qwen2.5-7b --lora 64 --precisions coat_lean --optimizer own --batch 2
+  coat-vlm bench step --size qwen2.5-7b --lora 64 --precisions coat_lean --optimizer own \\
+      --batch 2                                          # adapters on frozen FP8 weights
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b --optimizer own \\
       --precisions bf16 coat_lean --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b --optimizer own \\
@@ -213,9 +214,11 @@ for each model, about a minute more for each compiled baseline.
     add("--optimizer", nargs="+", choices=OPTIMIZERS, default=["none"], metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)}; measured with every model; default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), metavar="STAGE",
-        help="ZeRO stages, one after the other; default 0, as in a recipe")
+        help="ZeRO stages, one after the other; default 0, as in a recipe, also with several "
+        "processes")
     add("--master-weights", choices=("auto", "fp32", "low_bits"), default="auto",
-        help="with --optimizer own: storage of master weights, as in a recipe; default auto")
+        help="with --optimizer own: storage of master weights, as in a recipe; default auto, "
+        "by which ours have no FP32 copies at stage 0, and torch's AdamW has")
     add("--lora", type=int, metavar="RANK",
         help="train LoRA adapters of this rank; default: train all weights")
     add("--cap-gib", type=float, metavar="GIB",

@@ -40,16 +40,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def peaks(path: Path) -> dict[tuple[bool, int, str], float]:
+def peaks(path: Path) -> dict[tuple[bool, int], float]:
     """Bytes of all settings on one GPU with low bits of master weights, fastest first."""
     found = {}
     for recompute, size in product((False, True), (8, 4, 2, 1)):
-        masters = "low_bits"
-        words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", f"master_weights={masters}"]
+        words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", "master_weights=low_bits"]
         (plan,) = plan_recipe(
             load_recipe(str(path), words), ranks=1, gpu_bytes=0, zero_stages=(), compare=False
         )
-        found[recompute, size, masters] = plan.memory[0].peak
+        found[recompute, size] = plan.memory[0].peak
     return found
 
 
@@ -70,8 +69,8 @@ def test_the_fastest_that_fits(path: Path, peaks: dict[Any, float]) -> None:
         gigabytes = 1.03 * peak * 1.0001 / 1e9
         expected = next(key for key, needed in peaks.items() if needed <= 1.0001 * peak)
         found, sentence = chosen(path, f"memory.gpu_gb={gigabytes}")
-        assert found == (*expected, 0)
-        assert f"master_weights={expected[2]}, {MICRO}={expected[1]}" in sentence
+        assert found == (*expected, "auto", 0)
+        assert f"master_weights=auto, {MICRO}={expected[1]}" in sentence
         assert f"peak is {peaks[expected] / 1e9:.1f} GB" in sentence
         results.add(found)
     assert len(results) == 4
@@ -91,13 +90,13 @@ def test_keys_that_are_set_are_kept(path: Path, peaks: dict[Any, float]) -> None
 
 
 def test_low_bits_are_chosen_where_zero_0_is(path: Path, peaks: dict[Any, float]) -> None:
-    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, 8, 'low_bits'] / 1e9}"
-    low = (False, 8, "low_bits", 0)
+    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, 8] / 1e9}"
+    low = (False, 8, "auto", 0)
     assert chosen(path, size, "zero_stage=2")[0] == low  # one process has nothing to shard
     assert "zero_stage=0" in chosen(path, size, "zero_stage=2")[1]
     # DeepSpeed's buckets have 2 GB.
     (_, rows, masters, zero), _ = chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)
-    assert (rows, masters, zero) == (4, "fp32", 2)
+    assert (rows, masters, zero) == (4, "auto", 2)
     with pytest.raises(ValueError, match="nothing fits"):
         chosen(path, size, "precision=bf16", f"{MICRO}=8", f"{RECOMPUTE}=false")
 

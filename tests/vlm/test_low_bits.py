@@ -260,6 +260,7 @@ def test_they_are_the_default_on_a_gpu_without_zero(overrides: list[str], expect
         (["precision=coat"], 1, False),
         (["precision=bf16", "zero_stage=2"], 1, False),
         (["precision=coat", "zero_stage=2", "master_weights=fp32"], 1, False),
+        (["precision=coat", "zero_stage=2", "memory.gpu_gb=80"], 1, False),  # which sets it to 0
     ],
 )
 def test_zero_with_one_process_is_noted(overrides: list[str], ranks: int, noted: bool) -> None:

@@ -197,6 +197,16 @@ def test_advice_names_master_weights_only_if_they_must_change(
     load_recipe(str(path), ["precision=coat", *words, *expected])
 
 
+@pytest.mark.parametrize("precision", ["coat", "bf16"])
+def test_a_single_process_is_advised_to_do_without_zero(path: Path, precision: str) -> None:
+    """DeepSpeed's buckets do not fit, and there is nothing to shard."""
+    words = [f"precision={precision}", "zero_stage=2", "stages.sft.micro_batch_size=1"]
+    recipe = load_recipe(str(path), words)
+    planned = plan(recipe, 80e9)
+    tight = plan(recipe, 1.0301 * planned.memory[0].peak)
+    assert advice(tight).rpartition(" with: ")[2] == "zero_stage=0"
+
+
 def test_stage_0_is_planned_with_low_bits_beside_other_stages(path: Path) -> None:
     """``auto`` has them at stage 0, whichever stage the recipe has."""
     words = ["precision=coat", "stages.sft.micro_batch_size=1"]
