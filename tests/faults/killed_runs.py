@@ -42,6 +42,7 @@ from fault_runs import (
 from started import IMPORTED, exit_with
 
 from coat_vlm.checkpoint.load import find_latest_checkpoint, list_checkpoints, path_step
+from coat_vlm.run.lock import LOCK
 
 LIMIT_S = 60.0
 """Within this, all processes must have ended after a kill."""
@@ -275,10 +276,11 @@ class Campaign:
         self.train_undisturbed()
         done = number = 0
         while done < kills:
-            run_dir = self.folder / f"run-{number}"
+            run_dir, killed = self.folder / f"run-{number}", False
             while find_model(run_dir) is None:
-                done += self.kill_once(run_dir, done, last=done == kills)
-            self.compare(run_dir)
+                killed = self.kill_once(run_dir, done, last=done == kills)
+                done += killed
+            self.compare(run_dir, killed=killed)
             number += 1
 
     def kill_once(self, run_dir: Path, number: int, *, last: bool) -> bool:
@@ -327,8 +329,12 @@ class Campaign:
         sys.stdout.write(json.dumps({**row, "ended_s": round(seconds, 2)}) + "\n")
         return killed
 
-    def compare(self, run_dir: Path) -> None:
-        """Compare a finished run with the undisturbed one."""
+    def compare(self, run_dir: Path, *, killed: bool) -> None:
+        """Compare a finished run with the undisturbed one.
+
+        If its last process was ``killed``, after the model was saved, the lock may stay: the next
+        process would take it over.
+        """
         reference = self.folder / "reference"
         assert losses(run_dir) == losses(reference), f"{run_dir}: other losses"
         own, other = (read_model(folder / "sft/model") for folder in (run_dir, reference))
@@ -343,7 +349,7 @@ class Campaign:
         assert kept <= expected, f"{reference}: {expected} instead of {kept}"
         assert kept <= saved, f"{run_dir}: {saved} instead of {kept}"
         assert len(saved) >= len(expected), f"{run_dir}: {saved} instead of {expected}"
-        left = [path.name for path in run_dir.rglob(".*")]
+        left = {path.name for path in run_dir.rglob(".*")} - ({LOCK} if killed else set())
         assert not left, f"{run_dir}: {left}"
         shutil.rmtree(run_dir)
 
