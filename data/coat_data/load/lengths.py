@@ -100,8 +100,7 @@ def in_workers(
     try:
         for received in itertools.count():
             try:
-                with _limit(workers, timeout_s, expired):
-                    found = next(results)
+                found = _take(results, workers, timeout_s, expired)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:  # the queue of a dead worker
@@ -123,6 +122,20 @@ def in_workers(
     finally:
         del results  # ends the workers, except after an error
         _kill(workers)
+
+
+def _take(
+    results: Iterator[T], workers: Sequence[BaseProcess], timeout_s: float, expired: threading.Event
+) -> T:
+    """Return the next result; see :func:`_limit`."""
+    try:
+        with _limit(workers, timeout_s, expired):
+            return next(results)
+    except (OSError, EOFError):
+        # A queue breaks before its process is gone, whose end raises RuntimeError too (see _kill):
+        # here, so that the caller's handler is not interrupted.
+        _find_dead(workers)
+        raise
 
 
 @contextmanager
