@@ -185,11 +185,12 @@ def _list_open_keys(data: dict[str, Any]) -> None:
         return
     stages = {name: stage for name, stage in stages.items() if isinstance(stage, dict)}
     if memory.get("choose") is None:
-        memory["choose"] = ["master_weights"] if "master_weights" not in data else []
-        for name, stage in stages.items():
-            memory["choose"] += [
-                f"stages.{name}.{key}" for key in CHOSEN_IN_STAGES if key not in stage
-            ]
+        memory["choose"] = [
+            f"stages.{name}.{key}"
+            for name, stage in stages.items()
+            for key in CHOSEN_IN_STAGES
+            if key not in stage
+        ]
     if not isinstance(memory["choose"], list):
         return  # the type check of the recipe says what is allowed
     for name, stage in stages.items():

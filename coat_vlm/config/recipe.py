@@ -57,9 +57,9 @@ class MemoryConfig:
     plan``, plus 3%, is at most this number of 10^9 bytes, the fastest are taken. Sold sizes are
     2^30 bytes: CUDA, communication and gaps between tensors use the difference."""
     choose: list[str] | None = None
-    """Keys to choose: ``master_weights``, ``stages.NAME.micro_batch_size``,
-    ``stages.NAME.gradient_checkpointing``; when absent, those of them that the recipe does not set.
-    A run's recipe.yaml has the chosen values, and nothing here."""
+    """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;
+    when absent, those of them that the recipe does not set. A run's recipe.yaml has the chosen
+    values, and nothing here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -350,9 +350,7 @@ class Recipe:
 
     def _check_choose(self) -> None:
         """Reject keys that are not chosen by memory."""
-        known = ["master_weights"]
-        for name in self.stages:
-            known += [f"stages.{name}.{key}" for key in CHOSEN_IN_STAGES]
+        known = [f"stages.{name}.{key}" for name in self.stages for key in CHOSEN_IN_STAGES]
         for key in (self.memory and self.memory.choose) or ():
             if key not in known:
                 raise ValueError(

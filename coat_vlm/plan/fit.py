@@ -12,9 +12,9 @@ from coat_vlm.train.prepare import select_stages
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
 
-    Without recomputation before with it, then the largest micro-batch. ``master_weights`` is
-    ``auto``, which takes the least memory and time; if there is one process, ``zero_stage`` becomes
-    0, so that CoatAdamW has low bits. Other keys are kept.
+    Without recomputation before with it, then the largest micro-batch. A single process that has
+    nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies. Other keys are
+    kept.
 
     Args:
         recipe: a recipe with ``memory``.
@@ -29,7 +29,7 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     memory = recipe.memory
     assert memory is not None
     limit = memory.gpu_gb * 1e9 / MARGIN
-    chosen = _choose_master_weights(recipe, ranks)
+    chosen = _without_shards(recipe, ranks)
     stages, peaks = dict(recipe.stages), []
     for name in select_stages(recipe, None):
         needed = []
@@ -46,12 +46,9 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
             f"smallest that does has {math.ceil(MARGIN * peak / 1e9)} GB: use larger or more "
             "GPUs, raise zero_stage, or freeze modules (coat-vlm plan shows what needs memory)"
         )
-    chosen = dataclasses.replace(chosen, stages=stages)
-    chosen = dataclasses.replace(chosen, memory=dataclasses.replace(memory, choose=[]))
-    keys = [
-        *(memory.choose or ()),
-        *(["zero_stage"] if chosen.zero_stage != recipe.zero_stage else []),
-    ]
+    fitted = dataclasses.replace(memory, choose=[])
+    keys = [*(memory.choose or ()), *(["zero_stage"] if chosen is not recipe else [])]
+    chosen = dataclasses.replace(chosen, stages=stages, memory=fitted)
     values = ", ".join(f"{key}={_format(_get(chosen, key))}" for key in keys)
     return chosen, (
         f"memory: {memory.gpu_gb:g} GB: {values or 'nothing to choose'}; the planned peak is "
@@ -81,19 +78,15 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
         stages[name] = dataclasses.replace(stage, **values)
         if stage.batch_size % (stages[name].micro_batch_size * stage.count_replicas(ranks)):
             return None
-    chosen = _choose_master_weights(recipe, ranks)  # saved states are converted
     memory = dataclasses.replace(recipe.memory, choose=[])
-    return dataclasses.replace(chosen, stages=stages, memory=memory)
+    return dataclasses.replace(_without_shards(recipe, ranks), stages=stages, memory=memory)
 
 
-def _choose_master_weights(recipe: Recipe, ranks: int) -> Recipe:
-    """Return the recipe with the master weights that take the least memory and time."""
-    assert recipe.memory is not None
-    if "master_weights" not in (recipe.memory.choose or ()):
+def _without_shards(recipe: Recipe, ranks: int) -> Recipe:
+    """Return the recipe with ``zero_stage: 0`` if one process trains with CoatAdamW."""
+    if ranks > 1 or not recipe.zero_stage or not recipe.has_low_bits(gpu=True, zero_stage=0):
         return recipe
-    shards = ranks > 1 or recipe.optimizer != "coat"
-    zero_stage = recipe.zero_stage if shards else 0
-    return dataclasses.replace(recipe, master_weights="auto", zero_stage=zero_stage)
+    return dataclasses.replace(recipe, zero_stage=0)
 
 
 def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> Iterator[StagePlan]:

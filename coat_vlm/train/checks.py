@@ -181,8 +181,7 @@ def _check_device(recipe: Recipe, num_ranks: int, findings: Findings) -> None:
 
 def describe_lone_zero(recipe: Recipe, num_ranks: int) -> str | None:
     """Return what a ZeRO stage costs a single process on a GPU; None if that is nothing."""
-    chosen = recipe.memory is not None and "master_weights" in (recipe.memory.choose or ())
-    if num_ranks > 1 or not recipe.zero_stage or chosen:  # memory sets zero_stage to 0
+    if num_ranks > 1 or not recipe.zero_stage or recipe.memory:  # memory sets zero_stage to 0
         return None
     if not recipe.has_low_bits(gpu=True, zero_stage=0):
         return None

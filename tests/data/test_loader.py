@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from coat_data.load import lengths
 from coat_data.load.collate import Batch
@@ -291,6 +293,45 @@ def test_a_stopped_worker_is_named_where_the_other_one_is_next() -> None:
     with pytest.raises(DataError, match="has not finished reading these rows in 5 s") as error:
         next(results)
     assert error.value.where == "5"
+
+
+class BreakingLoader(DataLoader[Any]):
+    """Its queue breaks after the first result, as that of a worker that is being killed does."""
+
+    def __iter__(self) -> Any:
+        results = super().__iter__()  # here, as it starts the workers
+
+        def broken() -> Iterator[Any]:
+            yield next(results)
+            raise ConnectionResetError("Connection reset by peer")
+
+        return broken()
+
+
+def test_a_worker_whose_queue_breaks_before_its_end_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The DataLoader's handler of SIGCHLD raises RuntimeError while the first error is handled."""
+    has_ended, killed = lengths._has_ended, []
+
+    def kill_first(worker: Any, timeout_s: float | None) -> bool:
+        if timeout_s == 0.0 and not killed:
+            killed.append(worker)
+            worker.kill()
+            time.sleep(60)  # until the handler raises
+        return has_ended(worker, timeout_s)
+
+    monkeypatch.setattr(lengths, "DataLoader", BreakingLoader)
+    monkeypatch.setattr(lengths, "_has_ended", kill_first)
+    results = lengths.in_workers(time.sleep, [0, 600], 1, describe="sleep for {}".format)
+    next(results)
+    with pytest.raises(
+        DataError, match=r"was killed \(exit status -9\) .* by signal: Killed"
+    ) as error:
+        next(results)
+    assert error.value.where == "sleep for 600"
+    assert killed
+    assert not multiprocessing.active_children()
 
 
 def test_an_error_without_text_is_named_by_its_kind() -> None:

@@ -375,11 +375,11 @@ def test_memory_chooses_settings_that_a_resume_keeps(tiny_data: Path, tmp_path: 
     recipe["memory"]["gpu_gb"] = 1
     done = train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    words = "memory: 1 GB: master_weights=auto, stages.sft.micro_batch_size=8; the planned peak is"
+    words = "memory: 1 GB: stages.sft.micro_batch_size=8; the planned peak is"
     assert words in done.stdout
     saved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert saved["memory"] == {"gpu_gb": 1.0, "choose": []}
-    assert (saved["master_weights"], saved["stages"]["sft"]["micro_batch_size"]) == ("auto", 8)
+    assert saved["stages"]["sft"]["micro_batch_size"] == 8
     recipe["memory"]["gpu_gb"] = 1e-4
     stage["max_steps"] = 3
     (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()

@@ -253,13 +253,14 @@ class Campaign:
     def train_undisturbed(self) -> None:
         run_dir = self.folder / "reference"
         begun = time.monotonic()
-        processes = self.start(run_dir, "none" if self.setup.ranks == 1 else "torchrun")
+        processes = self.start(run_dir, self.plain_launcher)
         self.wait_for(processes, lambda: count_steps(run_dir) > 0)
         self.start_s = time.monotonic() - begun
-        self.wait_for(processes, lambda: processes.process.poll() is not None)
-        if processes.process.returncode:
-            fail("the undisturbed run failed", processes)
-        processes.wait_for_end("the undisturbed run")
+        self.wait_for_success(processes, "the undisturbed run")
+
+    @property
+    def plain_launcher(self) -> str:
+        return "none" if self.setup.ranks == 1 else "torchrun"
 
     def wait_for(self, processes: Processes, condition: Callable[[], Any]) -> bool:
         """Wait for a condition; returns whether it holds before the launcher ends."""
@@ -272,6 +273,12 @@ class Campaign:
             time.sleep(0.005)
         return True
 
+    def wait_for_success(self, processes: Processes, what: str) -> None:
+        self.wait_for(processes, lambda: processes.process.poll() is not None)
+        if processes.process.returncode:
+            fail(f"{what} failed", processes)
+        processes.wait_for_end(what)
+
     def run(self, kills: int) -> None:
         self.train_undisturbed()
         done = number = 0
@@ -280,7 +287,10 @@ class Campaign:
             while find_model(run_dir) is None:
                 killed = self.kill_once(run_dir, done, last=done == kills)
                 done += killed
-            self.compare(run_dir, killed=killed)
+            if killed and (run_dir / LOCK).exists():  # killed after the model was saved
+                again = self.start(run_dir, self.plain_launcher)
+                self.wait_for_success(again, "the start that takes the lock over")
+            self.compare(run_dir)
             number += 1
 
     def kill_once(self, run_dir: Path, number: int, *, last: bool) -> bool:
@@ -329,12 +339,8 @@ class Campaign:
         sys.stdout.write(json.dumps({**row, "ended_s": round(seconds, 2)}) + "\n")
         return killed
 
-    def compare(self, run_dir: Path, *, killed: bool) -> None:
-        """Compare a finished run with the undisturbed one.
-
-        If its last process was ``killed``, after the model was saved, the lock may stay: the next
-        process would take it over.
-        """
+    def compare(self, run_dir: Path) -> None:
+        """Compare a finished run with the undisturbed one."""
         reference = self.folder / "reference"
         assert losses(run_dir) == losses(reference), f"{run_dir}: other losses"
         own, other = (read_model(folder / "sft/model") for folder in (run_dir, reference))
@@ -349,7 +355,7 @@ class Campaign:
         assert kept <= expected, f"{reference}: {expected} instead of {kept}"
         assert kept <= saved, f"{run_dir}: {saved} instead of {kept}"
         assert len(saved) >= len(expected), f"{run_dir}: {saved} instead of {expected}"
-        left = {path.name for path in run_dir.rglob(".*")} - ({LOCK} if killed else set())
+        left = [path.name for path in run_dir.rglob(".*")]
         assert not left, f"{run_dir}: {left}"
         shutil.rmtree(run_dir)
 
