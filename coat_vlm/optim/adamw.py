@@ -8,7 +8,7 @@ groups start at other elements: load a saved state with the number of ranks that
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -80,7 +80,9 @@ class CoatAdamW(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     """FP32 (), on the parameters' device: every step multiplies the gradients with it, in FP32, as
-    it reads them. It clips BF16 gradients without rounding or copying them. None: 1."""
+    it reads them. It clips BF16 gradients without rounding or copying them. If it is not finite,
+    the step changes nothing and is not counted, so that a training loop need not wait for the norm
+    of the gradients to skip a step. None: 1."""
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._seed = seed
         self._tables: dict[Any, AdamwTable] = {}
-        self._prepared: _Prepared | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, like torch's optimizers.
@@ -129,7 +130,6 @@ class CoatAdamW(torch.optim.Optimizer):
         """Restore a copy or a pickle, without the tables of addresses."""
         super().__setstate__(state)
         self._tables = {}
-        self._prepared = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,42 +156,20 @@ class CoatAdamW(torch.optim.Optimizer):
             self._update()
         return loss
 
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Do the CPU's work of the next step in advance, while the GPU computes gradients.
-
-        It creates missing states. Values of gradients, rates and ``grad_scale`` may still change.
-        If a gradient or a parameter is replaced, added or removed, or a state is loaded, the next
-        step works as without this call, and so it does with gradients that are shards, sparse or
-        not contiguous. Do not replace states in ``state`` before the step.
-
-        Raises:
-            ValueError: a parameter's shape differs from its state's, or it is not contiguous.
-        """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if all(p.grad is None or _is_plain(p.grad) for p in parameters):
-            self._prepared = _Prepared(self._places(), self._prepare())
-
-    def _places(self) -> list[Any]:
-        """Return where each parameter and its gradient are."""
-        return [
-            None if p.grad is None else (p.data_ptr(), p.grad.data_ptr(), p.grad.dtype)
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-
     def _update(self) -> None:
-        ready, self._prepared = self._prepared, None
-        if ready is not None and ready.places == self._places():
-            batches = ready.batches
-        else:
-            batches = self._prepare()
-        for batch in batches:
-            rates = self._rates(batch.items)
-            if batch.table is None:
-                _step_on_cpu(batch, rates, self.grad_scale)
-            else:
-                batch.table.run(rates, self.grad_scale)
+        for (device, codec, master), items in self._items().items():
+            rates = self._rates(items)
+            seed = self._seed if master == "bf16_stochastic" else None
+            if device.type == "cpu":
+                _step_on_cpu(items, codec, seed, rates, self.grad_scale)
+                continue
+            # DeepSpeed steps one parameter group at a time: each group has its own table. Shards of
+            # FSDP2 are new tensors in every step, at the same address.
+            key = (device, codec, master, items[0].p.data_ptr(), len(items))
+            if key not in self._tables and len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
+            table.step(items, rates, self.grad_scale)
 
     def _rates(self, items: Sequence[AdamwItem]) -> list[Rates]:
         """Return lr, betas, eps and weight decay of each group; zeros for groups without items."""
@@ -200,24 +178,6 @@ class CoatAdamW(torch.optim.Optimizer):
             group = self.param_groups[number]
             rates[number] = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         return rates
-
-    def _prepare(self) -> list["_Batch"]:
-        """Collect the items of each launch, and write the tables of those on a GPU."""
-        batches: list[_Batch] = []
-        for (device, codec, master), items in self._items().items():
-            seed = self._seed if master == "bf16_stochastic" else None
-            if device.type == "cpu":
-                batches.append(_Batch(items, codec, seed))
-                continue
-            # DeepSpeed steps one parameter group at a time: each group has its own table. Shards of
-            # FSDP2 are new tensors in every step, at the same address.
-            key = (device, codec, master, items[0].p.data_ptr(), len(items))
-            if key not in self._tables and len(self._tables) >= MAX_TABLES:
-                self._tables.clear()
-            table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
-            table.prepare(items, self._rates(items))
-            batches.append(_Batch(items, codec, seed, table))
-        return batches
 
     def _items(self) -> dict[Any, list[AdamwItem]]:
         """Collect the items by device, codec and master weights; create states."""
@@ -295,50 +255,34 @@ def _rename_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "codec": get_codec(group["codec"]).name, "master": master}
 
 
-class _Batch(NamedTuple):
-    """Parameters that one launch updates."""
-
-    items: list[AdamwItem]
-    codec: str
-    """How the moments are stored."""
-    seed: int | None
-    """Seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
-    stochastic rounding use the seed, or 0 if it is None."""
-    table: AdamwTable | None = None
-    """Addresses on the GPU; None on a CPU."""
-
-
-class _Prepared(NamedTuple):
-    """What :meth:`CoatAdamW.prepare` did."""
-
-    places: list[Any]
-    """Addresses of all parameters and gradients."""
-    batches: list[_Batch]
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    """Return whether a step reads the gradient itself, not a shard or a copy."""
-    dense = gradient.layout == torch.strided and gradient.is_contiguous()
-    return dense and not isinstance(gradient, DTensor)
-
-
-def _step_on_cpu(batch: _Batch, rates: Sequence[Rates], grad_scale: Tensor | None) -> None:
+def _step_on_cpu(
+    items: Sequence[AdamwItem],
+    codec: str,
+    seed: int | None,
+    rates: Sequence[Rates],
+    grad_scale: Tensor | None,
+) -> None:
     """Run one step of all items in place.
 
     Args:
-        batch: parameters on the CPU with gradients and state.
+        items: parameters on the CPU with gradients and state.
+        codec: how the moments are stored.
+        seed: seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
+            stochastic rounding use the seed, or 0 if it is None.
         rates: lr, beta1, beta2, eps and weight decay of each group.
-        grad_scale: FP32 (), multiplied with the gradients.
+        grad_scale: FP32 (), multiplied with the gradients; if it is not finite, nothing changes.
     """
-    stochastic_codec = get_codec(batch.codec).second_stochastic
-    for item in batch.items:
+    if grad_scale is not None and not grad_scale.isfinite():
+        return
+    stochastic_codec = get_codec(codec).second_stochastic
+    for item in items:
         lr, beta1, beta2, eps, weight_decay = rates[item.group]
         item.step.add_(1)
         is_rounded = item.p.dtype == torch.bfloat16 and item.low_bits is None
         adamw_step(
             item.p, item.g, item.m, item.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay, step=int(item.step), codec=batch.codec,
-            low_bits=item.low_bits, seed=batch.seed if is_rounded or stochastic_codec else None,
+            weight_decay=weight_decay, step=int(item.step), codec=codec,
+            low_bits=item.low_bits, seed=seed if is_rounded or stochastic_codec else None,
             index=item.index, grad_scale=grad_scale,
         )  # fmt: skip
 

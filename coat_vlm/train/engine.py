@@ -149,6 +149,17 @@ def training_loop_clips(recipe: Recipe, arithmetic: Arithmetic) -> bool:
     return recipe.zero_stage == 0 and not arithmetic.fp32_copy
 
 
+def steps_overlap(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World) -> bool:
+    """Whether the results of a step may be read while the next step runs.
+
+    CoatAdamW must skip non-finite gradients by itself. A CPU gains nothing; several processes count
+    the tokens of a step on the GPU, and timing phases or the metrics of pairs waits for it, too.
+    """
+    skips = recipe.optimizer == "coat" and training_loop_clips(recipe, arithmetic)
+    waits = world.size > 1 or recipe.log_phases or stage.dpo is not None
+    return skips and world.device.type == "cuda" and not waits
+
+
 def build_optimizer(
     model: PreTrainedModel, stage: StageConfig, arithmetic: Arithmetic, world: World
 ) -> torch.optim.Optimizer:

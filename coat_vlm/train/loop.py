@@ -21,6 +21,14 @@ from coat_vlm.train.step import TrainStep
 from coat_vlm.train.tracking import StepLine
 
 
+class _DivergedError(Exception):
+    """Training diverged and must go back to a checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self.checkpoint = checkpoint
+
+
 @dataclass(slots=True, kw_only=True)
 class StageLoop:
     """Runs the steps of one stage, and validates, evaluates and saves between them."""
@@ -63,34 +71,54 @@ class StageLoop:
         line = StepLine(
             step.name, step.total_steps, step.finished, self.log_every_steps, step.world
         )
+
+        def handle(row: dict[str, Any], sampler_state: SamplerState) -> None:
+            line.show(row)
+            good = self._check(row, sampler_state)
+            if good is not None:
+                raise _DivergedError(good)
+
+        step.on_row = handle
         with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"), line:
             try:
                 while step.finished < step.total_steps:
-                    started = time.perf_counter()
-                    self.heartbeat.enter("waiting for data", step.finished)
-                    # None after a signal: the ranks then stop at the last finished step.
-                    micro_batches = SIGNALS.wait(partial(next, batches))
-                    data_wait = time.perf_counter() - started
-                    self.heartbeat.enter("in a training step", step.finished)
-                    row, stop = step(
-                        micro_batches, started, data_wait, SIGNALS.received is not None
-                    )
-                    good = None
-                    if row:
-                        line.show(row)
-                        good = self._check(row)
-                    if good is not None:
-                        self.roll_back(good)
+                    try:
+                        stop = self._run_step(batches)
+                    except _DivergedError as found:
+                        self.roll_back(found.checkpoint)
                         line.go_back(step.finished)
                         self.saved = step.finished
-                    if good is not None or step.finished in self.watchdog.skips:
                         batches.close()
                         batches = self._open_batches()
-                    if good is None:
-                        self._save_and_measure(stop)
+                        continue
+                    if step.finished in self.watchdog.skips:
+                        batches.close()
+                        batches = self._open_batches()
+                    self._save_and_measure(stop)
                 self.finish_save()
             finally:
                 batches.close()
+
+    def _run_step(self, batches: Generator[list[LoadedBatch]]) -> bool:
+        """Load the micro-batches of a step and run it; return whether any rank must stop."""
+        step = self.step
+        started = time.perf_counter()
+        try:
+            self.heartbeat.enter("waiting for data", step.finished)
+            # None after a signal: the ranks then stop at the last finished step.
+            micro_batches = SIGNALS.wait(partial(next, batches))
+            data_wait = time.perf_counter() - started
+            self.heartbeat.enter("in a training step", step.finished)
+            return step(
+                micro_batches,
+                started,
+                data_wait,
+                SIGNALS.received is not None,
+                wait=self._is_due_after(step.finished + 1),
+            )
+        except Exception:
+            step.read()  # the last step is logged; its error, or going back, takes precedence
+            raise
 
     def _open_batches(self) -> Generator[list[LoadedBatch]]:
         """Load the batches after the finished steps; batches that a rollback skips are left out."""
@@ -98,11 +126,11 @@ class StageLoop:
         step.sampler_state = self.watchdog.skips.get(step.finished, step.sampler_state)
         return self.data.loader.steps(step.sampler_state)
 
-    def _check(self, row: dict[str, Any]) -> Path | None:
+    def _check(self, row: dict[str, Any], sampler_state: SamplerState) -> Path | None:
         """Look for divergence; return the checkpoint to go back to, if training must."""
         step = self.step
         blocks = [] if step.monitor is None else step.monitor.bf16_blocks
-        return self.watchdog.check(row, step.sampler_state, step.metrics, [*blocks])
+        return self.watchdog.check(row, sampler_state, step.metrics, [*blocks])
 
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
@@ -129,9 +157,16 @@ class StageLoop:
         # If another rank received the signal, the status is that of SIGTERM.
         raise Stopped(SIGNALS.exit_status)
 
-    def _is_due(self, interval: int) -> bool:
-        finished = self.step.finished
-        return finished == self.step.total_steps or (interval > 0 and finished % interval == 0)
+    def _is_due(self, interval: int, step: int | None = None) -> bool:
+        step = self.step.finished if step is None else step
+        return step == self.step.total_steps or (interval > 0 and step % interval == 0)
+
+    def _is_due_after(self, step: int) -> bool:
+        """Return whether the loop may save, validate or evaluate after a step."""
+        stage = self.step.stage
+        evaluates = 0 if self.evaluation is None else self.evaluation.every
+        intervals = (stage.save_every_steps, stage.eval_every_steps, evaluates)
+        return any(self._is_due(interval, step) for interval in intervals)
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""

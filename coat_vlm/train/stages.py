@@ -47,7 +47,7 @@ from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.data_record import SourceRecord
 from coat_vlm.train.divergence import Watchdog, choose_start, read_step_rows
-from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_clips
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
@@ -266,6 +266,7 @@ def _run_stage(
         sampler=data.loader.sampler,
         row_tokens=data.row_tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
+        overlaps=steps_overlap(recipe, stage, arithmetic, world),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         preference=preference,

@@ -4,6 +4,11 @@ The loss of a micro-batch is the sum over its tokens, divided by the number of s
 all micro-batches and ranks. The gradient is therefore that of the mean loss per supervised token of
 the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
 it is the sum over its pairs, divided by the number of pairs.
+
+Steps may overlap: the CPU launches the first passes of a step before it reads the loss and the norm
+of the last one, so that the GPU does not wait while the CPU logs a step, loads the next batch and
+launches its first kernels. CoatAdamW skips a step with non-finite gradients on the GPU. The results
+of a step are read and checked before the next one changes weights.
 """
 
 import math
@@ -12,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -54,6 +59,42 @@ _CPU_INPUTS = frozenset(
 """Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""
 
 
+class _Results(NamedTuple):
+    """The loss of this rank and the gradient norm of a step, which the GPU may not have yet."""
+
+    copied: Tensor
+    """FP64 [1] or [2] on the CPU: the loss, and the norm unless it is not computed."""
+    done: torch.cuda.Event | None
+    """When the step has ended and its results are copied; None on a CPU."""
+
+    def wait(self) -> tuple[float, float | None]:
+        """Wait for the step, but for nothing that was launched later; return loss and norm."""
+        if self.done is not None:
+            self.done.synchronize()
+        loss, *norm = self.copied.tolist()
+        return loss, norm[0] if norm else None
+
+
+@dataclass(slots=True, kw_only=True)
+class _LaunchedStep:
+    """A step that was launched, and whose results are not read yet."""
+
+    number: int
+    started: float
+    """``time.perf_counter()`` before loading the micro-batches."""
+    waited: float
+    """Seconds of waiting for micro-batches, from reading results before until the launch."""
+    micro_batches: list[LoadedBatch]
+    divisor: float
+    sampler_state: SamplerState
+    """State of the sampler after the step."""
+    results: _Results
+    checked: tuple[float, float | None] | None = None
+    """Loss of all ranks and norm, if they are checked already."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """What is known of the step's row of metrics.jsonl."""
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainStep:
     """Runs and logs the optimizer steps of one stage."""
@@ -73,6 +114,8 @@ class TrainStep:
     """Token budget of a packed row; None without packing."""
     clip_here: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
+    overlaps: bool = False
+    """Whether a step's results may be read while the next step runs."""
     spare_memory: SpareMemory
     """Uses the memory that steps leave."""
     sequence: SequenceGroup | None = None
@@ -88,14 +131,27 @@ class TrainStep:
     """Measures FP8 in the first and the last step."""
     monitor: BlockMonitor | None = None
     """Compares FP8 blocks with BF16 at intervals."""
+    on_row: Callable[[dict[str, Any], SamplerState], None] = lambda *_: None
+    """Called with a step's row of metrics.jsonl and the state of the sampler after the step, before
+    the next step changes weights. What it raises ends a next step that was launched meanwhile."""
     finished: int = 0
-    """Number of finished steps."""
+    """Number of finished steps, with the one whose results are not read yet."""
     skipped_steps: int = 0
     """Number of steps that this process skipped because of non-finite gradients."""
     sampler_state: SamplerState = field(default_factory=SamplerState)
     """State of the sampler after the last step."""
     mode_is_set: bool = False
     """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
+    launched: _LaunchedStep | None = None
+    """The last step, until its results are read."""
+    read_at: float = -math.inf
+    """``time.perf_counter()`` when results were read last."""
+    waited: float = 0.0
+    """Seconds of waiting for micro-batches since a step was launched or results were read."""
+    begun: torch.cuda.Event | None = None
+    """When the step that is being launched began on the GPU."""
+    captured: int = field(default_factory=captured_bytes)
+    """Bytes of CUDA graphs when results were read last."""
 
     def __call__(
         self,
@@ -103,8 +159,13 @@ class TrainStep:
         started: float,
         data_wait: float = 0.0,
         stop_requested: bool = False,
-    ) -> tuple[dict[str, Any], bool]:
-        """Run one optimizer step and log its metrics.
+        *,
+        wait: bool = True,
+    ) -> bool:
+        """Run one optimizer step.
+
+        Its results are read, checked, logged and passed to ``on_row``: before this call returns, or
+        during the next call if steps overlap.
 
         Args:
             micro_batches: the micro-batches of this rank; None if a signal ended the wait for
@@ -112,54 +173,100 @@ class TrainStep:
             started: ``time.perf_counter()`` before loading the micro-batches.
             data_wait: seconds of waiting for the micro-batches.
             stop_requested: whether this process received a signal.
+            wait: whether the results must be read before this call returns. They also are after a
+                signal and if FP8 is measured in the step.
 
         Returns:
-            The step's row of metrics.jsonl (empty if no rank ran the step), and whether any process
-            received a signal.
+            Whether any process received a signal. The results of all steps are read then.
 
         Raises:
             ValueError: too many rows are bad, the loss is not finite, more than
                 ``max_skipped_steps`` steps had non-finite gradients, the batch has no supervised
                 token, or a trainable module gets no gradient.
         """
+        self.waited += data_wait
+        self.begun = _record_event(self.world.device)
+        number = self.finished + 1
+        monitor = None if self.monitor is None or not self.monitor.is_due(number) else self.monitor
+        fp8 = self.fp8 if number in (1, self.total_steps) else None
+        measured = monitor is not None or fp8 is not None
+        if micro_batches is None or stop_requested or measured:
+            self.read()
         counts = self._count(micro_batches, stop_requested)
         if micro_batches is None or counts["without_batch"]:
-            return {}, True
-        if self.fp8 is not None and self.finished == 0:
+            return True
+        if fp8 is not None and number == 1:
             set_train_mode(self.model, self.stage)
-            ranks = self.stage.sequence_parallel
-            self.fp8.footprint(self.model, micro_batches[0].batch, ranks)
+            fp8.footprint(self.model, micro_batches[0].batch, self.stage.sequence_parallel)
         self.phases.start()
-        captured = captured_bytes()
         with ExitStack() as measurements:
-            measured = self._start_measurements(measurements)
-            _, self.sampler_state = self.sampler.step(self.sampler_state)
-            bad = self.bad_samples.row(
-                counts, lambda: self.sampler.count_by_source(self.sampler_state)
-            )
+            if monitor is not None:
+                measurements.enter_context(monitor.watch(self.name, number, self.metrics.write))
+            if fp8 is not None:
+                measurements.enter_context(fp8.watch(number, self.engine.client_optimizer))
+            _, sampler_state = self.sampler.step(self.sampler_state)
+            bad = self.bad_samples.row(counts, lambda: self.sampler.count_by_source(sampler_state))
             lr = self._set_lr()
             if not (self.mode_is_set and self.model.training):
                 # All modules are visited, while the GPU waits: 9 ms with adapters on 7B parameters.
                 set_train_mode(self.model, self.stage)
                 self.mode_is_set = True
             divisor = counts["supervised_tokens" if self.preference is None else "samples"]
-            loss, norm = self._update(micro_batches, divisor)
-            self.finished += 1
-            self._check_finite(loss, norm, micro_batches, divisor)
-        row = self._build_row(loss, norm, lr, counts, bad, measured)
+            results = self._update(micro_batches, divisor)
+            self.finished, self.sampler_state = number, sampler_state
+            launched = _LaunchedStep(
+                number=number,
+                started=started,
+                waited=self.waited,
+                micro_batches=micro_batches,
+                divisor=divisor,
+                sampler_state=sampler_state,
+                results=results,
+            )
+            if measured:  # before a monitor may switch the blocks that an error is looked for in
+                launched.checked = self._check(launched)
+        launched.row = self._start_row(lr, counts, bad, measured)
+        self.launched, self.waited, self.begun = launched, 0.0, None
+        stop = counts["stop"] > 0
+        if wait or stop or measured or not self.overlaps:
+            self.read()
+        return stop
+
+    def read(self) -> None:
+        """Wait for the results of the last step, check and log them, unless that was done.
+
+        Raises:
+            ValueError: see :meth:`__call__`.
+        """
+        step, self.launched = self.launched, None
+        if step is None:
+            return
+        loss, norm = step.checked or self._check(step)
+        row = step.row | {
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "skipped_steps": self.skipped_steps,
+        }
         row |= {} if self.preference is None else self.preference.metrics()
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        # A step that overlaps with the last one takes the time since that one's results were read.
+        seconds, self.read_at = now - max(step.started, self.read_at), now
+        waited, self.waited = self.waited, 0.0
+        if self.begun is not None and step.results.done is not None:
+            # The GPU worked while the CPU waited for the next micro-batches, except in between.
+            self.begun.synchronize()
+            waited = min(waited, step.results.done.elapsed_time(self.begun) / 1e3)
+        waited += step.waited
+        captured, self.captured = self.captured, captured_bytes()
+        row |= {"captured": True} if self.captured > captured else {}
         row |= {
             **self.throughput.rates(row, seconds),
             "step_s": round(seconds, 4),
-            "data_wait_s": round(data_wait, 4),
-            **self.phases.row(data_wait, seconds),
-            "bad_samples": self.bad_samples.total,
-            "skipped_steps": self.skipped_steps,
-            **({"captured": True} if captured_bytes() > captured else {}),
+            "data_wait_s": round(waited, 4),
+            **self.phases.row(waited, seconds),
         }
         self.metrics.write(row)
-        return row, counts["stop"] > 0
+        self.on_row(row, step.sampler_state)
 
     @property
     def counts(self) -> bool:
@@ -172,6 +279,7 @@ class TrainStep:
         self.sampler_state = SamplerState(*progress.sampler_state)
         self.bad_samples = bad_samples
         self.skipped_steps = 0
+        self.model.zero_grad(set_to_none=True)  # of a step that was launched and is given up
 
     def _count(
         self, micro_batches: list[LoadedBatch] | None, stop_requested: bool
@@ -204,10 +312,8 @@ class TrainStep:
             rates[group["module"]] = group["lr"]
         return rates
 
-    def _update(
-        self, micro_batches: list[LoadedBatch], divisor: float
-    ) -> tuple[float, float | None]:
-        """Run forward, backward and the optimizer; return the loss and the gradient norm."""
+    def _update(self, micro_batches: list[LoadedBatch], divisor: float) -> _Results:
+        """Launch forward, backward and the optimizer, and read the results of the last step."""
         if not divisor:
             raise ValueError(
                 f"stage {self.name}, step {self.finished + 1}: the batch has no supervised token; "
@@ -217,7 +323,7 @@ class TrainStep:
         # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.
         undo_averaging = len(micro_batches) * self.world.size
         total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        norm: Any = None
+        norm: Tensor | float | None = None
         with ExitStack() as shared_weights:
             shared_weights.enter_context(self.spare_memory.share_weights(len(micro_batches)))
             if self.sequence is not None:
@@ -229,6 +335,7 @@ class TrainStep:
                 check = self._check_modules_get_gradients() if first else nullcontext()
                 with check, self.phases.measure("backward"):
                     self.engine.backward(loss * undo_averaging)
+                self.read()  # the GPU has work meanwhile, and weights are those of the last step
                 with self.phases.measure("optimizer"):
                     if last:
                         norm = self._clip() if self.clip_here else None
@@ -237,7 +344,11 @@ class TrainStep:
         self.spare_memory.after_step()
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
-        return self.world.sum([total_loss.item()])[0], None if norm is None else float(norm)
+        results = [total_loss]
+        if norm is not None:
+            results.append(torch.as_tensor(norm, dtype=torch.float64, device=self.world.device))
+        copied = torch.stack(results).to("cpu", non_blocking=True)
+        return _Results(copied, _record_event(self.world.device))
 
     def loss(self, batch: Batch, divisor: float) -> Tensor:
         """Run the forward pass; return the sum of the token losses divided by ``divisor``.
@@ -262,42 +373,48 @@ class TrainStep:
             return count_pairs(batch["labels"])
         return count_supervised_tokens(batch)
 
-    def _clip(self) -> float:
-        """Clip the gradients, or drop them if they are not finite; return the norm."""
+    def _clip(self) -> Tensor:
+        """Clip the gradients, or have the optimizer skip them if they are not finite.
+
+        Returns:
+            The norm [] before clipping. CoatAdamW reads the scale of the gradients on their device;
+            for torch's AdamW, this function waits for the norm.
+        """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.stage.grad_clip or math.inf
         optimizer: Any = self.engine.optimizer
-        low_bits = optimizer.defaults.get("master") == "bf16_low_bits"
-        if low_bits:
-            total = _measure_norm([p.grad for p in parameters if p.grad is not None])
-        else:
-            total = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if isinstance(optimizer, CoatAdamW):
-            optimizer.prepare()  # while the GPU computes the norm
-        norm = float(total)
-        if low_bits:
-            divisor = max(1.0, (norm + 1e-6) / limit)  # DeepSpeed's
-            optimizer.grad_scale = torch.tensor(1.0 / divisor, device=self.world.device)
+            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
+            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # DeepSpeed's
+            optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
+            return norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if not math.isfinite(norm):
             for parameter in parameters:  # AdamW skips parameters without a gradient
                 parameter.grad = None
         return norm
 
-    def _check_finite(
-        self, loss: float, norm: float | None, micro_batches: list[LoadedBatch], divisor: float
-    ) -> None:
-        """Count a step that DeepSpeed or :meth:`_clip` skipped; raise if too many were skipped."""
+    def _check(self, step: _LaunchedStep) -> tuple[float, float | None]:
+        """Wait for a step; return the loss of all ranks and the gradient norm if it was computed.
+
+        A step that DeepSpeed or :meth:`_clip` skipped is counted.
+
+        Raises:
+            ValueError: the loss is not finite, or too many steps were skipped.
+        """
+        own_loss, norm = step.results.wait()
+        loss = self.world.sum([own_loss])[0]
         if norm is None or math.isfinite(norm):
             if math.isfinite(loss):
-                return
+                return loss, norm
             raise ValueError(
-                f"stage {self.name}, step {self.finished}: the loss is {loss}; lower the learning "
+                f"stage {self.name}, step {step.number}: the loss is {loss}; lower the learning "
                 "rates or raise warmup_ratio, and continue with --resume auto "
                 "divergence.action=stop, which starts from before a spike"
             )
         self.skipped_steps += 1
         if self.skipped_steps <= self.stage.max_skipped_steps:
-            return
+            return loss, norm
         # No weight was updated, so repeating the passes finds the parameters.
         bad: set[str] = set()
 
@@ -306,28 +423,22 @@ class TrainStep:
                 bad.add(name)
 
         with _gradient_hooks(self.model.named_parameters(), check):
-            for loaded in micro_batches:
-                self.engine.backward(self.loss(loaded.batch, divisor))
+            for loaded in step.micro_batches:
+                self.engine.backward(self.loss(loaded.batch, step.divisor))
         names = sorted(set[str]().union(*self.world.gather(bad)))
         where = f"first in {names[0]}, one of {len(names)}" if names else "not when repeated"
         raise ValueError(
-            f"stage {self.name}, step {self.finished}: gradients are NaN or infinite ({where}; the "
+            f"stage {self.name}, step {step.number}: gradients are NaN or infinite ({where}; the "
             f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
             f"far, max_skipped_steps is {self.stage.max_skipped_steps}: lower the learning rates, "
             f"raise warmup_ratio or raise max_skipped_steps{_name_cudnn(self.world.device)}, and "
             "continue with --resume auto (divergence.action=stop then starts from before a spike)"
         )
 
-    def _build_row(
-        self,
-        loss: float,
-        norm: float | None,
-        lr: dict[str, float],
-        counts: dict[str, float],
-        bad: dict[str, Any],
-        measured: bool,
+    def _start_row(
+        self, lr: dict[str, float], counts: dict[str, float], bad: dict[str, Any], measured: bool
     ) -> dict[str, Any]:
-        """Build the step's row of metrics.jsonl, without times."""
+        """Return what is known of a step's row of metrics.jsonl before its results are read."""
         if measured:
             self.memory.reset()
         row = {
@@ -335,8 +446,8 @@ class TrainStep:
             "stage": self.name,
             "step": self.finished,
             "total_steps": self.total_steps,
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "loss": None,
+            "grad_norm": None,
             "lr": lr,
             **self.throughput.row(counts),
             **bad,
@@ -346,18 +457,7 @@ class TrainStep:
         if self.row_tokens is not None:
             budget = self.stage.batch_size * self.row_tokens
             row["packing_fill"] = round(row["tokens"] / budget, 4)
-        return row
-
-    def _start_measurements(self, measurements: ExitStack) -> bool:
-        """Start measuring FP8 in this step if that is due; return whether it is."""
-        step = self.finished + 1
-        monitored = self.monitor is not None and self.monitor.is_due(step)
-        if self.monitor is not None and monitored:
-            measurements.enter_context(self.monitor.watch(self.name, step, self.metrics.write))
-        recorded = self.fp8 is not None and step in (1, self.total_steps)
-        if self.fp8 is not None and recorded:
-            measurements.enter_context(self.fp8.watch(step, self.engine.client_optimizer))
-        return monitored or recorded
+        return row | {"bad_samples": self.bad_samples.total}
 
     @contextmanager
     def _check_modules_get_gradients(self) -> Iterator[None]:
@@ -374,6 +474,15 @@ class TrainStep:
                 f"stage {self.name}: {', '.join(missed)} should train but got no gradient in the "
                 "first step; check that the data has images and that nothing detaches them"
             )
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that a GPU reaches after what was launched so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _name_cudnn(device: torch.device) -> str:
@@ -394,7 +503,11 @@ def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict
 
 
 def _measure_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm [] of all gradients in FP32, also of BF16 ones, without copying them."""
+    """Return the norm [] of all gradients in FP32, also of BF16 ones, without copying them.
+
+    Args:
+        gradients: at least one.
+    """
     norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(torch.stack(norms))
 

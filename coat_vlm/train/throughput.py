@@ -4,9 +4,9 @@ Every rank counts its own micro-batches on the CPU; the step sums all counts ove
 single collective.
 
 ``log_phases`` times the phases of a step. On a GPU a phase is the time between two CUDA events: the
-CPU runs ahead, so its clock would measure launches only. The events are read after the step has
-read its loss, which waits for the GPU in any case and follows the optimizer's work in the stream,
-so timing adds no synchronization. On a CPU the clock is ``perf_counter``.
+CPU runs ahead, so its clock would measure launches only. The events are read after the step's
+results, which follow the optimizer's work in the stream; so steps whose phases are timed do not
+overlap. On a CPU the clock is ``perf_counter``.
 """
 
 import resource

@@ -89,15 +89,25 @@ def _random_words(first, i, key, BLOCK_G: tl.constexpr):
     return _mix((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
 
 
+@triton.jit
+def _is_finite(x):
+    """Return whether x is a number: the difference of infinities and of NaNs is NaN."""
+    return x - x == 0.0
+
+
 @triton.jit(do_not_specialize=("tensors", "seed"))
 def adamw_scalars_kernel(
     table_ptr,  # (tensors, COLUMNS) int64
     rates_ptr,  # (parameter groups, 5) fp64: lr, beta1, beta2, eps, weight decay
     scalars_ptr,  # (tensors, SCALARS) fp32
+    grad_scale_ptr,  # () fp32, or None
     tensors, seed, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count a step of all tensors and compute the scalars of their updates."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    grad_scale = 1.0 if grad_scale_ptr is None else tl.load(grad_scale_ptr)
+    if not _is_finite(grad_scale):
+        return
     mask = i < tensors
     row = table_ptr + i * _COLUMNS
     step_ptr = tl.load(row + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
@@ -296,9 +306,9 @@ def adamw_kernel(
     inverse_root, eps = tl.load(scalars + 5), tl.load(scalars + 6)
     key = tl.load(scalars + 7).to(tl.uint32, bitcast=True)
     key ^= (first >> 32).to(tl.uint32) * 0x9E3779B9
-    grad_scale = 1.0
-    if grad_scale_ptr is not None:
-        grad_scale = tl.load(grad_scale_ptr)
+    grad_scale = 1.0 if grad_scale_ptr is None else tl.load(grad_scale_ptr)
+    if not _is_finite(grad_scale):
+        return
 
     for i in range(TILES):
         p = _load(p_ptr, i, left, WHOLE, BLOCK_G)
@@ -441,37 +451,21 @@ class AdamwTable:
         Args:
             items: at least one; tensors without elements are skipped.
             rates: the rates of the items' parameter groups, by index.
-            grad_scale: FP32 (), multiplied with the gradients.
+            grad_scale: FP32 (), multiplied with the gradients; if it is not finite, the step
+                changes nothing.
 
         Raises:
             ValueError: the table has changed while a CUDA graph is captured.
         """
-        self.prepare(items, rates)
-        self.run(rates, grad_scale)
-
-    def prepare(self, items: Sequence[AdamwItem], rates: Sequence[Rates]) -> None:
-        """Do the CPU's work of a step in advance: upload addresses and rates for :meth:`run`.
-
-        Args:
-            items: as in :meth:`step`; their tensors must stay at their addresses until then.
-            rates: as in :meth:`step`; tensors are read by :meth:`run`.
-
-        Raises:
-            ValueError: as in :meth:`step`.
-        """
-        with torch.cuda.device_of(items[0].p):
+        with torch.cuda.device_of(items[0].p):  # Triton launches on the current device
             self._prepare([item for item in items if item.p.numel()])
-            self._upload_rates(rates)
-
-    def run(self, rates: Sequence[Rates], grad_scale: Tensor | None = None) -> None:
-        """Launch the step of the prepared items; the rates may have changed."""
-        with torch.cuda.device_of(self._table):  # Triton launches on the current device
-            rates_tensor = self._read_rates(rates)
+            rates_tensor = self._upload_rates(rates)
             tensors = len(self._table)
             launch(
                 adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
                 table_ptr=self._table, rates_ptr=rates_tensor,
-                scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
+                scalars_ptr=self._scalars, grad_scale_ptr=grad_scale, tensors=tensors,
+                seed=self._seed or 0, BLOCK=_TENSORS,
             )  # fmt: skip
             for p_type, g_type, low_bits, whole, work in self._work:
                 # The interpreter's time depends on the number of tiles, not on their size.
@@ -511,17 +505,13 @@ class AdamwTable:
             self._shapes = shapes
         self._key = key
 
-    def _upload_rates(self, rates: Sequence[Rates]) -> None:
-        """Upload the rates that are numbers, FP64 [groups, 5], if one has changed."""
+    def _upload_rates(self, rates: Sequence[Rates]) -> Tensor:
+        """Return the rates, FP64 [groups, 5] on the device; upload numbers that have changed."""
         known = [(-1.0 if isinstance(lr, Tensor) else lr, *rest) for lr, *rest in rates]
         if known != self._rates[0]:
             self._refuse_capture("a learning rate has changed; use a tensor lr on the GPU")
             tensor = self._to_device(torch.tensor(known, dtype=torch.float64))
             self._rates = (known, tensor)
-
-    def _read_rates(self, rates: Sequence[Rates]) -> Tensor:
-        """Return the rates, FP64 [groups, 5] on the device."""
-        self._upload_rates(rates)
         for i, (lr, *_) in enumerate(rates):
             if isinstance(lr, Tensor):
                 self._rates[1][i, 0].copy_(lr)
@@ -601,7 +591,7 @@ def adamw_step(
         step: number of this step, from 1.
         codec: a name in :data:`coat_kernels.CODECS`.
         low_bits: int16 of p's shape: the low 16 bits of the FP32 master weights of a BF16 p.
-        grad_scale: FP32 (), multiplied with the gradient.
+        grad_scale: FP32 (), multiplied with the gradient; if it is not finite, nothing changes.
         seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to
             nearest. A stochastic codec rounds v with the seed (0 if None), step and index, and
             supports a seed with any p.

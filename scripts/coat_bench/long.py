@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -202,6 +203,8 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
     arithmetic = arithmetic_of_recipe(recipe, world.device)
     run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device, memory)
     rows: list[LongRow] = []
+    found: dict[str, Any] = {}
+    run.on_row = lambda row, _: found.update(row)
 
     def attempt(tokens: int) -> float | None:
         row = _start_row(case, world)
@@ -211,7 +214,7 @@ def bench_longest(bench: RecipeBench, step: int, world: World, on_row: OnRow) ->
         batch = make_batch(model, [replace(case.row, tokens=tokens)], None, recipe.seed)
         try:
             memory.reset()
-            found, _ = run([batch], time.perf_counter())
+            run([batch], time.perf_counter())
             row.ms, row.peak_gb = 1e3 * found["step_s"], found["peak_memory_mb"] / 1e3
             row.tok_s = tokens / found["step_s"]
             row.note = f"forward and backward; loss {found['loss']:.4f}"

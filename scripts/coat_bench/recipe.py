@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from coat_bench.rows import Row, format_table, get_origin, is_out_of_memory
 from coat_data.load.collate import collate, collate_packed, collate_unpadded
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes
+from coat_data.mixture.sampler import SamplerState
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
@@ -59,7 +60,12 @@ from coat_vlm.plan.stage import (
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import build_engine, choose_graphs, training_loop_clips
+from coat_vlm.train.engine import (
+    build_engine,
+    choose_graphs,
+    steps_overlap,
+    training_loop_clips,
+)
 from coat_vlm.train.prepare import (
     avoids_padding,
     build_planned_model,
@@ -78,8 +84,17 @@ _NO_RUN = Path("no run folder")
 IMAGE_SIDE = 448
 """Pixels of the square images of a published model."""
 
-Step = Callable[[list[LoadedBatch], float], tuple[dict[str, Any], bool]]
-"""Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
+
+class Step(Protocol):
+    """Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
+
+    on_row: Callable[[dict[str, Any], SamplerState], None]
+
+    def __call__(
+        self, micro_batches: list[LoadedBatch], started: float, /, *, wait: bool = True
+    ) -> bool:
+        """Run the step; see ``TrainStep``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -477,6 +492,7 @@ def build_training_step(
         sampler=sampler,
         row_tokens=None if stage.packing is None else case.row.tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
+        overlaps=steps_overlap(recipe, stage, arithmetic, world),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
         sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
         metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
@@ -524,7 +540,8 @@ def take_steps(
     Returns:
         The ``metrics.jsonl`` rows of all steps.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    step.on_row = lambda row, _: rows.append(row)
     steps = range(bench.warmup + bench.steps)
     for place in tqdm(steps, title, unit="step", disable=not world.is_main):
         if place == bench.warmup:
@@ -532,7 +549,8 @@ def take_steps(
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        rows.append(step(batches, time.perf_counter())[0])
+        wait = place in (bench.warmup - 1, len(steps) - 1)
+        step(batches, time.perf_counter(), wait=wait)
     return rows
 
 

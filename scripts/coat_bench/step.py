@@ -55,6 +55,7 @@ from coat_bench.rows import (
     get_origin,
 )
 from coat_data.load.loader import LoadedBatch
+from coat_data.mixture.sampler import SamplerState
 from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import World
@@ -339,7 +340,7 @@ def check_training(losses: Sequence[float], exact: Sequence[float] | None) -> st
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Passes:
     """Forward and backward pass of every micro-batch, with the interface of a training step."""
 
@@ -347,11 +348,14 @@ class Passes:
     spare_memory: SpareMemory
     device: torch.device
     memory: PeakMemory
+    on_row: Callable[[dict[str, Any], SamplerState], None] = lambda *_: None
+    """Called with the last loss, the seconds and the memory of a step."""
 
     def __call__(
-        self, micro_batches: list[LoadedBatch], started: float
-    ) -> tuple[dict[str, Any], bool]:
-        """Run the passes, free the gradients; returns the last loss, seconds and memory."""
+        self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
+    ) -> bool:
+        """Run the passes and free the gradients."""
+        del wait  # without an optimizer step each step waits for its loss, as a baseline's does
         loss = torch.zeros(())
         with self.spare_memory.share_weights(len(micro_batches)):
             for loaded in micro_batches:
@@ -361,7 +365,8 @@ class Passes:
         self.model.zero_grad(set_to_none=True)
         self.spare_memory.after_step()
         row = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
-        return row | {"peak_memory_mb": self.memory.read()}, False
+        self.on_row(row | {"peak_memory_mb": self.memory.read()}, SamplerState())
+        return False
 
 
 def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]) -> list[StepRow]:

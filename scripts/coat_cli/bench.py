@@ -255,7 +255,7 @@ supervised, which is the most expensive case; real rows are shorter, and in most
 answers are supervised. A step is one micro-batch of micro_batch_size rows on each GPU, the same one
 in every step. Training accumulates more micro-batches per optimizer step (--accumulation), which
 lowers the cost of the optimizer. Reading, decoding and tokenizing data are not part of the step (in
-training, "wait" in the log line is the time that a step waited for data).
+training, "wait" in the log line is the time that the GPU waited for data).
 
 The table: ms is the median of whole steps of the slowest GPU; tokens are all tokens of the rows,
 vision tokens those with image features, TFLOP/s the model's, all as in the log line of training;

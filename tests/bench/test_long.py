@@ -55,11 +55,14 @@ def test_each_attempt_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     passes = Passes.__call__
 
     def limited(self: Passes, batches: Any, started: float) -> Any:
-        if batches[0].batch["input_ids"].shape[1] > 600:
+        tokens = batches[0].batch["input_ids"].shape[1]
+        if tokens > 600:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        found, stop = passes(self, batches, started)
-        memory = batches[0].batch["input_ids"].shape[1] * 1e3
-        return found | {"peak_memory_mb": memory}, stop
+        with monkeypatch.context() as patch:
+            handle = self.on_row
+            row_of = {"peak_memory_mb": tokens * 1e3}
+            patch.setattr(self, "on_row", lambda row, state: handle(row | row_of, state))
+            return passes(self, batches, started)
 
     monkeypatch.setattr(Passes, "__call__", limited)
     monkeypatch.setattr(long_bench, "measure_usable_gb", lambda _: 610.0)

@@ -4,6 +4,7 @@
 without a GPU.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,9 @@ def _adamw_step(i: _Inputs) -> Examples:
             step: Any = reference.adamw_step
             step(p, i.matrix(), *moments, *settings, 1, *how)
         examples[name] = (p, g, *moments, *settings, 2, *how)
+        if name == "paper":
+            how = (codec, low_bits, torch.tensor(math.nan), seed, 0)
+            examples["skipped"] = (p, g, *moments, *settings, 2, *how)
     return examples
 
 

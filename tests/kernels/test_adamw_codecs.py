@@ -1,5 +1,6 @@
 """Codecs against their formulas, master weights bit by bit, and many tensors in one launch."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,6 +179,29 @@ def test_many_tensors_in_one_step(device: str, codec: str, poisoned_memory: None
         for one, other in ((found.m, expected.m), (found.v, expected.v)):
             assert int(count_steps_between(one[0].cpu(), other[0]).sum()) <= 2
             assert relative_rms(one[1].cpu(), other[1]) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_scale_that_is_not_finite_skips_the_step(
+    device: str, scale: float, poisoned_memory: None
+):
+    """No byte of a parameter, a moment or a count changes; the next step is an ordinary one."""
+
+    def contents(tensors: list[AdamwItem]) -> list[Any]:
+        tensors_of = [(i.p, i.step, *i.m, *i.v, i.low_bits) for i in tensors]
+        kept = [t for one in tensors_of for t in one if t is not None]
+        return [t.cpu().reshape(-1).view(torch.uint8).tolist() for t in kept]
+
+    skipped, plain = items(device), items(device)
+    tables = [AdamwTable(torch.device(device), get_codec("dre_e4m3"), seed=11) for _ in range(2)]
+    before = contents(skipped)
+    with np.errstate(all="ignore"):
+        tables[0].step(skipped, [RATES, RATES], torch.tensor(scale, device=device))
+        assert contents(skipped) == before
+        for table, tensors in zip(tables, (skipped, plain), strict=True):
+            table.step(tensors, [RATES, RATES], torch.tensor(0.5, device=device))
+    assert contents(skipped) == contents(plain) != before
 
 
 def test_a_gradient_elsewhere_is_found(poisoned_memory: None):

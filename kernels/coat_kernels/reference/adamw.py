@@ -166,6 +166,8 @@ def adamw_step(
     codec: str, low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     """Run one step in place; see :func:`coat_kernels.adamw.adamw_step`."""
+    if grad_scale is not None and not grad_scale.isfinite():
+        return
     moments = ((m, m_amax, m_k), (v, v_amax, v_k))
     g32 = g.float() if grad_scale is None else g.float() * grad_scale
     g32 = _limit_gradient(g32, v_amax)
