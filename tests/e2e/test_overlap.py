@@ -197,6 +197,27 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
     assert len(history) == 6
 
 
+def test_bad_gradients_are_found_before_the_step_is_measured(
+    train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The passes are repeated in the blocks of the step: a monitor has not switched any to BF16."""
+    clip = TrainStep._clip
+
+    def spoiled(self: TrainStep) -> Tensor:
+        head = self.model.get_parameter(HEAD)
+        if self.finished == 4 and head.grad is not None:
+            head.grad.mul_(math.nan)
+        return clip(self)
+
+    monkeypatch.setattr(TrainStep, "_clip", spoiled)
+    stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0}
+    status, run, _ = train(True, stage=stage, monitor={"every": 5})
+    assert status == 2
+    assert "step 5: gradients are NaN" in capsys.readouterr().err
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
+    assert {row["kind"] for row in rows_of(run)} == {"step"}
+
+
 @pytest.mark.parametrize("method", ["wait", "_count", "loss", "_clip"])
 def test_an_error_in_the_next_step_loses_no_row(
     train: Any, monkeypatch: pytest.MonkeyPatch, method: str

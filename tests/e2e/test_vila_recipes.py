@@ -185,6 +185,7 @@ def test_vila_sft_lora_moves_the_projector_and_adapters_alone(tuned: Path, own: 
         f"stages.sft.data=[{{name: own, path: {own / 'own.json'}, media_root: {own}}}]",
         "stages.sft.lora={rank: 4}",
         "stages.sft.batch_size=2",
+        "stages.sft.micro_batch_size=1",
         "stages.sft.epochs=null",
         "stages.sft.max_steps=2",
         "stages.sft.warmup_ratio=0",

@@ -60,7 +60,11 @@ def test_recipes(row: Row) -> None:
     name, *changes = row["recipe"].split()
     changes += ["fp8.lm_head=bf16", "master_weights=fp32"]  # as it was then
     if name == "vila_sft_lora":
-        changes.append("stages.sft.lora.dropout=0.05")  # too
+        changes += [
+            "stages.sft.lora.dropout=0.05",
+            "stages.sft.micro_batch_size=1",
+            "stages.sft.gradient_checkpointing=true",
+        ]
     recipe = load_recipe(name, changes, unset_variables=True)
     bench = RecipeBench(recipe=recipe, only_stage=row["stage"], images=int(row["images"]))
     world: Any = SimpleNamespace(size=int(row["gpus"]), rank=0, device=torch.device("cpu"))
