@@ -91,7 +91,7 @@ class StageLoop:
                         batches.close()
                         batches = self._open_batches()
                         continue
-                    if step.finished in self.watchdog.skips:
+                    if step.finished in self.watchdog.skips:  # by an earlier rollback
                         batches.close()
                         batches = self._open_batches()
                     self._save_and_measure(stop)
@@ -117,7 +117,8 @@ class StageLoop:
                 wait=self._is_due_after(step.finished + 1),
             )
         except Exception:
-            step.read()  # the last step is logged; its error, or going back, takes precedence
+            # The previous step is logged, if it was not. Its error, or going back, comes first.
+            step.read()
             raise
 
     def _open_batches(self) -> Generator[list[LoadedBatch]]:
@@ -164,8 +165,9 @@ class StageLoop:
     def _is_due_after(self, step: int) -> bool:
         """Return whether the loop may save, validate or evaluate after a step."""
         stage = self.step.stage
+        validates = stage.eval_every_steps if self.data.validation else 0
         evaluates = 0 if self.evaluation is None else self.evaluation.every
-        intervals = (stage.save_every_steps, stage.eval_every_steps, evaluates)
+        intervals = (stage.save_every_steps, validates, evaluates)
         return any(self._is_due(interval, step) for interval in intervals)
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:

@@ -5,10 +5,11 @@ all micro-batches and ranks. The gradient is therefore that of the mean loss per
 the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
 it is the sum over its pairs, divided by the number of pairs.
 
-Steps may overlap: the CPU launches the first passes of a step before it reads the loss and the norm
-of the last one, so that the GPU does not wait while the CPU logs a step, loads the next batch and
-launches its first kernels. CoatAdamW skips a step with non-finite gradients on the GPU. The results
-of a step are read and checked before the next one changes weights.
+Steps may overlap: the CPU launches the passes of a step's first micro-batch before it reads the
+loss and the norm of the previous step, so that the GPU does not wait while the CPU logs a step,
+loads the next batch and launches its first kernels. CoatAdamW skips a step with non-finite
+gradients on the GPU. The results of a step are read and checked before the next one changes
+weights.
 """
 
 import math
@@ -83,7 +84,7 @@ class _LaunchedStep:
     started: float
     """``time.perf_counter()`` before loading the micro-batches."""
     waited: float
-    """Seconds of waiting for micro-batches, from reading results before until the launch."""
+    """Seconds of waiting for its micro-batches, unless an earlier step was unread then."""
     micro_batches: list[LoadedBatch]
     divisor: float
     sampler_state: SamplerState
@@ -115,7 +116,8 @@ class TrainStep:
     clip_here: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
     overlaps: bool = False
-    """Whether a step's results may be read while the next step runs."""
+    """Whether a step's results may be read while the next step runs. A single process must train
+    with CoatAdamW; see :func:`coat_vlm.train.engine.steps_overlap`."""
     spare_memory: SpareMemory
     """Uses the memory that steps leave."""
     sequence: SequenceGroup | None = None
@@ -135,19 +137,21 @@ class TrainStep:
     """Called with a step's row of metrics.jsonl and the state of the sampler after the step, before
     the next step changes weights. What it raises ends a next step that was launched meanwhile."""
     finished: int = 0
-    """Number of finished steps, with the one whose results are not read yet."""
+    """Number of finished steps; the results of the latest may be unread."""
     skipped_steps: int = 0
-    """Number of steps that this process skipped because of non-finite gradients."""
+    """Number of steps skipped because of non-finite gradients, since this process started or went
+    back."""
     sampler_state: SamplerState = field(default_factory=SamplerState)
     """State of the sampler after the last step."""
     mode_is_set: bool = False
     """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
     launched: _LaunchedStep | None = None
-    """The last step, until its results are read."""
+    """The latest step, until its results are read."""
     read_at: float = -math.inf
     """``time.perf_counter()`` when results were read last."""
     waited: float = 0.0
-    """Seconds of waiting for micro-batches since a step was launched or results were read."""
+    """Seconds of waiting for micro-batches since the latest step was launched. While it is unread,
+    the wait for the next one's is in its row, as in its ``step_s``."""
     begun: torch.cuda.Event | None = None
     """When the step that is being launched began on the GPU."""
     captured: int = field(default_factory=captured_bytes)
@@ -177,7 +181,7 @@ class TrainStep:
                 signal and if FP8 is measured in the step.
 
         Returns:
-            Whether any process received a signal. The results of all steps are read then.
+            Whether any process received a signal. This step's results are read then.
 
         Raises:
             ValueError: too many rows are bad, the loss is not finite, more than
@@ -208,7 +212,7 @@ class TrainStep:
             bad = self.bad_samples.row(counts, lambda: self.sampler.count_by_source(sampler_state))
             lr = self._set_lr()
             if not (self.mode_is_set and self.model.training):
-                # All modules are visited, while the GPU waits: 9 ms with adapters on 7B parameters.
+                # All modules are visited: 9 ms with adapters on 7B parameters.
                 set_train_mode(self.model, self.stage)
                 self.mode_is_set = True
             divisor = counts["supervised_tokens" if self.preference is None else "samples"]
@@ -223,8 +227,8 @@ class TrainStep:
                 sampler_state=sampler_state,
                 results=results,
             )
-            if measured:  # before a monitor may switch the blocks that an error is looked for in
-                launched.checked = self._check(launched)
+            if measured:  # the monitor may switch blocks to BF16: NaN is looked for before
+                launched.checked = self._check_finite(launched)
         launched.row = self._start_row(lr, counts, bad, measured)
         self.launched, self.waited, self.begun = launched, 0.0, None
         stop = counts["stop"] > 0
@@ -233,32 +237,34 @@ class TrainStep:
         return stop
 
     def read(self) -> None:
-        """Wait for the results of the last step, check and log them, unless that was done.
+        """Wait for the results of the latest step, check and log them, unless that was done.
 
         Raises:
-            ValueError: see :meth:`__call__`.
+            ValueError: see :meth:`__call__`; and what ``on_row`` raises.
         """
         step, self.launched = self.launched, None
         if step is None:
             return
-        loss, norm = step.checked or self._check(step)
+        loss, norm = step.checked or self._check_finite(step)
         row = step.row | {
             "loss": loss if math.isfinite(loss) else None,
             "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "skipped_steps": self.skipped_steps,
         }
-        row |= {} if self.preference is None else self.preference.metrics()
+        if self.preference is not None:  # such steps do not overlap
+            row |= self.preference.metrics()
         now = time.perf_counter()
-        # A step that overlaps with the last one takes the time since that one's results were read.
+        # A step that overlaps with the previous one takes the time since that one was read.
         seconds, self.read_at = now - max(step.started, self.read_at), now
         waited, self.waited = self.waited, 0.0
         if self.begun is not None and step.results.done is not None:
-            # The GPU worked while the CPU waited for the next micro-batches, except in between.
+            # What counts is the GPU's idle time: from the end of this step to the next one's start.
             self.begun.synchronize()
             waited = min(waited, step.results.done.elapsed_time(self.begun) / 1e3)
         waited += step.waited
         captured, self.captured = self.captured, captured_bytes()
-        row |= {"captured": True} if self.captured > captured else {}
+        if self.captured > captured:
+            row["captured"] = True
         row |= {
             **self.throughput.rates(row, seconds),
             "step_s": round(seconds, 4),
@@ -313,7 +319,7 @@ class TrainStep:
         return rates
 
     def _update(self, micro_batches: list[LoadedBatch], divisor: float) -> _Results:
-        """Launch forward, backward and the optimizer, and read the results of the last step."""
+        """Launch forward, backward and the optimizer, and read the previous step's results."""
         if not divisor:
             raise ValueError(
                 f"stage {self.name}, step {self.finished + 1}: the batch has no supervised token; "
@@ -335,10 +341,13 @@ class TrainStep:
                 check = self._check_modules_get_gradients() if first else nullcontext()
                 with check, self.phases.measure("backward"):
                     self.engine.backward(loss * undo_averaging)
-                self.read()  # the GPU has work meanwhile, and weights are those of the last step
+                # The GPU has work meanwhile. No weight has changed since the previous step, so its
+                # passes can be repeated, and a rollback has nothing to undo.
+                self.read()
                 with self.phases.measure("optimizer"):
                     if last:
-                        norm = self._clip() if self.clip_here else None
+                        if self.clip_here:
+                            norm = self._clip()
                         shared_weights.close()  # the step changes weights and needs the memory
                     self.engine.step()  # updates weights only after the last micro-batch
         self.spare_memory.after_step()
@@ -385,7 +394,7 @@ class TrainStep:
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, CoatAdamW):
             norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
-            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # DeepSpeed's
+            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # as DeepSpeed does
             optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
             return norm
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -394,7 +403,7 @@ class TrainStep:
                 parameter.grad = None
         return norm
 
-    def _check(self, step: _LaunchedStep) -> tuple[float, float | None]:
+    def _check_finite(self, step: _LaunchedStep) -> tuple[float, float | None]:
         """Wait for a step; return the loss of all ranks and the gradient norm if it was computed.
 
         A step that DeepSpeed or :meth:`_clip` skipped is counted.

@@ -383,10 +383,10 @@ def test_what_does_not_fit_is_told_and_ends_the_case(
 ) -> None:
     passes = step.Passes.__call__
 
-    def crowded(self: Any, micro_batches: Any, started: float) -> Any:
+    def crowded(self: Any, micro_batches: Any, *words: Any, **options: Any) -> Any:
         if micro_batches[0].num_samples == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return passes(self, micro_batches, started)
+        return passes(self, micro_batches, *words, **options)
 
     monkeypatch.setattr(step.Passes, "__call__", crowded)
     rows = measured(world, baselines=["eager"], batches=[1, 2, 4])

@@ -316,14 +316,20 @@ def test_the_step_whose_time_has_a_capture_says_so(
     assert [row["step"] for row in rows if row.get("captured")] == [4]
 
 
-def test_the_loop_waits_for_steps_after_which_it_does_something() -> None:
+@pytest.mark.parametrize(
+    ("validation", "expected"), [(["a"], [4, 5, 6, 8, 10, 12, 13]), ([], [4, 5, 8, 10, 12, 13])]
+)
+def test_the_loop_waits_for_steps_after_which_it_does_something(
+    validation: list[str], expected: list[int]
+) -> None:
     stage = SimpleNamespace(save_every_steps=4, eval_every_steps=6)
     step: Any = SimpleNamespace(stage=stage, total_steps=13)
-    fields = dict.fromkeys(
-        ("data", "save", "finish_save", "watchdog", "roll_back", "log_every_steps", "heartbeat")
+    fields: dict[str, Any] = dict.fromkeys(
+        ("save", "finish_save", "watchdog", "roll_back", "log_every_steps", "heartbeat")
     )
-    loop = StageLoop(step=step, evaluation=cast(Any, SimpleNamespace(every=5)), **cast(Any, fields))
-    assert [n for n in range(1, 14) if loop._is_due_after(n)] == [4, 5, 6, 8, 10, 12, 13]
+    fields |= {"data": SimpleNamespace(validation=validation)}
+    loop = StageLoop(step=step, evaluation=cast(Any, SimpleNamespace(every=5)), **fields)
+    assert [n for n in range(1, 14) if loop._is_due_after(n)] == expected
 
 
 @pytest.mark.parametrize(
