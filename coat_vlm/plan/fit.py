@@ -41,10 +41,11 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
         peaks.append(needed[-1] if needed[-1] <= limit else min(needed))
     peak = max(peaks)
     if peak > limit:
+        shard = "raise zero_stage, " if ranks > 1 else ""
         raise ValueError(
             f"memory.gpu_gb: {memory.gpu_gb:g}: nothing fits on {ranks} GPU(s) of this size; the "
             f"smallest that does has {math.ceil(MARGIN * peak / 1e9)} GB: use larger or more "
-            "GPUs, raise zero_stage, or freeze modules (coat-vlm plan shows what needs memory)"
+            f"GPUs, {shard}or freeze modules (coat-vlm plan shows what needs memory)"
         )
     fitted = dataclasses.replace(memory, choose=[])
     keys = [*(memory.choose or ()), *(["zero_stage"] if chosen is not recipe else [])]

@@ -163,12 +163,13 @@ class StageLoop:
         return step == self.step.total_steps or (interval > 0 and step % interval == 0)
 
     def _is_due_after(self, step: int) -> bool:
-        """Return whether the loop may save, validate or evaluate after a step."""
+        """Return whether the loop may do more after a step than run the next one."""
         stage = self.step.stage
         validates = stage.eval_every_steps if self.data.validation else 0
         evaluates = 0 if self.evaluation is None else self.evaluation.every
         intervals = (stage.save_every_steps, validates, evaluates)
-        return any(self._is_due(interval, step) for interval in intervals)
+        due = any(self._is_due(interval, step) for interval in intervals)
+        return due or step in self.watchdog.skips
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""

@@ -308,7 +308,8 @@ def _run_stage(
             rewind(run_dir / BAD_SAMPLES, name, back.step)
         metrics.rewind(name, back.step)
         world.barrier()
-        step.go_back(back, BadSamples(run_dir, name, stage, data.sources, back.bad_samples))
+        bad_samples = BadSamples(run_dir, name, stage, data.sources, back.bad_samples, lock.check)
+        step.go_back(back, bad_samples)
 
     def save(number: int, sampler_state: SamplerState) -> None:
         begun = time.perf_counter()

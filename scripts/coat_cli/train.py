@@ -101,7 +101,8 @@ def _choose_settings(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
     if saved.is_file() and not args.overwrite:
         adopted = adopt_choices(recipe, load_recipe(str(saved)), ranks=ranks)
         if adopted is not None:
-            say(f"memory: the settings of {saved}")
+            lone = "" if adopted.zero_stage == recipe.zero_stage else ", and zero_stage=0"
+            say(f"memory: the settings of {saved}{lone}")
             return adopted
     chosen, sentence = fit_recipe(recipe, ranks=ranks)
     say(sentence)

@@ -285,13 +285,13 @@ def test_waiting_for_data_is_in_the_time_of_a_step(
     train: Any, monkeypatch: pytest.MonkeyPatch, save_every_steps: int, late: int
 ) -> None:
     """The step that overlaps with the wait has it, or else the one whose micro-batches come."""
-    slow_down_loading(monkeypatch, 5, 1.0)
+    slow_down_loading(monkeypatch, 5, 3.0)
     stage = {"max_steps": 8, "val_data": [], "save_every_steps": save_every_steps}
     begun = time.perf_counter()
     _, run, _ = train(True, stage=stage)
     duration = time.perf_counter() - begun
     rows = training["steps"](run)
-    assert [row["step"] for row in rows if row["data_wait_s"] >= 1.0] == [late]
+    assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [late]
     assert all(row["data_wait_s"] <= row["step_s"] for row in rows)
     assert sum(row["step_s"] for row in rows) < duration
 
@@ -305,19 +305,20 @@ def test_the_step_whose_time_has_a_capture_says_so(
 
     def capturing(self: TrainStep, *words: Any) -> Tensor:
         if self.finished == 4 and not captured[0]:
-            time.sleep(1.0)
+            time.sleep(3.0)
             captured[0] = 1000
         return loss(self, *words)
 
     monkeypatch.setattr(TrainStep, "loss", capturing)
     _, run, _ = train(True, stage={"max_steps": 8, "val_data": [], "save_every_steps": 0})
     rows = training["steps"](run)
-    assert [row["step"] for row in rows if row["step_s"] >= 1.0] == [4]
+    assert [row["step"] for row in rows if row["step_s"] >= 2.5] == [4]
     assert [row["step"] for row in rows if row.get("captured")] == [4]
 
 
 @pytest.mark.parametrize(
-    ("validation", "expected"), [(["a"], [4, 5, 6, 8, 10, 12, 13]), ([], [4, 5, 8, 10, 12, 13])]
+    ("validation", "expected"),
+    [(["a"], [4, 5, 6, 7, 8, 10, 12, 13]), ([], [4, 5, 7, 8, 10, 12, 13])],
 )
 def test_the_loop_waits_for_steps_after_which_it_does_something(
     validation: list[str], expected: list[int]
@@ -325,9 +326,10 @@ def test_the_loop_waits_for_steps_after_which_it_does_something(
     stage = SimpleNamespace(save_every_steps=4, eval_every_steps=6)
     step: Any = SimpleNamespace(stage=stage, total_steps=13)
     fields: dict[str, Any] = dict.fromkeys(
-        ("save", "finish_save", "watchdog", "roll_back", "log_every_steps", "heartbeat")
+        ("save", "finish_save", "roll_back", "log_every_steps", "heartbeat")
     )
     fields |= {"data": SimpleNamespace(validation=validation)}
+    fields |= {"watchdog": SimpleNamespace(skips={7: None})}  # there the loop loads other batches
     loop = StageLoop(step=step, evaluation=cast(Any, SimpleNamespace(every=5)), **fields)
     assert [n for n in range(1, 14) if loop._is_due_after(n)] == expected
 
@@ -371,11 +373,11 @@ def test_a_wait_while_the_gpu_works_is_no_wait(
     train: Any, monkeypatch: pytest.MonkeyPatch, save_every_steps: int, late: list[int]
 ) -> None:
     """Unless the step before was read: then the GPU has nothing to do."""
-    slow_down_loading(monkeypatch, 5, 1.0)
+    slow_down_loading(monkeypatch, 5, 3.0)
     monkeypatch.setattr(step_module, "_record_event", lambda _: Moment())
     stage = {"max_steps": 8, "val_data": [], "save_every_steps": save_every_steps}
     _, run, _ = train(True, stage=stage)
-    assert [row["step"] for row in training["steps"](run) if row["data_wait_s"] >= 0.9] == late
+    assert [row["step"] for row in training["steps"](run) if row["data_wait_s"] >= 2.5] == late
 
 
 @pytest.mark.gpu
@@ -385,12 +387,12 @@ def test_a_gpu_overlaps_steps_by_default(train: Any, monkeypatch: pytest.MonkeyP
     stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0}
     status, waiting, calls = train(False, stage=stage, model=model)
     assert (status, calls) == (0, [(step, "read") for step in range(1, 9)])
-    slow_down_loading(monkeypatch, 5, 1.0)
+    slow_down_loading(monkeypatch, 5, 3.0)
     status, overlapping, calls = train(None, stage=stage, model=model)
     unread = range(2, 8)  # FP8 is measured in the first and the last step
     found = [(step, "unread" if step in unread else "read") for step in range(1, 9)]
     assert (status, calls) == (0, found)
     rows, expected = training["steps"](overlapping), training["steps"](waiting)
     assert [row["loss"] for row in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
-    assert [row["step"] for row in rows if row["data_wait_s"] >= 0.9] == [4]
+    assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [4]
     assert all(row["data_wait_s"] <= row["step_s"] for row in rows)
