@@ -58,9 +58,9 @@ class MemoryConfig:
     2^30 bytes: CUDA, communication and gaps between tensors use the difference."""
     choose: list[str] | None = None
     """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;
-    when absent, those of them that the recipe does not set. A single process with CoatAdamW also
-    gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the chosen
-    values, and nothing here."""
+    when absent, those of them that the recipe does not set. A single process with CoatAdamW gets
+    ``zero_stage: 0``, too, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the
+    chosen values, and nothing here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
