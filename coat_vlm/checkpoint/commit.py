@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from coat_data.saved_files import write_text
 from coat_vlm.checkpoint.atomic_folder import Check, commit_folder
 from coat_vlm.checkpoint.folder_writer import CancelledError, FolderWriter
 from coat_vlm.checkpoint.manifest import Entry, find_wrong_size
@@ -106,7 +105,10 @@ class FolderSave:
         self._cancelled.set()
 
     def _report(self, content: dict[str, Any]) -> None:
-        write_text(self._list_path(self._world.rank), json.dumps(content))
+        path = self._list_path(self._world.rank)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(content), encoding="utf-8")
+        part.replace(path)  # last: as soon as rank 0 sees the list, it may rename the folder
 
     def _list_path(self, rank: int) -> Path:
         return self.temporary / f".written-{rank:05d}.json"

@@ -1,11 +1,17 @@
 """Checkpoints that are written while training goes on."""
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from coat_vlm.checkpoint.atomic_folder import make_temporary
+from coat_vlm.checkpoint.commit import FolderSave
+from coat_vlm.distributed import World
 
 Run = Callable[..., list[Any]]
 
@@ -37,6 +43,31 @@ def test_a_rank_that_cannot_write_ends_all_of_them(
         assert re.search(r"-00001\S*'", result), result
         assert "--resume auto continues from the last one" in result
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_rank_0_may_rename_the_folder_as_soon_as_the_lists_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks are then done, although they may be in the last call of their thread."""
+    replace, target = Path.replace, tmp_path / "step-00000004"
+
+    def wait_for_rank_0(self: Path, new: Path) -> Path:
+        replaced = replace(self, new)
+        deadline = time.monotonic() + 60
+        while ".written-" in new.name and not target.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return replaced
+
+    monkeypatch.setattr(Path, "replace", wait_for_rank_0)
+    temporary, cpu = make_temporary(target), torch.device("cpu")
+    saves = [FolderSave(temporary, target, World(rank, 2, cpu)) for rank in range(2)]
+    for rank, save in enumerate(saves):
+        save.start(lambda folder, rank=rank: folder.write(f"rank-{rank}", [b"x"]), lambda: None)
+    for save in saves:
+        save.wait()
+    assert [save.failure for save in saves] == [None, None]
+    files = sorted(path.name for path in target.iterdir())
+    assert files == ["manifest.json", "rank-0", "rank-1"]
 
 
 def test_rank_0_does_not_wait_for_a_dead_rank(run_ranks: Run, tmp_path: Path) -> None:
