@@ -116,7 +116,7 @@ class StageLoop:
                 SIGNALS.received is not None,
                 wait=self._is_due_after(step.finished + 1),
             )
-        except Exception:
+        except Exception:  # of any kind: it is raised again
             # The previous step is logged, if it was not. Its error, or going back, comes first.
             step.read()
             raise

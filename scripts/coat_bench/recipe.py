@@ -89,6 +89,7 @@ class Step(Protocol):
     """Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
 
     on_row: Callable[[dict[str, Any], SamplerState], None]
+    """Called with the row of metrics.jsonl of each step, when its results are read."""
 
     def __call__(
         self, micro_batches: list[LoadedBatch], started: float, /, *, wait: bool = True

@@ -507,3 +507,21 @@ def test_training_has_the_attention_of_recipes(
     notes = [row.note.split(", accumulation")[0] for row in rows]
     assert notes == ["attention default", "attention auto"]
     assert modes == ["auto"]
+
+
+def test_steps_are_waited_for_at_the_ends_of_a_measurement(world: World) -> None:
+    """In between they may overlap, as in training."""
+    waits: list[bool] = []
+
+    class Recorder:
+        on_row: Any = None
+
+        def __call__(self, batches: Any, started: float, *, wait: bool = True) -> bool:
+            waits.append(wait)
+            self.on_row({"step": len(waits)}, None)
+            return False
+
+    bench, _ = tiny("tiny", 0, 2, steps=3, warmup=2, accumulation=1)
+    rows = recipe.take_steps(Recorder(), [], "", bench, world)
+    assert waits == [False, True, False, False, True]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

@@ -1,5 +1,6 @@
 """``memory: {gpu_gb: ...}``: what is chosen, against all settings by hand; what is kept."""
 
+from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_cli.train import _choose_settings
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.plan import adopt_choices, fit_recipe, plan_recipe
 from coat_vlm.train.stages import run_recipe
@@ -98,8 +100,10 @@ def test_low_bits_are_planned_where_auto_has_them(path: Path, peaks: dict[Any, f
     assert found == plain
     assert f"{RECOMPUTE}=false, zero_stage=0; " in sentence
     for words in (["precision=bf16"], ["zero_stage=2", "master_weights=fp32"]):
-        with pytest.raises(ValueError, match="nothing fits on 1 GPU"):
+        with pytest.raises(ValueError, match=r"nothing fits on 1 GPU.* more GPUs, or freeze"):
             chosen(path, size, *words, f"{MICRO}=8", f"{RECOMPUTE}=false")
+    with pytest.raises(ValueError, match=r"on 2 GPU.* more GPUs, raise zero_stage, or freeze"):
+        chosen(path, "memory.gpu_gb=0.0001", ranks=2)
     # DeepSpeed's buckets have 2 GB.
     assert chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)[0] == (False, 4)
 
@@ -111,7 +115,9 @@ def test_more_processes_than_rows_are_explained(path: Path) -> None:
         chosen(path, ranks=16)
 
 
-def test_a_run_goes_on_with_its_choices(path: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_choices(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = load_recipe(str(path), ["memory.gpu_gb=1"])
     with pytest.raises(ValueError, match=rf"memory leaves {MICRO}, {RECOMPUTE} to be chosen"):
         run_recipe(recipe, resume=False)
@@ -124,8 +130,12 @@ def test_a_run_goes_on_with_its_choices(path: Path, tmp_path: Path) -> None:
     assert adopted is not None
     stage = adopted.stages["sft"]
     assert (stage.micro_batch_size, stage.gradient_checkpointing) == (8, True)
-    sharded = load_recipe(str(path), ["memory.gpu_gb=1", "zero_stage=2"])
-    assert [adopt_choices(sharded, saved, ranks=1).zero_stage] == [0]  # pyright: ignore[reportOptionalMemberAccess]
+    for zero_stage, end in ((0, ""), (2, ", and zero_stage=0")):
+        words = ["memory.gpu_gb=1", f"zero_stage={zero_stage}", f"output_dir={tmp_path}"]
+        continued = _choose_settings(load_recipe(str(path), words), Namespace(overwrite=False))
+        assert continued.zero_stage == 0
+        said = f"memory: the settings of {tmp_path / 'recipe.yaml'}{end}\n"
+        assert capsys.readouterr().out.endswith(said)
     assert adopt_choices(other, saved, ranks=2) is None  # batches of 8 do not divide
 
 
