@@ -155,8 +155,8 @@ class Recipe:
     """Steps between two printed log lines; metrics.jsonl has every step."""
     log_phases: bool = False
     """Time the phases of every step on the main process: data, copy, forward, backward, optimizer
-    (``phases`` in metrics.jsonl). Each step then waits for its end, also on a single GPU, where the
-    next one would begin before."""
+    (``phases`` in metrics.jsonl). Steps then do not overlap, as they do otherwise on a single GPU
+    with CoatAdamW at ``zero_stage: 0``."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     network: NetworkConfig = "allow"
     """Hosts that rows may name in addresses of images and videos. ``allow``: every public host;
