@@ -3,14 +3,12 @@
 import subprocess
 from pathlib import Path
 
-from coat_data.moved import announce_moves
 from coat_vlm.auto_classes import register_auto_classes
 from coat_vlm.torchvision_ops import ensure_torchvision_later
 
 # Must run before the first import of transformers, timm or open_clip: they import torchvision.
 ensure_torchvision_later()
 register_auto_classes()
-announce_moves("coat_vlm")  # also for coat_kernels, which imports nothing of this project
 
 
 def commit() -> str | None:

@@ -82,7 +82,7 @@ class World:
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def decide(self, function: Callable[[], _T]) -> _T:
+    def run_on_rank0(self, function: Callable[[], _T]) -> _T:
         """Call a function on rank 0 only, and return its result on every rank.
 
         Raises:

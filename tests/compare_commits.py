@@ -56,7 +56,7 @@ RECIPE = (
     *("quickstart", "output_dir=run", "tracking.tensorboard=false", "save_total_limit=3"),
     *("model.image.augment=crop_flip", "stages.align.max_steps=2", "stages.pretrain.max_steps=3"),
     *("stages.pretrain.gradient_checkpointing=true", "stages.sft.max_steps=5"),
-    *("stages.sft.save_every_steps=2", "stages.sft.packing=true", "stages.sft.betas=[0.9,0.999]"),
+    *("stages.sft.save_steps=2", "stages.sft.packing=true", "stages.sft.betas=[0.9,0.999]"),
 )
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 MAY_DIFFER = ("help", "rows", "files")

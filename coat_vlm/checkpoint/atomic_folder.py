@@ -64,7 +64,7 @@ def write_folder(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # made here, and renamed after success
 
-    world.decide(write_alone)
+    world.run_on_rank0(write_alone)
 
 
 def save_error(target: Path, reason: object) -> OSError:

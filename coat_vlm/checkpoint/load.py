@@ -79,7 +79,7 @@ def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
             rank 0 sees; or a checkpoint was written by a newer version.
     """
     problems: dict[str, str] = {}
-    for name in world.decide(lambda: [path.name for path in list_checkpoints(folder)]):
+    for name in world.run_on_rank0(lambda: [path.name for path in list_checkpoints(folder)]):
         path = folder / name
         problem = find_damage(path, world)
         if problem is None:
@@ -126,7 +126,7 @@ def load_checkpoint(
         ValueError: the checkpoint is of another stage, precision, model or optimizer.
     """
     contents = read_contents(checkpoint)  # first: its error names checkpoints of early versions
-    progress = world.decide(lambda: read_progress(checkpoint))
+    progress = world.run_on_rank0(lambda: read_progress(checkpoint))
     for name in ("stage", "precision"):
         saved, wanted = getattr(progress, name), getattr(expected, name)
         if saved != wanted:

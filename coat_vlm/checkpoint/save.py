@@ -109,7 +109,7 @@ class CheckpointSaver:
         """
         self.finish()
         target = self._folder / f"step-{progress.step:08d}"
-        temporary = self._world.decide(partial(self._begin, target))
+        temporary = self._world.run_on_rank0(partial(self._begin, target))
         save = self._pending = FolderSave(temporary, target, self._world, self._check)
         try:
             write = self._copy(progress)

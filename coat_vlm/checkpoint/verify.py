@@ -49,7 +49,7 @@ def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None)
         problem = find_problem(folder)
         return (problem, "", {}) if problem else (None, *_read_manifest(folder))
 
-    problem, digest, entries = world.decide(look)
+    problem, digest, entries = world.run_on_rank0(look)
     if problem is not None:
         return problem
     raise_if_different(
@@ -65,7 +65,7 @@ def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None)
     def read_again() -> str | None:
         return _check_file(folder, name, entries[name])
 
-    damage = world.decide(read_again)
+    damage = world.run_on_rank0(read_again)
     if damage is None:
         rank = next(rank for rank, problem in enumerate(found) if problem is not None)
         raise ValueError(

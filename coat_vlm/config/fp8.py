@@ -82,7 +82,7 @@ class Fp8Config:
     memory."""
     cuda_graphs: CudaGraphs = "auto"
     """Launch each block as one CUDA graph, where the GPU would wait for the CPU. The activations of
-    such blocks have statically allocated memory (coat_vlm/fp8/graphs.py). ``auto`` decides after
+    such blocks are statically allocated (coat_vlm/fp8/cuda_graphs.py). ``auto`` decides after
     two steps: it captures blocks that the GPU computes faster than the CPU launches them, if half
     of the memory that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to
     one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""

@@ -16,11 +16,13 @@ OTHER_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "train_batch_size": "batch_size",
     "model_max_length": "max_length",
-    "max_grad_norm": "grad_clip",
-    "gradient_clipping": "grad_clip",
-    "lr_scheduler_type": "schedule",
-    "save_steps": "save_every_steps",
-    "eval_steps": "eval_every_steps",
+    "gradient_clipping": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "schedule": "lr_scheduler_type",
+    "save_every_steps": "save_steps",
+    "eval_every_steps": "eval_steps",
+    "attention": "attn_implementation",
+    "targets": "target_modules",
     "logging_steps": "log_every_steps",
     "image_folder": "media_root",
     "data_path": "path",
@@ -28,13 +30,12 @@ OTHER_NAMES = {
     "lora_r": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
-    "target_modules": "targets",
     "use_rslora": "rslora",
     "use_dora": "dora",
 }
 """Names of transformers' Trainer, DeepSpeed, LLaVA and VILA -> keys of a recipe."""
 
-_MOST = 3
+_MAX_SHOWN = 3
 
 
 def list_allowed_keys(keys: Sequence[str]) -> list[str]:
@@ -71,7 +72,7 @@ def suggest_keys(keys: Sequence[str]) -> list[str]:
         # Where the name is a key of several modules, the language model's is the likeliest.
         found = sorted(inside or every, key=lambda path: -_rank_module(path))
         if found:
-            return [".".join(path) for path in found[:_MOST]]
+            return [".".join(path) for path in found[:_MAX_SHOWN]]
     return []
 
 

@@ -155,7 +155,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Hub id or local folder of a published vision-language model, which is trained with its own
     processor and chat template (guides/huggingface.md has the families). Of the other keys only
-    ``max_length``, ``max_pixels`` and ``attention`` may stand beside it."""
+    ``max_length``, ``max_pixels`` and ``attn_implementation`` may stand beside it."""
     vision: VisionConfig | None = field(default_factory=VisionConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
@@ -172,7 +172,7 @@ class ModelConfig:
     """Maximum pixels of an image of a published model, to which larger ones are shrunk, for
     Qwen2.5-VL and Qwen3-VL; the processor's when absent. A token of Qwen2.5-VL shows 28 x 28
     pixels, one of Qwen3-VL 32 x 32."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 
     @model_validator(mode="before")

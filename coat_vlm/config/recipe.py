@@ -146,7 +146,7 @@ class Recipe:
     """Checkpoints whose step is a multiple of this are never deleted; 0 turns this off."""
     keep_best: str | None = None
     """Name of a source in ``val_data``: of the checkpoints at whose step it was validated
-    (``eval_every_steps``), the one with its lowest loss is not deleted."""
+    (``eval_steps``), the one with its lowest loss is not deleted."""
     async_save: bool = True
     """Train on while a checkpoint is written. The copy needs as much host memory per rank as the
     rank's files of a checkpoint: with FP32 master weights and FP32 moments 12 bytes per trained
@@ -169,7 +169,7 @@ class Recipe:
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
     (also at the end of each stage); 0 turns them off. Some answers are shown in TensorBoard and
-    Weights & Biases. For validation losses see ``eval_every_steps`` of a stage."""
+    Weights & Biases. For validation losses see ``eval_steps`` of a stage."""
     eval_samples: Positive = 64
     """Questions per set in an evaluation during training: evenly spaced, the same each time."""
 
@@ -204,9 +204,9 @@ class Recipe:
 
     def _check_kept(self) -> None:
         """Reject rules for keeping checkpoints that keep none."""
-        if self.keep_every_steps and not any(one.save_every_steps for one in self.stages.values()):
+        if self.keep_every_steps and not any(one.save_steps for one in self.stages.values()):
             raise ValueError(
-                f"keep_every_steps: {self.keep_every_steps} has no effect without save_every_steps "
+                f"keep_every_steps: {self.keep_every_steps} has no effect without save_steps "
                 "of a stage; set it, or remove keep_every_steps"
             )
         validated = {source.name for stage in self.stages.values() for source in stage.val_data}
@@ -216,13 +216,13 @@ class Recipe:
                 f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
             )
         if self.keep_best is not None and not any(
-            stage.save_every_steps and stage.eval_every_steps
+            stage.save_steps and stage.eval_steps
             for stage in self.stages.values()
             if any(source.name == self.keep_best for source in stage.val_data)
         ):
             raise ValueError(
-                f"keep_best: {self.keep_best} has no effect without save_every_steps and "
-                "eval_every_steps of a stage that validates this source; set both, or remove "
+                f"keep_best: {self.keep_best} has no effect without save_steps and "
+                "eval_steps of a stage that validates this source; set both, or remove "
                 "keep_best"
             )
 
@@ -296,10 +296,10 @@ class Recipe:
             size, key = stage.sequence_parallel, f"stages.{name}.sequence_parallel"
             if size == 1:
                 continue
-            if self.model.attention != "sdpa":
+            if self.model.attn_implementation != "sdpa":
                 raise ValueError(
-                    f"{key} needs model.attention: sdpa, not {self.model.attention}; change one of "
-                    "them"
+                    f"{key} needs model.attn_implementation: sdpa, not "
+                    f"{self.model.attn_implementation}; change one of them"
                 )
             if self.model.max_length < size:
                 raise ValueError(

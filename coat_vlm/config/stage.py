@@ -103,9 +103,9 @@ class LoraTraining:
     modules: list[ModuleName] = field(default_factory=lambda: ["language"])
     """Modules that train adapters instead of their weights, with the lr of the module: any of
     ``vision``, ``projector``, ``language``."""
-    targets: list[str] | None = None
+    target_modules: list[str] | None = None
     """Linear layers that get an adapter, by the last part of the name, for example ``[q_proj,
-    v_proj]`` (peft's ``target_modules``); when absent, all of the modules' blocks and of the
+    v_proj]`` (peft); when absent, all of the modules' blocks and of the
     projector, without the output layer."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), peft's
@@ -130,10 +130,10 @@ class LoraTraining:
                 f"dora reads the whole base weight, which quantize: {self.quantize} does not keep; "
                 "remove one of them"
             )
-        if self.targets is not None and not self.targets:
+        if self.target_modules is not None and not self.target_modules:
             raise ValueError(
-                "targets is empty, so no layer would get an adapter; name linear layers, or remove "
-                "targets for all of them"
+                "target_modules is empty, so no layer would get an adapter; name linear layers, or "
+                "remove target_modules for all of them"
             )
 
 
@@ -205,7 +205,7 @@ class StageConfig:
     data: list[SourceConfig]
     """The training mixture."""
     val_data: list[SourceConfig] = field(default_factory=list)
-    """Validation sources; the loss of each is reported every eval_every_steps and at the end."""
+    """Validation sources; the loss of each is reported every eval_steps and at the end."""
     vision: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     projector: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
@@ -236,7 +236,7 @@ class StageConfig:
     """Number of passes over the mixture. Exclusive with max_steps."""
     max_steps: Positive | None = None
     """Number of optimizer steps. Exclusive with epochs."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after warmup; cosine and linear end at min_lr_ratio."""
     warmup_ratio: Fraction = 0.03
     """Fraction of the steps in which the learning rate rises linearly from zero."""
@@ -248,13 +248,13 @@ class StageConfig:
     """AdamW's betas."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
-    grad_clip: Annotated[float, Field(ge=0.0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    eval_every_steps: NonNegative = 0
+    eval_steps: NonNegative = 0
     """Steps between two validations; 0 validates only at the end."""
-    save_every_steps: NonNegative = 0
+    save_steps: NonNegative = 0
     """Steps between two checkpoints; 0 saves only at the end and after a signal, so that a crash
     loses the stage."""
     max_bad_samples: NonNegative = 0
@@ -279,16 +279,16 @@ class StageConfig:
                     f"lora has no effect with a frozen {model}; set {name}: {{train: true, lr: "
                     "2.0e-4}, the learning rate of the adapters, or change lora.modules"
                 )
-        if self.schedule == "constant" and self.min_lr_ratio:
+        if self.lr_scheduler_type == "constant" and self.min_lr_ratio:
             raise ValueError(
-                "min_lr_ratio has no effect with schedule: constant; remove one of them"
+                "min_lr_ratio has no effect with lr_scheduler_type: constant; remove one of them"
             )
         if self.balance and self.packing is not None:
             raise ValueError(
                 "balance has no effect with packing, which measures and balances rows; remove it"
             )
-        if self.eval_every_steps and not self.val_data:
-            raise ValueError("eval_every_steps has no effect without val_data; add val_data")
+        if self.eval_steps and not self.val_data:
+            raise ValueError("eval_steps has no effect without val_data; add val_data")
         self._check_dpo()
         if self.max_bad_fraction is not None and not self.max_bad_samples:
             raise ValueError(

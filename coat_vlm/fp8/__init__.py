@@ -17,7 +17,7 @@ round to nearest (the optimizer alone knows stochastic rounding).
 Parameters stay in the model's dtype: the forward pass quantizes a weight as [N, K], the backward
 pass again as [K, N] with the same scale; or both are made once for all micro-batches of an
 optimizer step (``fp8.weights``). The output layer computes its gradients alone in FP8
-(``model/fp8_output_layer.py``).
+(``fp8/output_layer.py``).
 
 The three precisions differ in what is quantized, and in what is saved for backward, per token:
 
@@ -57,7 +57,7 @@ gate-up weights are fused; ``coat_lean``.
 An activation's way through the files:
 
     blocks.py      decoder and encoder layers: the order of what follows
-    heads.py       norm -> QKV GEMM -> rope -> q, k, v          (autograd Function)
+    norm_qkv.py    norm -> QKV GEMM -> rope -> q, k, v          (autograd Function)
     attention.py   attention -> output projection               (autograd Function; sdpa.py:
                    torch's fused kernels, forward and backward apart)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
@@ -66,8 +66,8 @@ An activation's way through the files:
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
     coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope, ...
 
-``convert.py`` converts models and applies a precision on a device, ``graphs.py``
-launches blocks as CUDA graphs, ``spare_memory.py`` decides where, ``saturation.py`` counts
+``convert.py`` converts models and applies a precision on a device, ``cuda_graphs.py``
+launches blocks as CUDA graphs, ``memory_choices.py`` decides where, ``saturation.py`` counts
 saturation, ``block_error.py`` compares blocks with BF16.
 """
 
@@ -81,11 +81,11 @@ from coat_vlm.fp8.convert import (
     fp8_blocks,
     store_frozen_weights,
 )
-from coat_vlm.fp8.graphs import captured_bytes, find_graphs, graph_blocks
+from coat_vlm.fp8.cuda_graphs import captured_bytes, find_graphs, graph_blocks
 from coat_vlm.fp8.linear import linear
+from coat_vlm.fp8.memory_choices import SpareMemory
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.saturation import watching
-from coat_vlm.fp8.spare_memory import SpareMemory
 from coat_vlm.fp8.weights import reused_weights, saved_bytes, share_stored
 
 __all__ = [

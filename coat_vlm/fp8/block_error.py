@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_vlm.fp8.convert import back_to_bf16, fp8_blocks, original_class
-from coat_vlm.fp8.graphs import FORWARD
+from coat_vlm.fp8.cuda_graphs import FORWARD
 from coat_vlm.fp8.saturation import watching
 
 

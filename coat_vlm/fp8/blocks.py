@@ -10,9 +10,9 @@ Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Qwen-VL's towers):
     residual -> [norm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
     residual -> [norm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
-A bracket is one autograd Function (``heads.py``, ``mlp.py``); the forward GEMMs of the first blocks
-are BF16 (``fp8.bf16_forward_first``). Rotary embedding, attention and the residual stream stay in
-the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family computes
+A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``); the forward GEMMs of the first
+blocks are BF16 (``fp8.bf16_forward_first``). Rotary embedding, attention and the residual stream
+stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family computes
 between a bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
 """
 
@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import is_flash_attention_requested
 
 from coat_vlm.fp8.attention import attention_output
-from coat_vlm.fp8.heads import norm_heads
 from coat_vlm.fp8.mlp import norm_mlp
+from coat_vlm.fp8.norm_qkv import norm_heads
 from coat_vlm.model.packing import PACKED, Packing
 
 _GELUS = {

@@ -32,6 +32,7 @@ from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, Precision, Recipe
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
 from coat_vlm.fp8.linear import Fp8Linear
+from coat_vlm.fp8.output_layer import Fp8Gradients
 from coat_vlm.fp8.weights import is_stored, restore_weight, store_weights
 from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
 from coat_vlm.model.loss import FP8_GRADIENTS
@@ -229,7 +230,8 @@ def _choose_linears(
         key = "projector" if in_projector else "lm_head"
         precision = getattr(config, key)
         plain = _fits_gemm(module) and module.bias is None
-        setattr(module, FP8_GRADIENTS, precision == "fp8_gradients" and plain)
+        converted = precision == "fp8_gradients" and plain
+        setattr(module, FP8_GRADIENTS, Fp8Gradients if converted else None)
         if precision == "fp8_linear":
             _check_linear(name, module.out_features, module.in_features)
             report.converted[name] = "FP8 linear"

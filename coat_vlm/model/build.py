@@ -60,9 +60,9 @@ def build_model(
                 f"the tokenizer has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.model.processor.prepare_tokenizer before building the model"
             )
-        vision_config, backbone = _load_vision(model.vision, dtype, model.attention)
+        vision_config, backbone = _load_vision(model.vision, dtype, model.attn_implementation)
         vision_config.dtype = dtype
-    language = _load_language(model.language, tokenizer, dtype, model.attention)
+    language = _load_language(model.language, tokenizer, dtype, model.attn_implementation)
     extend_context(language, model)
     text = language.config
     config = _composed_config(
@@ -107,7 +107,7 @@ def _composed_config(
             "select_layer": model.vision.select_layer,
             "select_feature": model.vision.select_feature,
         }
-    return CoatVlmConfig(text_config=text, attn_implementation=model.attention, **kwargs)
+    return CoatVlmConfig(text_config=text, attn_implementation=model.attn_implementation, **kwargs)
 
 
 def _load_vision(

@@ -77,23 +77,23 @@ def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
         for name in settings.modules
     }
     allowed = list(dict.fromkeys(layer for layers in linears.values() for layer in layers))
-    for target in settings.targets or ():
+    for target in settings.target_modules or ():
         if target not in allowed and allowed:
             close = difflib.get_close_matches(target, allowed, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             kinds = " and ".join(type(parts[name]).__name__ for name in settings.modules)
             raise ValueError(
-                f"lora.targets: {target!r} is not a linear layer of {kinds}'s blocks; allowed: "
-                f"{', '.join(allowed)}{hint}"
+                f"lora.target_modules: {target!r} is not a linear layer of {kinds}'s blocks; "
+                f"allowed: {', '.join(allowed)}{hint}"
             )
     patterns = []
     for name in settings.modules:
         layers = linears[name]
-        chosen = [layer for layer in layers if layer in (settings.targets or layers)]
+        chosen = [layer for layer in layers if layer in (settings.target_modules or layers)]
         if not chosen:
             kind = type(parts[name]).__name__ if name in parts else "the model"
             wrong = "no nn.Linear layer for an adapter"
-            wrong = f"none of lora.targets {settings.targets}" if layers else wrong
+            wrong = f"none of lora.target_modules {settings.target_modules}" if layers else wrong
             raise ValueError(
                 f"lora: {kind} ({name}) has {wrong}; remove {name} from lora.modules, or lora from "
                 "the stage"

@@ -10,7 +10,7 @@ therefore processes chunks of tokens: it runs the output layer, computes the chu
 gradients of the layer's input and parameters, and frees the chunk's logits before the next chunk
 (arXiv:2410.10989, section 3.2). Backward only multiplies these gradients by the incoming gradient.
 On a GPU, the logits of a plain layer stay in the layer's dtype, and a kernel overwrites them with
-their gradient; or the gradients are computed with FP8 GEMMs (``fp8_output_layer.py``).
+their gradient; or the gradients are computed with FP8 GEMMs (``output_layer.py``).
 
 The number of supervised tokens determines shapes, so labels on a GPU cause a synchronization;
 labels on the CPU do not.
@@ -37,7 +37,8 @@ from coat_vlm.model.placeholders import copy_to_device
 IGNORE_INDEX = -100
 
 FP8_GRADIENTS = "fp8_gradient_gemms"
-"""Attribute of an output layer whose grad-input and grad-weight GEMMs are FP8 GEMMs."""
+"""Attribute of an output layer: a class like ``coat_vlm.fp8.output_layer.Fp8Gradients``, which
+computes its gradients, or None."""
 
 CHUNK_BYTES = 256 * 2**20
 """Maximum bytes of the FP32 logits of one chunk (441 tokens with a vocabulary of 152k). At the peak
@@ -122,10 +123,9 @@ def linear_cross_entropy(
     kind: Any = _ByAutograd
     limit, item_bytes, multiple = CHUNK_BYTES, torch.float32.itemsize, 1
     fits = _kernel_fits(layer, hidden)
-    if differentiable and vars(layer).get(FP8_GRADIENTS) and (fits or hidden.device.type == "cpu"):
-        from coat_vlm.model import fp8_output_layer as fp8  # Triton, available on Linux only
-
-        kind, multiple = fp8.Fp8Gradients, fp8.TOKENS_MULTIPLE
+    fp8 = vars(layer).get(FP8_GRADIENTS)
+    if differentiable and fp8 and (fits or hidden.device.type == "cpu"):
+        kind, multiple = fp8, fp8.TOKENS_MULTIPLE
         limit, item_bytes = fp8.CHUNK_BYTES, hidden.dtype.itemsize
     elif fits:
         limit = IN_PLACE_BYTES if parameters else IN_PLACE_BYTES // 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.plan.stage import MARGIN, StagePlan, plan_recipe
-from coat_vlm.train.prepare import select_stages
+from coat_vlm.train.model_setup import select_stages
 
 
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:

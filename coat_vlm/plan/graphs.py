@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from coat_vlm.config import CudaGraphs
 from coat_vlm.fp8 import fp8_blocks
-from coat_vlm.fp8.spare_memory import RowLoad, choose_rows
+from coat_vlm.fp8.memory_choices import RowLoad, choose_rows
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.activations import Activations
 from coat_vlm.plan.zero import RankMemory

@@ -33,7 +33,7 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.fp8.spare_memory import MAX_SHARE, RowLoad
+from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import load_tokenizer
 from coat_vlm.model.vlm import CoatVlm
@@ -49,13 +49,13 @@ from coat_vlm.plan.zero import (
     measure_state_bytes,
 )
 from coat_vlm.train.engine import choose_graphs
-from coat_vlm.train.prepare import (
+from coat_vlm.train.model_setup import (
     build_planned_model,
     refuse_pairs,
     require_composed,
     select_stages,
 )
-from coat_vlm.train.sources import access_of, open_sources
+from coat_vlm.train.open_sources import access_of, open_sources
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
 """Precisions whose saved activations a plan compares."""

@@ -17,7 +17,7 @@ from coat_vlm.report.evaluation import build_evaluation_rows, format_interval, f
 from coat_vlm.report.resources import build_data_rows
 from coat_vlm.report.run_folder import RunFolder, read_run_folder
 from coat_vlm.report.stages import build_stage_columns, format_count, list_header_facts
-from coat_vlm.train.steady import add_up
+from coat_vlm.train.steady_rates import add_up
 
 CARD = "README.md"
 """File in a model folder, which the Hub shows."""

@@ -8,7 +8,7 @@ from typing import Any
 from coat_vlm.report.evaluation import EvaluationRow
 from coat_vlm.report.run_folder import RunFolder, StageLog
 from coat_vlm.report.stages import format_duration, format_time
-from coat_vlm.train.steady import average_rates
+from coat_vlm.train.steady_rates import average_rates
 
 WAIT_LIMIT = 0.2
 """Share of the time spent waiting for data from which the report says so."""

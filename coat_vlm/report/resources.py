@@ -5,7 +5,7 @@ from typing import Any
 
 from coat_vlm.report.run_folder import RunFolder, StageLog
 from coat_vlm.report.stages import format_duration
-from coat_vlm.train.steady import add_up, average_rates
+from coat_vlm.train.steady_rates import add_up, average_rates
 
 GIB = 2**30
 
@@ -74,7 +74,7 @@ def build_memory_rows(run: RunFolder, plan: Plan) -> list[tuple[str, ...]]:
 def build_throughput_rows(run: RunFolder) -> list[list[tuple[str, str]]]:
     """Build the cells ``(column, text)`` of each stage; columns without any value are left out.
 
-    All rates are those of the steady steps (:mod:`coat_vlm.train.steady`).
+    All rates are those of the steady steps (:mod:`coat_vlm.train.steady_rates`).
     """
     table = [_build_throughput_row(stage) for stage in run.stages if stage.steps]
     kept = [any(text != "-" for _, text in column) for column in zip(*table, strict=True)]

@@ -14,7 +14,7 @@ import yaml
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES
 from coat_vlm.run.heartbeat import read_states
-from coat_vlm.train.steady import split_steps
+from coat_vlm.train.steady_rates import split_steps
 from coat_vlm.train.tracking import read_rows
 
 _BY_STEP = ("step", "val", "eval", "monitor", "save")

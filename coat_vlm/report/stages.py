@@ -5,7 +5,7 @@ from typing import Any
 
 from coat_vlm.config import MODULES
 from coat_vlm.report.run_folder import RunFolder, StageLog
-from coat_vlm.train.steady import add_up
+from coat_vlm.train.steady_rates import add_up
 
 Facts = list[tuple[str, str]]
 """Label and text of each fact."""
@@ -88,7 +88,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("data", ", ".join(_source(source) for source in config.get("data") or [])),
         ("template", config.get("template")),
         ("LoRA", _lora(config.get("lora") or {})),
-        ("schedule", config.get("schedule")),
+        ("schedule", config.get("lr_scheduler_type")),
         ("train loss, last 20 steps", f"{sum(final) / len(final):.4f}" if final else ""),
         ("validation loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())),
         ("last evaluation in training", ", ".join(headlines)),

@@ -13,7 +13,7 @@ from coat_data.tools.lint import find_media_problem
 from coat_data.tools.problems import group_equal, summarize
 from coat_vlm.config import Recipe, SourceConfig, StageName
 from coat_vlm.model.folder import AnyProcessor
-from coat_vlm.train.sources import (
+from coat_vlm.train.open_sources import (
     access_of,
     check_names,
     mix_sources,

@@ -43,14 +43,14 @@ from coat_vlm.model.processor import (
 )
 from coat_vlm.run.lock import LOCK
 from coat_vlm.train.check_data import CheckedData, check_stage_data
-from coat_vlm.train.preference import check_trl
-from coat_vlm.train.prepare import (
+from coat_vlm.train.model_setup import (
     build_planned_model,
     check_run_folder,
     describe_missing_start,
     find_start,
     select_stages,
 )
+from coat_vlm.train.preference import check_trl
 
 _META = torch.device("meta")
 _TOKENIZER_SIZE = 512
@@ -403,7 +403,7 @@ def _check_disk(
         trained = count_parameters(frame, trainable_only=True)
         whole = count_parameters(frame)
         checkpoint = trained * (4 + (2.1 if coat else 8)) + (whole - trained) * stored
-        steps, every = data[name].num_steps, stage.save_every_steps
+        steps, every = data[name].num_steps, stage.save_steps
         saves = 1 if not every else recipe.save_total_limit + 1
         if every and steps is not None:
             saves = min(saves, -(-steps // every))

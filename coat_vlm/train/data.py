@@ -42,7 +42,7 @@ from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
-from coat_vlm.train.sources import (
+from coat_vlm.train.open_sources import (
     access_of,
     find_list_warnings,
     find_row_warnings,
@@ -390,7 +390,7 @@ def _load_or_compute(
         join: merges the arrays of all ranks.
         empty: the array for no rows.
     """
-    known = world.decide(lambda: _find_saved(path, json.dumps(state()), len(datasets)))
+    known = world.run_on_rank0(lambda: _find_saved(path, json.dumps(state()), len(datasets)))
     digest = known.digest
     if digest is None:
         rows = [range(world.rank, len(dataset), world.size) for dataset in datasets]
@@ -419,7 +419,7 @@ def _load_or_compute(
                 one.unlink()
             return digest
 
-        digest = world.decide(write_whole)
+        digest = world.run_on_rank0(write_whole)
     return _read_arrays(read_same(path, digest, world), len(datasets))
 
 

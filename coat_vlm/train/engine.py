@@ -132,7 +132,9 @@ def build_deepspeed_config(
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,
         "gradient_accumulation_steps": stage.batch_size // per_micro_step,
         # Without a wrapper DeepSpeed does not report the norm: the training step clips.
-        "gradient_clipping": 0.0 if training_loop_clips(recipe, arithmetic) else stage.grad_clip,
+        "gradient_clipping": 0.0
+        if training_loop_clips(recipe, arithmetic)
+        else stage.max_grad_norm,
         "zero_optimization": {"stage": recipe.zero_stage},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": arithmetic.fp32_copy},
@@ -185,7 +187,7 @@ def build_engine(
     """Build the DeepSpeed engine of one stage.
 
     Args:
-        model: the model after :func:`coat_vlm.train.prepare.prepare_model`.
+        model: the model after :func:`coat_vlm.train.model_setup.prepare_model`.
         recipe: provides the ZeRO stage.
         stage: provides batch sizes and optimizer settings.
         arithmetic: the recipe's precision on this device.

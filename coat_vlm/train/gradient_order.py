@@ -14,7 +14,7 @@ from typing import Any
 class GradientOrder:
     """Holds gradients back until it is their turn, in the order of the first backward pass.
 
-    The first pass is eager on all ranks (``EAGER_PASSES`` in coat_vlm/fp8/graphs.py), and so has
+    The first pass is eager on all ranks (``cuda_graphs.EAGER_PASSES``), and so has
     the same order. A gradient waits only for others of its block; one that does not come at all
     lets the following wait until the end of the pass.
 

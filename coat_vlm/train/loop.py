@@ -139,7 +139,7 @@ class StageLoop:
         The checkpoint is saved first: an error while validating then loses no step. What a signal
         or an error leaves out is measured when the stage continues.
         """
-        if stop or self._is_due(self.step.stage.save_every_steps):
+        if stop or self._is_due(self.step.stage.save_steps):
             self._save()
         if stop or not self._measure():
             self._stop()
@@ -165,16 +165,16 @@ class StageLoop:
     def _is_due_after(self, step: int) -> bool:
         """Return whether the loop may do more after a step than run the next one."""
         stage = self.step.stage
-        validates = stage.eval_every_steps if self.data.validation else 0
+        validates = stage.eval_steps if self.data.validation else 0
         evaluates = 0 if self.evaluation is None else self.evaluation.every
-        intervals = (stage.save_every_steps, validates, evaluates)
+        intervals = (stage.save_steps, validates, evaluates)
         due = any(self._is_due(interval, step) for interval in intervals)
         return due or step in self.watchdog.skips
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""
         stage = self.step.stage
-        if self.data.validation and self._is_due(stage.eval_every_steps) and "val" not in done:
+        if self.data.validation and self._is_due(stage.eval_steps) and "val" not in done:
             self.heartbeat.enter("computing the validation loss", self.step.finished)
             started = time.perf_counter()
             losses = self.validate()

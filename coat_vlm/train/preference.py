@@ -47,7 +47,7 @@ class Preference:
     """TRL's loss on the preference pairs of one stage.
 
     Args:
-        model: the model after :func:`coat_vlm.train.prepare.prepare_model`, not in an engine yet.
+        model: the model after ``model_setup.prepare_model``, not in an engine yet.
             It is moved to the device, and its dropout is turned off.
         processor: has the tokenizer.
         recipe: provides the seed.

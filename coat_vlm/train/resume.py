@@ -46,10 +46,10 @@ MAY_CHANGE: Mapping[str, str] = {
     "model.video.timeout_s": "",
     **dict.fromkeys(
         [f"stages.*.{name}.lr" for name in ("vision", "projector", "language")]
-        + [f"stages.*.{key}" for key in ("schedule", "warmup_ratio", "min_lr_ratio")]
-        + [f"stages.*.{key}" for key in ("grad_clip", "weight_decay", "max_skipped_steps")]
+        + [f"stages.*.{key}" for key in ("lr_scheduler_type", "warmup_ratio", "min_lr_ratio")]
+        + [f"stages.*.{key}" for key in ("max_grad_norm", "weight_decay", "max_skipped_steps")]
         + [f"stages.*.{key}" for key in ("max_bad_samples", "max_bad_fraction")]
-        + [f"stages.*.{key}" for key in ("save_every_steps", "eval_every_steps", "val_data.**")],
+        + [f"stages.*.{key}" for key in ("save_steps", "eval_steps", "val_data.**")],
         "",
     ),
     "stages.*.gradient_checkpointing": "",

@@ -11,7 +11,7 @@ from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.run.lock import LOCK
 from coat_vlm.train.bad_samples import BAD_SAMPLES
 from coat_vlm.train.divergence import ROLLBACKS
-from coat_vlm.train.prepare import check_run_folder
+from coat_vlm.train.model_setup import check_run_folder
 from coat_vlm.train.resume import apply_changes, check_changes, find_changes, find_stage_states
 from coat_vlm.train.tracking import METRICS, rewind
 

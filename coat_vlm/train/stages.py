@@ -13,7 +13,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coat_data.load.collate import MOST_PADDING
+from coat_data.load.collate import MAX_PADDING
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import write_folder
 from coat_vlm.checkpoint.keep import KeepRule
@@ -51,18 +51,18 @@ from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_cli
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
-from coat_vlm.train.nf4 import quantize_frozen_weights
-from coat_vlm.train.preference import build_preference
-from coat_vlm.train.prepare import (
+from coat_vlm.train.model_setup import (
     avoids_padding,
     describe_missing_start,
     find_start,
     prepare_model,
     select_stages,
 )
+from coat_vlm.train.nf4 import quantize_frozen_weights
+from coat_vlm.train.open_sources import iterate_texts
+from coat_vlm.train.preference import build_preference
 from coat_vlm.train.resume import check_length, continue_sampler
 from coat_vlm.train.run_folder import prepare_run_folder, reset_stage
-from coat_vlm.train.sources import iterate_texts
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import (
@@ -123,7 +123,7 @@ def run_recipe(
         join_world(recipe.collective_timeout_s) as world,
         lock_folder(run_dir / LOCK, "train", world) as lock,
     ):
-        world.decide(
+        world.run_on_rank0(
             partial(
                 prepare_run_folder,
                 run_dir,
@@ -136,12 +136,14 @@ def run_recipe(
         )
         for name in names:
             model_dir = run_dir / name / "model"
-            finished = world.decide(partial(find_problem, model_dir)) is None
+            finished = world.run_on_rank0(partial(find_problem, model_dir)) is None
             if resume and finished:
                 print_on_main(world, f"stage {name} is finished: {model_dir}")
                 continue
             checkpoints = run_dir / name / "checkpoints"
-            if not (resume or finished) and world.decide(partial(list_checkpoints, checkpoints)):
+            if not (resume or finished) and world.run_on_rank0(
+                partial(list_checkpoints, checkpoints)
+            ):
                 raise ValueError(
                     f"stage {name} is not finished and has checkpoints in {checkpoints}; continue "
                     "with --resume auto, or start the run over with --overwrite"
@@ -172,7 +174,7 @@ def _run_stage(
 ) -> None:
     started = time.perf_counter()
     checkpoints = run_dir / name / "checkpoints"
-    continues = world.decide(lambda: resume and bool(list_checkpoints(checkpoints)))
+    continues = world.run_on_rank0(lambda: resume and bool(list_checkpoints(checkpoints)))
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
     arithmetic = arithmetic_of_recipe(recipe, world.device)
@@ -430,7 +432,7 @@ def _print_tables(
             f"{data.packing.images_per_row:.1f} images in a row, {data.packing.fill:.1%} full"
         )
     if data.unpadded:
-        lines.append(f"  micro-batches with over {MOST_PADDING:.0%} of padding are packed instead")
+        lines.append(f"  micro-batches with over {MAX_PADDING:.0%} of padding are packed instead")
     if stage.sequence_parallel > 1:
         lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
     lines += [f"  WARNING {warning}" for warning in data.warnings]
@@ -475,7 +477,7 @@ def _load_initial_model(
 
     If the stage continues from a checkpoint, a tokenizer that was trained for it is loaded.
     """
-    start = world.decide(partial(find_start, recipe, name, run_dir))
+    start = world.run_on_rank0(partial(find_start, recipe, name, run_dir))
     if start is not None:
         if start.parent.parent == run_dir:
             problem = find_damage(start, world)
@@ -484,22 +486,22 @@ def _load_initial_model(
         else:
             check_start(recipe, str(start))
         print_on_main(world, f"\nstage {name} starts from {start}")
-        model = load_model(start, dtype, recipe.model.attention)
+        model = load_model(start, dtype, recipe.model.attn_implementation)
         if isinstance(model, CoatVlm):
             extend_context(model.language_model, recipe.model)
             cast(CoatVlmConfig, model.config).text_config = model.language_model.config
         return model, start_processor(recipe, str(start))
     if recipe.model.pretrained is not None:
         source = ("model.pretrained", recipe.model.pretrained)
-        model = load_family_model(*source, dtype, recipe.model.attention)
+        model = load_family_model(*source, dtype, recipe.model.attn_implementation)
         limits = recipe.model.max_length, recipe.model.max_pixels
         return model, FamilyProcessor.load(*source, *limits)
     vocab_size = recipe.model.tokenizer.train_vocab_size
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:
-        kept = continues and world.decide(Path(folder).is_dir)
+        kept = continues and world.run_on_rank0(Path(folder).is_dir)
         # Versions before 2 of the run folder saved the tokenizer without a manifest.
-        unlisted = kept and not world.decide((Path(folder) / MANIFEST).is_file)
+        unlisted = kept and not world.run_on_rank0((Path(folder) / MANIFEST).is_file)
         if not kept:
 
             def train(temporary: Path) -> None:

@@ -41,8 +41,8 @@ from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW, lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
+from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.preference import Preference, count_pairs
-from coat_vlm.train.prepare import set_train_mode
 from coat_vlm.train.throughput import (
     PeakMemory,
     PhaseClock,
@@ -308,7 +308,7 @@ class TrainStep:
             self.finished,
             self.total_steps,
             round(self.stage.warmup_ratio * self.total_steps),
-            self.stage.schedule,
+            self.stage.lr_scheduler_type,
             self.stage.min_lr_ratio,
         )
         rates = {}
@@ -390,7 +390,7 @@ class TrainStep:
             for torch's AdamW, this function waits for the norm.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        limit = self.stage.grad_clip or math.inf
+        limit = self.stage.max_grad_norm or math.inf
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, CoatAdamW):
             norm = _measure_norm([p.grad for p in parameters if p.grad is not None])

@@ -22,7 +22,7 @@ from coat_vlm.train.sample_tables import (
     build_rows,
     make_wandb_table,
 )
-from coat_vlm.train.steady import average_rates, format_apart, split_steps
+from coat_vlm.train.steady_rates import average_rates, format_apart, split_steps
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class StepLine:
     stderr is a file or a pipe, a bar would fill it with carriage returns; then a whole line is
     printed to stdout, like the tables and warnings of the stage, which also contains the gradient
     norm and the learning rates. Rates are those of the steady steps since the last line; the time
-    of other steps stands behind them (:mod:`coat_vlm.train.steady`).
+    of other steps stands behind them (:mod:`coat_vlm.train.steady_rates`).
 
     Args:
         stage: the stage's name.

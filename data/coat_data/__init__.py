@@ -7,7 +7,3 @@ form in ``lists/formats.py``.
 Names are imported from their modules, so that ``import coat_data`` does not load torch or a
 decoder.
 """
-
-from coat_data.moved import announce_moves
-
-announce_moves("coat_data")

@@ -2,7 +2,3 @@
 
 Scoring (``report``, ``tasks``) imports neither torch nor transformers; ``runner`` imports both.
 """
-
-from coat_data.moved import announce_moves
-
-announce_moves("coat_eval")

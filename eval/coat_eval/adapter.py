@@ -1,6 +1,6 @@
 """Interfaces of a model that answers prompts, and of the encoder that makes its inputs.
 
-:mod:`coat_eval.coat_adapter` supports this project's checkpoints, :mod:`coat_eval.hub_adapter` for
+:mod:`coat_eval.own_model` supports this project's checkpoints, :mod:`coat_eval.hub_model` for
 any other image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_adapter` chooses.
 """
 

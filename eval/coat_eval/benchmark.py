@@ -4,7 +4,7 @@ A benchmark is one class in one file of ``coat_eval/tasks``, listed in ``tasks/_
 recognizes and reads its references and predictions, and has three layers with separate tests:
 ``extract`` (text -> canonical answer), ``score`` (one answer against its reference) and
 ``aggregate`` (scored items -> percentages). ``layouts`` and ``prompts`` are needed only to generate
-answers (:mod:`coat_eval.runner`). :mod:`coat_eval.report` pairs questions with predictions, checks
+answers (:mod:`coat_eval.runner`). :mod:`coat_eval.scoring` pairs questions with predictions, checks
 the input and writes the report. docs/reference/benchmarks.md has a complete example.
 
 The prompts are those of published results: LLaVA's question files (haotian-liu/LLaVA,

@@ -1,6 +1,6 @@
 """A model as the evaluation harnesses of others call it: messages in, texts out.
 
-:mod:`coat_eval.lmms_adapter` and :mod:`coat_eval.vlmeval_adapter` convert the calls of lmms-eval
+:mod:`coat_eval.lmms_plugin` and :mod:`coat_eval.vlmeval_adapter` convert the calls of lmms-eval
 and VLMEvalKit. The prompt is the harness's own, in the chat template of the model.
 """
 

@@ -25,7 +25,6 @@ from coat_data.saved_files import hash_file
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
-from coat_eval.coat_adapter import CoatAdapter, find_final_model
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
 from coat_eval.files import (
     REPORT_FILE,
@@ -42,9 +41,10 @@ from coat_eval.generation import (
     merge,
     resume,
 )
-from coat_eval.hub_adapter import HubAdapter
+from coat_eval.hub_model import HubAdapter
 from coat_eval.judge import Judge
-from coat_eval.report import score_official, score_set
+from coat_eval.own_model import CoatAdapter, find_final_model
+from coat_eval.scoring import score_official, score_set
 from coat_eval.tasks import BENCHMARKS, get_task
 from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet
 from coat_vlm.config import Recipe
@@ -53,7 +53,7 @@ from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
 from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
 from coat_vlm.train.evaluation import EvalSubset
-from coat_vlm.train.sources import access_of
+from coat_vlm.train.open_sources import access_of
 
 PROBLEMS_FILE = "media_problems.jsonl"
 PROMPTS_FILE = "prompts.jsonl"
@@ -191,12 +191,12 @@ def run_benchmark(
         generation: batch size, length, workers.
         world: this process among the ranks; all ranks call this function.
         model_name: name of the model in the report.
-        judge: is asked by rank 0, see :func:`coat_eval.report.score_official`.
+        judge: is asked by rank 0, see :func:`coat_eval.scoring.score_official`.
         check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
 
     Returns:
-        On rank 0, the report of :func:`coat_eval.report.score_set` or
-        :func:`coat_eval.report.score_official` with model, device, batch_size, the dependencies of
+        On rank 0, the report of :func:`coat_eval.scoring.score_set` or
+        :func:`coat_eval.scoring.score_official` with model, device, batch_size, the dependencies of
         the answers, and ``seconds`` of this call; for an official benchmark also ``variant``,
         ``split``, ``limit``, ``n_media_problems`` (skipped questions) and ``num_ranks``. On other
         ranks, an empty dictionary.

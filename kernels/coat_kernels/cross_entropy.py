@@ -32,13 +32,13 @@ from coat_kernels.registry import register
 GRADIENT_SCALE = 2.0**-15
 """Value of 1 in the FP8 data of :func:`logit_gradient`, for a divisor of 1."""
 
-MOST_COLUMNS = 16384
+MAX_COLUMNS = 16384
 """Maximum number of logits in a program's tile."""
 
-_LEAST_COLUMNS = 256
+_MIN_COLUMNS = 256
 
 _WARPS = 16
-"""Warps of a program with MOST_COLUMNS: two such programs fit a multiprocessor."""
+"""Warps of a program with MAX_COLUMNS: two such programs fit a multiprocessor."""
 
 LANE = tl.constexpr(8)
 """Adjacent logits that share a running maximum: one load of 16 bytes in BF16."""
@@ -135,8 +135,8 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> 
     # A thread loads 32 logits at a time, 64 bytes in 16 bits; or 16 if registers do not suffice: in
     # FP32, and for rows that are not aligned for loads of 16 bytes.
     wide = logits.dtype.itemsize == 2 and V % 16 == 0 and logits.stride(0) % 16 == 0
-    most = MOST_COLUMNS if wide else MOST_COLUMNS // 2
-    block = min(most, max(_LEAST_COLUMNS, 1 << (V - 1).bit_length()))
+    most = MAX_COLUMNS if wide else MAX_COLUMNS // 2
+    block = min(most, max(_MIN_COLUMNS, 1 << (V - 1).bit_length()))
     launch(
         _cross_entropy_kernel, (M,),
         x_ptr=logits, targets_ptr=targets, divisor_ptr=divisor, losses_ptr=losses,

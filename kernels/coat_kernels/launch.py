@@ -109,7 +109,7 @@ def plan_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, 
     return [(rows, transposed)]
 
 
-MOST_COMPILED = 1024
+MAX_COMPILED = 1024
 """Cached launches per kernel; all are dropped beyond it, as every number of tokens adds one."""
 
 _ALIGNMENT = 16
@@ -135,7 +135,7 @@ class _Kernel:
 
     def store(self, key: tuple[Any, ...], compiled: Any) -> None:
         """Cache what Triton launched for a key."""
-        if len(self.compiled) >= MOST_COMPILED:
+        if len(self.compiled) >= MAX_COMPILED:
             self.compiled.clear()
         if isinstance(compiled, CompiledKernel):  # tests replace Triton's launch
             self.compiled[key] = compiled

@@ -26,13 +26,13 @@ from torch import Tensor
 from coat_kernels.device import INTERPRETED, row_offsets
 from coat_kernels.formats import TensorScaled, check_dtype, check_quantized
 from coat_kernels.launch import TOKENS, cdiv, launch
-from coat_kernels.quantize import MOST_PARTS, pad_to_three
+from coat_kernels.quantize import MAX_PARTS, pad_to_three
 from coat_kernels.registry import register
 
-LEAST_RANK = 16
+MIN_RANK = 16
 """Columns of the smallest tile of P: tensor cores multiply 16 at a time."""
 
-MOST_RANK = 64
+MAX_RANK = 64
 """Columns of the largest tile of P; higher ranks take several."""
 
 ROWS = 64
@@ -175,9 +175,9 @@ def _sizes(matrix: Tensor, transposed: bool) -> tuple[int, int]:
 def _tile(dtype: torch.dtype, ranks: Sequence[int], *offsets: Sequence[int]) -> tuple[int, int]:
     """Return the columns of x and of P in a tile, given starts and sizes of the columns of x."""
     if dtype.itemsize > 2:
-        return FEW_COLUMNS, LEAST_RANK
+        return FEW_COLUMNS, MIN_RANK
     aligned = not any(number % _ALIGNED for values in offsets for number in values)
-    block = min(MOST_RANK, max(LEAST_RANK, 1 << (max(ranks) - 1).bit_length()))
+    block = min(MAX_RANK, max(MIN_RANK, 1 << (max(ranks) - 1).bit_length()))
     return COLUMNS if aligned else FEW_COLUMNS, block
 
 
@@ -360,10 +360,10 @@ def _check_narrow(
 
 def _check_counts(op: str, *lists: Sequence[Any]) -> None:
     counts = [len(values) for values in lists]
-    if len(set(counts)) > 1 or not 0 < counts[0] <= MOST_PARTS:
+    if len(set(counts)) > 1 or not 0 < counts[0] <= MAX_PARTS:
         raise ValueError(
             f"{op}: lists of {', '.join(map(str, counts))} values for the matrices; 1 to "
-            f"{MOST_PARTS} matrices are possible, and each list has a value for each"
+            f"{MAX_PARTS} matrices are possible, and each list has a value for each"
         )
 
 

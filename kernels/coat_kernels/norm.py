@@ -70,7 +70,7 @@ REGISTER_FILE = 65536
 MAX_PROGRAMS = 32
 """Maximum number of programs per multiprocessor."""
 
-LEAST_WIDTH = 128
+MIN_WIDTH = 128
 """Minimum width of a row's first segment."""
 
 WARPS_AND_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -370,9 +370,9 @@ def split_row(columns: int) -> tuple[int, int]:
 
     If both together were as wide as the next power of two, one segment of that width is used.
     """
-    whole = max(LEAST_WIDTH, 1 << (columns - 1).bit_length())
+    whole = max(MIN_WIDTH, 1 << (columns - 1).bit_length())
     head = whole // 2
-    if columns <= head or head < LEAST_WIDTH:
+    if columns <= head or head < MIN_WIDTH:
         return whole, 0
     tail = 1 << (columns - head - 1).bit_length()
     return (whole, 0) if tail == head else (head, tail)

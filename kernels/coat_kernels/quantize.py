@@ -73,7 +73,7 @@ many blocks."""
 TRANSPOSED_TILE = Tile(128, 128, 8)
 """Tile of ``transpose_quantized``: the fastest of four on an H200."""
 
-MOST_PARTS = 3
+MAX_PARTS = 3
 """Maximum number of matrices of one launch: the weights, or the adapters, of q, k and v."""
 
 _MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
@@ -206,7 +206,7 @@ def empty_gradient(
 
 def pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments for three parts; None for an absent part."""
-    return (*values, None, None, None)[:MOST_PARTS]
+    return (*values, None, None, None)[:MAX_PARTS]
 
 
 @register(
@@ -464,8 +464,8 @@ def _check_parts(
             a multiple of 16 and is not: the widths of several parts concatenated by columns, the
             heights of parts to be transposed, except the last.
     """
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"{op}: got {len(parts)} parts; pass at most {MOST_PARTS}")
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"{op}: got {len(parts)} parts; pass at most {MAX_PARTS}")
     name = "dy" if side_by_side else "x"
     for i, part in enumerate(parts):
         check_matrix(op, name if len(parts) == 1 else f"parts[{i}]", part)

@@ -41,7 +41,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
 from coat_vlm.model import count_parameters
 from coat_vlm.model.flops import count_flops
-from coat_vlm.train.prepare import set_train_mode
+from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.throughput import PeakMemory
 
 FILLED = 0.99

@@ -43,8 +43,8 @@ from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, graph_blocks
-from coat_vlm.fp8.graphs import EAGER_PASSES
-from coat_vlm.fp8.spare_memory import MAX_SHARE, RowLoad
+from coat_vlm.fp8.cuda_graphs import EAGER_PASSES
+from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
 from coat_vlm.model.sequence_parallel import join_sequence_group
@@ -66,7 +66,7 @@ from coat_vlm.train.engine import (
     steps_overlap,
     training_loop_clips,
 )
-from coat_vlm.train.prepare import (
+from coat_vlm.train.model_setup import (
     avoids_padding,
     build_planned_model,
     prepare_model,
@@ -450,7 +450,7 @@ def make_batch(
         packing: the stage's packing.
         seed: seed of the rows.
         unpad: pack rows that would be padded much, as training does where
-            :func:`coat_vlm.train.prepare.avoids_padding`.
+            :func:`coat_vlm.train.model_setup.avoids_padding`.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = [make_sample(model, shape, generator) for shape in shapes]

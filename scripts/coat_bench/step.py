@@ -62,7 +62,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.model import CoatVlm
 from coat_vlm.plan.zero import ZeroStage
-from coat_vlm.train.prepare import set_train_mode
+from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.step import TrainStep, copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 
@@ -186,7 +186,7 @@ class StepCase:
             batch_size=batch,
             micro_batch_size=batch,
             max_steps=1,
-            schedule="constant",
+            lr_scheduler_type="constant",
             warmup_ratio=0.0,
             weight_decay=0.1,
         )

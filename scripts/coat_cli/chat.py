@@ -59,8 +59,8 @@ def _chat(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; give 1 or more")
     check_media(args.media or [])
-    from coat_eval.coat_adapter import load_run_or_model
     from coat_eval.generation import select_device
+    from coat_eval.own_model import load_run_or_model
 
     model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
     chat = _Conversation(model, processor, args.max_new_tokens)

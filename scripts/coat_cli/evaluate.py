@@ -216,10 +216,10 @@ def _eval_run(args: argparse.Namespace) -> int:
 
 def _eval_model(args: argparse.Namespace) -> int:
     """Evaluate a model on one question set, or on benchmarks one after the other."""
-    from coat_eval.adapted_model import adapted, name_adapters
     from coat_eval.benchmark import Settings
-    from coat_eval.coat_adapter import CoatAdapter
     from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
+    from coat_eval.lora_model import adapted, name_adapters
+    from coat_eval.own_model import CoatAdapter
     from coat_eval.runner import EvalTask, load_adapter, make_eval_task, run_benchmark
     from coat_eval.tasks import get_task
     from coat_vlm.run.lock import LOCK, lock_folder
@@ -286,7 +286,7 @@ def _say_result(
     report: Mapping[str, Any], task: str, out: Path, title: str, *, own_set: bool
 ) -> None:
     """Print the result of a question set or benchmark below ``title``, the folder below --out."""
-    from coat_eval.report import format_headline
+    from coat_eval.scoring import format_headline
 
     _warn(report, f"{task}: ")
     if own_set:
@@ -400,7 +400,7 @@ def _score(args: argparse.Namespace) -> int:
             "one --predictions file"
         )
     _check(args, f"score {name}", _NOT_WITH_OWN_SET)
-    from coat_eval.report import score_set
+    from coat_eval.scoring import score_set
     from coat_eval.tasks import get_task
 
     chosen = {"limit": args.limit, "allow_missing": args.allow_missing}
@@ -420,7 +420,7 @@ _NOT_WITH_OWN_SET = {
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
     from coat_eval.benchmark import Settings
-    from coat_eval.report import format_headline, score_official
+    from coat_eval.scoring import format_headline, score_official
     from coat_eval.tasks import get_benchmark
 
     chosen = {key: getattr(args, key) for key in ("profile", "fallback", "seed")}
@@ -497,8 +497,8 @@ def _add_generate(commands: Commands) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     check_media(args.media or [])
-    from coat_eval.coat_adapter import load_run_or_model
     from coat_eval.generation import select_device
+    from coat_eval.own_model import load_run_or_model
     from coat_vlm.generate import generate
 
     model, processor, _, _ = load_run_or_model(args.model, select_device())

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _configure_allocator()
     logging.getLogger("DeepSpeed").addFilter(_print_to_stderr)
     if "RANK" in os.environ:
-        from coat_vlm.run.launcher import die_with_launcher
+        from coat_vlm.run.orphan_watch import die_with_launcher
 
         die_with_launcher()
     try:

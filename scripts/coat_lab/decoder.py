@@ -53,8 +53,8 @@ class DecoderBench:
     lr: float = 1e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    eval_every_steps: int = 20
+    max_grad_norm: float = 1.0
+    eval_steps: int = 20
 
 
 SIZES = {
@@ -224,7 +224,7 @@ def train_decoder(
         tqdm(losses, f"{precision}, seed {seed}", bench.steps, unit="step"), start=1
     ):
         curve.training.append(loss)
-        if step % bench.eval_every_steps == 0 or step == bench.steps:
+        if step % bench.eval_steps == 0 or step == bench.steps:
             curve.held_out[step] = text_loss(model, corpus.held_out, bench)
     return curve
 
@@ -301,7 +301,7 @@ class MasterWeights:
         for weight, copy in zip(self._weights, self._copies, strict=True):
             copy.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
-        nn.utils.clip_grad_norm_(self._copies, bench.grad_clip)
+        nn.utils.clip_grad_norm_(self._copies, bench.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = bench.lr * factor
         self.optimizer.step()

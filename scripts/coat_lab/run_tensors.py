@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from coat_data.load.collate import Batch
 from coat_data.mixture.sampler import SamplerState
-from coat_eval.coat_adapter import find_final_model
+from coat_eval.own_model import find_final_model
 from coat_eval.runner import make_eval_subsets
 from coat_lab.number_formats import NumberFormat, Scaling, find_scale, quantize
 from coat_vlm.checkpoint.load import find_latest_checkpoint
@@ -33,7 +33,7 @@ from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.data import open_data
 from coat_vlm.train.evaluation import LiveEvaluation
-from coat_vlm.train.prepare import select_stages
+from coat_vlm.train.model_setup import select_stages
 from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
 
@@ -82,7 +82,7 @@ def open_run(folder: Path, num_batches: int) -> OpenRun:
             f"{folder}: the lab reads runs of models of our own; this one trained "
             f"model.pretrained ({type(model).__name__})"
         )
-    if recipe.stages[stage].packing is not None and recipe.model.attention == "sdpa":
+    if recipe.stages[stage].packing is not None and recipe.model.attn_implementation == "sdpa":
         model.language_model.set_attn_implementation(PACKED)
     data = open_data(recipe, stage, folder, processor, ALONE)
     steps = data.loader.steps(SamplerState())

@@ -190,7 +190,7 @@ def train_run(corpus: Corpus, bench: DecoderBench, run: Run) -> RunCurve:
         step = len(curve.losses)
         if not math.isfinite(loss):
             return curve
-        if step % bench.eval_every_steps == 0 or step == bench.steps:
+        if step % bench.eval_steps == 0 or step == bench.steps:
             with torch.no_grad():
                 logits = model.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1)
             curve.sharpness[step] = compute_sharpness(logits, ids[:, 1:].flatten()).item()

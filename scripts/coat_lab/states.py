@@ -47,7 +47,7 @@ BETAS2 = (0.9, 0.95, 0.98, 0.99, 0.999)
 GRADIENTS = ("steady", "flips", "sparse", "falling")
 ELEMENTS = 4096
 BLOCK = 256
-LEAST_AMAX = 1e-12
+MIN_AMAX = 1e-12
 """torchao's, of a block."""
 TASK = "task"
 _SIZES = ((32, 64), (64, 8))
@@ -98,7 +98,7 @@ def store_in_map(x: Tensor, second: bool, *, keeps_sign: bool) -> Tensor:
     values = _MAPS[not second]
     blocks = x.view(-1, BLOCK)
     amax = blocks.abs().amax(1, keepdim=True)
-    amax = torch.where(amax > 0, amax, 1.0) if keeps_sign else amax.clamp_min(LEAST_AMAX)
+    amax = torch.where(amax > 0, amax, 1.0) if keeps_sign else amax.clamp_min(MIN_AMAX)
     scaled = (blocks / amax).contiguous()
     index = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, right=True)
     if keeps_sign and not second:
@@ -109,7 +109,7 @@ def store_in_map(x: Tensor, second: bool, *, keeps_sign: bool) -> Tensor:
 def store_torchao_fp8(x: Tensor, _: bool) -> Tensor:
     """Quantize and dequantize to E4M3 in blocks of 256; x is [tensors, elements]."""
     fmt, blocks = parse_format("e4m3"), x.view(-1, BLOCK)
-    scale = blocks.abs().amax(1, keepdim=True).clamp_min(LEAST_AMAX) / fmt.max
+    scale = blocks.abs().amax(1, keepdim=True).clamp_min(MIN_AMAX) / fmt.max
     return (round_to(blocks / scale, fmt) * scale).view(x.shape)
 
 

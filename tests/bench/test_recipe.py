@@ -33,7 +33,7 @@ from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.stage import LANGUAGES, use_published_shapes
-from coat_vlm.train.prepare import set_trainable
+from coat_vlm.train.model_setup import set_trainable
 
 CPU = torch.device("cpu")
 SMALL = (

@@ -17,7 +17,7 @@ from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError, Sample
 from coat_data.tools.ingest import ingest
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.sources import find_list_warnings, open_source, open_sources
+from coat_vlm.train.open_sources import find_list_warnings, open_source, open_sources
 
 SIZES = {"coco": 20, "coyo": 10, "other": 5}
 

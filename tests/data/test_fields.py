@@ -22,7 +22,7 @@ from coat_data.tools.export import export
 from coat_data.tools.ingest import ingest
 from coat_data.tools.lint import lint
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.sources import find_row_warnings, open_source
+from coat_vlm.train.open_sources import find_row_warnings, open_source
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
 ASKED = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A bus."}]

@@ -14,7 +14,7 @@ from coat_cli.main import main
 from coat_data.sample import DataError, Media
 from coat_data.tools.overlap import Benchmarks, Question, find_overlap, hash_words
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.sources import open_source, open_sources
+from coat_vlm.train.open_sources import open_source, open_sources
 
 
 def make_photo(seed: int) -> Image.Image:

@@ -18,7 +18,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import convert, fp8_blocks
-from coat_vlm.fp8.graphs import (
+from coat_vlm.fp8.cuda_graphs import (
     FORWARD,
     _alias_parameters,  # pyright: ignore[reportPrivateUsage]
     _run_eagerly,  # pyright: ignore[reportPrivateUsage]

@@ -36,7 +36,7 @@ from coat_vlm.plan.zero import (
     measure_state_bytes,
 )
 from coat_vlm.train import engine as train_engine
-from coat_vlm.train import prepare as train_prepare
+from coat_vlm.train import model_setup
 
 TOKENS, IMAGES = 16, 1
 CONFIG = CoatVlmConfig(
@@ -76,8 +76,8 @@ def measured(
     # CoatAdamW; nothing is converted
     arithmetic = Arithmetic(dtype, Fp8Config().resolved("coat"), low_bits=low_bits)
     frame = create_meta_model(CONFIG, dtype)
-    train_prepare.set_trainable(frame, stage)
-    train_prepare.set_train_mode(frame, stage)
+    model_setup.set_trainable(frame, stage)
+    model_setup.set_train_mode(frame, stage)
     planned = estimate_rank_memory(
         zero_stage,
         count_sizes(frame, stage, measure_state_bytes(CoatAdamW), low_bits=low_bits),
@@ -88,7 +88,7 @@ def measured(
     )
     model = CoatVlm(CONFIG)
     torch.nn.Module.to(model, dtype)
-    train_prepare.set_trainable(model, stage)
+    model_setup.set_trainable(model, stage)
     memory = LiveMemory("cpu")
     with memory:
         engine = train_engine.build_engine(model, recipe, stage, arithmetic, world)
@@ -99,7 +99,7 @@ def measured(
     for _ in range(8):  # the first step makes the states
         passes = 0
         for _ in range(accumulation):
-            train_prepare.set_train_mode(model, stage)
+            model_setup.set_train_mode(model, stage)
             with memory:
                 memory.peak = memory.live
                 loss = engine(input_ids=ids, pixel_values=pixels, labels=ids, skip_logits=True).loss

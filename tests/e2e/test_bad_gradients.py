@@ -23,7 +23,7 @@ def test_bad_gradients_are_counted_and_then_stop_the_run(
     recipe = training["tiny_recipe"](tiny_data, tmp_path / "run", zero_stage=zero_stage)
     stage = recipe["stages"]["sft"]
     stage["language"] = {"train": True, "lr": 1e30}  # after the first step nothing is finite
-    stage.update(max_skipped_steps=2, save_every_steps=1, schedule="constant", val_data=[])
+    stage.update(max_skipped_steps=2, save_steps=1, lr_scheduler_type="constant", val_data=[])
     recipe["save_total_limit"] = 9
     done = training["train"](recipe, tmp_path)
     assert done.returncode == 2, done.stderr[-3000:]

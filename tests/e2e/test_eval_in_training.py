@@ -88,7 +88,7 @@ def recipe(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
                 "batch_size": 8,
                 "micro_batch_size": 4,
                 "max_steps": STEPS,
-                "save_every_steps": EVERY,
+                "save_steps": EVERY,
             }
         },
         "eval_sets": {

@@ -30,7 +30,7 @@ def changing(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             tiny_data, folder / "run", precision="coat", save_total_limit=9, zero_stage=zero_stage
         )
         recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
-        recipe["stages"]["sft"].update(save_every_steps=2, vision={"train": False})
+        recipe["stages"]["sft"].update(save_steps=2, vision={"train": False})
         recipe["stages"]["sft"]["micro_batch_size"] = 2 if ranks == 1 else 4
         options = ["--resume", "auto"] if number else []
         done = training["train"](training["no_dropout"](recipe), folder, *options, ranks=ranks)

@@ -60,7 +60,7 @@ def make_recipe(data: Path, source: Path, run: Path, questions: Path | None = No
     trains = {"train": True, "lr": 1e-3}
     stage = {"data": [rows], "val_data": [rows], "batch_size": 4, "micro_batch_size": 1}
     sft = {
-        **stage, "max_steps": 4, "save_every_steps": 2, "vision": {"train": True, "lr": 1e-4},
+        **stage, "max_steps": 4, "save_steps": 2, "vision": {"train": True, "lr": 1e-4},
         "projector": trains, "language": trains,
     }  # fmt: skip
     recipe = {

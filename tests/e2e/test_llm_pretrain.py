@@ -64,7 +64,7 @@ def overrides(texts: Path, run: Path, **changes: Any) -> list[str]:
         "stages.pretrain.micro_batch_size": 1,
         "stages.pretrain.epochs": None,
         "stages.pretrain.max_steps": 4,
-        "stages.pretrain.save_every_steps": 2,
+        "stages.pretrain.save_steps": 2,
         **changes,
     }
     return [

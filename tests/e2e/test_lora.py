@@ -25,7 +25,7 @@ def lora_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
     recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
     sft = recipe["stages"]["sft"]
-    sft.update(vision={"train": False}, max_steps=4, save_every_steps=2)
+    sft.update(vision={"train": False}, max_steps=4, save_steps=2)
     align = {**sft, "language": {"train": False}, "max_steps": 1}
     sft["vision"] = {"train": True, "lr": 1e-3}
     lora = {"rank": RANK, "alpha": ALPHA, "rslora": True, "dropout": 0.05}

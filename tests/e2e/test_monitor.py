@@ -14,7 +14,7 @@ def run(data: Path, folder: Path, name: str, *options: str, **keys: Any) -> Path
     """A run of six steps on two ranks or one; its folder."""
     ranks = keys.pop("ranks", 1)
     recipe = training["tiny_recipe"](data, folder / name, precision="coat", **keys)
-    recipe["stages"]["sft"]["save_every_steps"] = 2
+    recipe["stages"]["sft"]["save_steps"] = 2
     recipe["save_total_limit"] = 9
     recipe["tracking"] = {"tensorboard": True}
     done = training["train"](recipe, folder, *options, ranks=ranks)

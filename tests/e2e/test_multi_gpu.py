@@ -53,7 +53,7 @@ def test_two_gpus_resume_bit_exactly(
     tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int
 ) -> None:
     run = tmp_path / "run"
-    recipe = recipe_of(tiny_data, run, precision, zero_stage, max_steps=8, save_every_steps=4)
+    recipe = recipe_of(tiny_data, run, precision, zero_stage, max_steps=8, save_steps=4)
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     whole = losses(run)
@@ -75,7 +75,7 @@ def test_another_number_of_gpus_and_another_stage_go_on(
     run = tmp_path / "run"
 
     def part(ranks: int, zero_stage: int, *options: str) -> Any:
-        steps = {"max_steps": 8, "save_every_steps": 4}
+        steps = {"max_steps": 8, "save_steps": 4}
         recipe = recipe_of(tiny_data, run, "coat", zero_stage, **steps)
         done = train(recipe, tmp_path, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]

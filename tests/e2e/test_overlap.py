@@ -104,7 +104,7 @@ def check_same(run: Path, other: Path) -> None:
 def test_they_train_and_log_the_same(train: Any, micro_batch_size: int, master_weights: str):
     """Also with checkpoints, validations and measurements of FP8 between them."""
     stage = {
-        "max_steps": 12, "save_every_steps": 4, "eval_every_steps": 6,
+        "max_steps": 12, "save_steps": 4, "eval_steps": 6,
         "micro_batch_size": micro_batch_size,
     }  # fmt: skip
     keys = {"master_weights": master_weights, "monitor": {"every": 10}}
@@ -123,7 +123,7 @@ def test_they_train_and_log_the_same(train: Any, micro_batch_size: int, master_w
 def test_a_rollback_leaves_no_trace_of_the_step_after(train: Any, micro_batch_size: int) -> None:
     lrs = {"train": True, "lr": 2e-2}  # noisy
     stage = {
-        "val_data": [], "max_steps": 30, "save_every_steps": 3, "schedule": "constant",
+        "val_data": [], "max_steps": 30, "save_steps": 3, "lr_scheduler_type": "constant",
         "micro_batch_size": micro_batch_size, "vision": lrs, "projector": lrs, "language": lrs,
     }  # fmt: skip
     keys = {"divergence": {**NOISY, "action": "rollback"}, "save_total_limit": 50}
@@ -142,7 +142,7 @@ def test_stop_ends_the_run_in_the_row_of_the_spike(
     train: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next step, which was launched, is not logged."""
-    stage = {"val_data": [], "max_steps": 40, "save_every_steps": 7, "schedule": "constant"}
+    stage = {"val_data": [], "max_steps": 40, "save_steps": 7, "lr_scheduler_type": "constant"}
     errors = []
     for overlaps in (False, True):
         status, run, calls = train(overlaps, stage=stage, divergence={**NOISY, "action": "stop"})
@@ -179,7 +179,7 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
             history.append((*before, *copies()))
 
     monkeypatch.setattr(TrainStep, "_update", spoiled)
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0, "max_skipped_steps": allowed}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": 0, "max_skipped_steps": allowed}
     status, run, _ = train(True, stage=stage, master_weights="low_bits")
     before, count, after, count_after = history[4]  # step 5
     assert before.equal(after)
@@ -210,7 +210,7 @@ def test_bad_gradients_are_found_before_the_step_is_measured(
         return clip(self)
 
     monkeypatch.setattr(TrainStep, "_clip", spoiled)
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
     status, run, _ = train(True, stage=stage, monitor={"every": 5})
     assert status == 2
     assert "step 5: gradients are NaN" in capsys.readouterr().err
@@ -233,7 +233,7 @@ def test_an_error_in_the_next_step_loses_no_row(
         return function(*words)
 
     monkeypatch.setattr(owner, method, failing)
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0, "micro_batch_size": 8}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": 0, "micro_batch_size": 8}
     status, run, calls = train(True, stage=stage)
     assert status == 2
     end = [(5, "unread"), (6, "raised")]
@@ -243,7 +243,7 @@ def test_an_error_in_the_next_step_loses_no_row(
 
 def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its results are read first, and a resumed run ends as one without a signal."""
-    stage = {"max_steps": 9, "val_data": [], "save_every_steps": 0}
+    stage = {"max_steps": 9, "val_data": [], "save_steps": 0}
     _, waiting, _ = train(False, stage=stage)
     loss, sent = TrainStep.loss, []
 
@@ -280,13 +280,13 @@ def slow_down_loading(monkeypatch: pytest.MonkeyPatch, step: int, seconds: float
     monkeypatch.setattr(SIGNALS, "wait", slow)
 
 
-@pytest.mark.parametrize(("save_every_steps", "late"), [(0, 4), (4, 5)])
+@pytest.mark.parametrize(("save_steps", "late"), [(0, 4), (4, 5)])
 def test_waiting_for_data_is_in_the_time_of_a_step(
-    train: Any, monkeypatch: pytest.MonkeyPatch, save_every_steps: int, late: int
+    train: Any, monkeypatch: pytest.MonkeyPatch, save_steps: int, late: int
 ) -> None:
     """The step that overlaps with the wait has it, or else the one whose micro-batches come."""
     slow_down_loading(monkeypatch, 5, 3.0)
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": save_every_steps}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": save_steps}
     begun = time.perf_counter()
     _, run, _ = train(True, stage=stage)
     duration = time.perf_counter() - begun
@@ -310,7 +310,7 @@ def test_the_step_whose_time_has_a_capture_says_so(
         return loss(self, *words)
 
     monkeypatch.setattr(TrainStep, "loss", capturing)
-    _, run, _ = train(True, stage={"max_steps": 8, "val_data": [], "save_every_steps": 0})
+    _, run, _ = train(True, stage={"max_steps": 8, "val_data": [], "save_steps": 0})
     rows = training["steps"](run)
     assert [row["step"] for row in rows if row["step_s"] >= 2.5] == [4]
     assert [row["step"] for row in rows if row.get("captured")] == [4]
@@ -323,7 +323,7 @@ def test_the_step_whose_time_has_a_capture_says_so(
 def test_the_loop_waits_for_steps_after_which_it_does_something(
     validation: list[str], expected: list[int]
 ) -> None:
-    stage = SimpleNamespace(save_every_steps=4, eval_every_steps=6)
+    stage = SimpleNamespace(save_steps=4, eval_steps=6)
     step: Any = SimpleNamespace(stage=stage, total_steps=13)
     fields: dict[str, Any] = dict.fromkeys(
         ("save", "finish_save", "roll_back", "log_every_steps", "heartbeat")
@@ -368,14 +368,14 @@ class Moment:
         return 20.0
 
 
-@pytest.mark.parametrize(("save_every_steps", "late"), [(0, []), (4, [5])])
+@pytest.mark.parametrize(("save_steps", "late"), [(0, []), (4, [5])])
 def test_a_wait_while_the_gpu_works_is_no_wait(
-    train: Any, monkeypatch: pytest.MonkeyPatch, save_every_steps: int, late: list[int]
+    train: Any, monkeypatch: pytest.MonkeyPatch, save_steps: int, late: list[int]
 ) -> None:
     """Unless the step before was read: then the GPU has nothing to do."""
     slow_down_loading(monkeypatch, 5, 3.0)
     monkeypatch.setattr(step_module, "_record_event", lambda _: Moment())
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": save_every_steps}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": save_steps}
     _, run, _ = train(True, stage=stage)
     assert [row["step"] for row in training["steps"](run) if row["data_wait_s"] >= 2.5] == late
 
@@ -384,7 +384,7 @@ def test_a_wait_while_the_gpu_works_is_no_wait(
 def test_a_gpu_overlaps_steps_by_default(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the losses of steps that wait, and measures a wait for data in which it was idle."""
     model = training["no_dropout"](training["tiny_recipe"](Path(), Path()))["model"]
-    stage = {"max_steps": 8, "val_data": [], "save_every_steps": 0}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
     status, waiting, calls = train(False, stage=stage, model=model)
     assert (status, calls) == (0, [(step, "read") for step in range(1, 9)])
     slow_down_loading(monkeypatch, 5, 3.0)

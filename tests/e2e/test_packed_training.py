@@ -34,7 +34,7 @@ def step_rows(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed_one_rank")
-    done = train(packed_recipe(tiny_data, folder / "run", save_every_steps=3), folder)
+    done = train(packed_recipe(tiny_data, folder / "run", save_steps=3), folder)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rows of 192 tokens" in done.stderr + done.stdout
     assert "images in a row" in done.stderr + done.stdout

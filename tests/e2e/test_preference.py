@@ -61,8 +61,8 @@ def make_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     sft.update(data=sources["rows"], val_data=[], batch_size=2, max_steps=1, weight_decay=0.0)
     recipe["stages"]["dpo"] = {
         **sft, "data": sources["pairs"], "val_data": sources["pairs"], "dpo": {"beta": BETA},
-        "batch_size": 6, "micro_batch_size": 3, "max_steps": STEPS, "save_every_steps": 6,
-        "schedule": "constant", "warmup_ratio": 0.0,
+        "batch_size": 6, "micro_batch_size": 3, "max_steps": STEPS, "save_steps": 6,
+        "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
     }  # fmt: skip
     return recipe
 
@@ -205,7 +205,7 @@ def test_adapters_in_fp8_on_two_ranks(data: Path, tmp_path: Path) -> None:
     recipe["stages"]["sft"]["micro_batch_size"] = 1
     recipe["stages"]["dpo"].update(
         vision={"train": False}, gradient_checkpointing=True, val_data=[], micro_batch_size=1,
-        lora={"rank": 4, "alpha": 8, "dropout": 0.0}, save_every_steps=0, max_steps=6,
+        lora={"rank": 4, "alpha": 8, "dropout": 0.0}, save_steps=0, max_steps=6,
     )  # fmt: skip
     train(recipe, tmp_path, ranks=2)
     found = steps(tmp_path / "run")
@@ -221,7 +221,7 @@ def test_published_models(data: Path, tmp_path: Path, family: str) -> None:
     recipe = make_recipe(data, tmp_path / "run")
     recipe["model"] = {"pretrained": str(tmp_path / family), "max_length": 1024}
     del recipe["stages"]["sft"]
-    recipe["stages"]["dpo"].update(max_steps=3, val_data=[], save_every_steps=0)
+    recipe["stages"]["dpo"].update(max_steps=3, val_data=[], save_steps=0)
     train(recipe, tmp_path)
     found = steps(tmp_path / "run")
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -17,7 +17,7 @@ training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 def make_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
-    recipe["stages"]["sft"].update(vision={"train": False}, max_steps=4, save_every_steps=2)
+    recipe["stages"]["sft"].update(vision={"train": False}, max_steps=4, save_steps=2)
     recipe["stages"]["sft"]["lora"] = {"rank": 4, "alpha": 8, "quantize": "nf4"}
     return recipe
 

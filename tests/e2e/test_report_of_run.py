@@ -38,7 +38,7 @@ def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (questions / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tiny_recipe(tiny_data, folder / "run", precision="coat", log_every_steps=6)
-    recipe["stages"]["sft"]["save_every_steps"] = 3
+    recipe["stages"]["sft"]["save_steps"] = 3
     colors = {"task": "short_answer", "path": str(questions), "media_root": str(tiny_data)}
     recipe["eval_sets"] = {"colors": colors}
     path = write_recipe(recipe, folder / "recipe.yaml")

@@ -15,7 +15,7 @@ def test_a_run_from_before_the_default_changed_is_told_what_to_set(
     train, losses = training["train"], training["losses"]
     recipe = training["tiny_recipe"](tiny_data, tmp_path / "run", precision="coat")
     stage = recipe["stages"]["sft"]
-    stage.update(max_steps=4, save_every_steps=2, betas=[0.9, 0.999], val_data=[])
+    stage.update(max_steps=4, save_steps=2, betas=[0.9, 0.999], val_data=[])
     done = train(recipe, tmp_path, "fp8.second_moment=nearest")
     assert done.returncode == 0, done.stderr[-3000:]
     whole = losses(tmp_path / "run")

@@ -22,7 +22,7 @@ def recipe_of(data: Path, run: Path, size: int, **changes: Any) -> Any:
     """A run of 4 steps with 4 attention heads that share 2 key heads."""
     recipe = training["no_dropout"](training["tiny_recipe"](data, run, **changes))
     recipe["model"]["language"]["config"].update(num_attention_heads=4, num_key_value_heads=2)
-    recipe["stages"]["sft"].update(sequence_parallel=size, max_steps=4, save_every_steps=2)
+    recipe["stages"]["sft"].update(sequence_parallel=size, max_steps=4, save_steps=2)
     return recipe
 
 
@@ -144,7 +144,7 @@ def test_checks_before_training(
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["model.attention=eager"], "needs model.attention: sdpa, not eager"),
+        (["model.attn_implementation=eager"], "needs model.attn_implementation: sdpa, not eager"),
         (["model.max_length=1"], "is more than model.max_length=1"),
         (["precision=coat", "fp8.cuda_graphs=true"], "fp8.cuda_graphs: true is not supported with"),
     ],

@@ -338,7 +338,7 @@ def test_two_coat_ranks_resume_bit_exactly(
     tiny_data: Path, tmp_path: Path, sharding: dict[str, Any]
 ) -> None:
     recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", **sharding)
-    recipe["stages"]["sft"].update(max_steps=8, save_every_steps=4)
+    recipe["stages"]["sft"].update(max_steps=8, save_steps=4)
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     whole = losses(tmp_path / "run")
@@ -422,7 +422,7 @@ def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_data, tmp_path / "run")
-    recipe["stages"]["sft"].update(max_steps=2, save_every_steps=1)
+    recipe["stages"]["sft"].update(max_steps=2, save_steps=1)
     assert train(recipe, tmp_path).returncode == 0
     checkpoints = tmp_path / "run" / "sft" / "checkpoints"
     before = find_latest_checkpoint(checkpoints)

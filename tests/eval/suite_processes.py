@@ -18,7 +18,7 @@ import torch
 
 from coat_cli.main import main
 from coat_eval import runner  # noqa: F401 - imported before the forks
-from coat_eval.coat_adapter import CoatAdapter
+from coat_eval.own_model import CoatAdapter
 
 SLOW_S = 0.05
 PATIENCE_S = 120.0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from coat_cli.main import main
-from coat_eval.adapted_model import name_adapters
+from coat_eval.lora_model import name_adapters
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert
 from coat_vlm.model.adapter_folder import merged_adapter

@@ -20,8 +20,8 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_eval.compare_models import compare_items, compute_headline_metrics, format_differences
-from coat_eval.report import score_official, score_set
 from coat_eval.scored_set import read_sets
+from coat_eval.scoring import score_official, score_set
 from coat_eval.significance import (
     RatioMetric,
     bootstrap_intervals,

@@ -13,7 +13,7 @@ import pytest
 from coat_data.sample import DataError
 from coat_eval.benchmark import Prompt, PromptOptions, Settings
 from coat_eval.data_folder import DataFolder
-from coat_eval.report import format_headline, score_official
+from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 from coat_eval.tasks.chartqa import is_relaxed_match
 from coat_eval.tasks.docvqa import compute_anls, compute_distance

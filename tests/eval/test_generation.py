@@ -11,9 +11,9 @@ import torch
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import DataError, Media
 from coat_eval.benchmark import Prompt
-from coat_eval.coat_adapter import CoatAdapter
 from coat_eval.data_folder import MediaFile, ParquetImage
 from coat_eval.generation import Generation, answer_all, make_batches, merge, resume, select_device
+from coat_eval.own_model import CoatAdapter
 from coat_eval.runner import load_adapter
 from coat_vlm.distributed import World
 

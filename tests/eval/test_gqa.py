@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coat_eval.benchmark import Settings
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 GQA = get_benchmark("gqa")

@@ -18,7 +18,7 @@ from PIL import Image as PilImage
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.benchmark import Settings
 from coat_eval.harness_model import HarnessModel, make_sample, read_generation
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 from coat_vlm.generate import generate, load
 

@@ -17,7 +17,7 @@ from coat_data.sample import DataError
 from coat_eval import judge as judge_module
 from coat_eval.compare_models import compare_items
 from coat_eval.judge import HttpJudge, Judge, LocalJudge, make_judge
-from coat_eval.report import format_headline, score_official
+from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 from coat_eval.text import load_language_model
 

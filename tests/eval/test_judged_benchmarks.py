@@ -15,7 +15,7 @@ from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.benchmark import Prompt, PromptOptions, Settings
 from coat_eval.data_folder import DataFolder
-from coat_eval.report import SAVED_VERDICTS, format_headline, score_official
+from coat_eval.scoring import SAVED_VERDICTS, format_headline, score_official
 from coat_eval.tasks import get_benchmark, mathvision
 from coat_eval.tasks.mathvision import extract_answer, is_equal, is_same_text
 

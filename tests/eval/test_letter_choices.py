@@ -22,8 +22,8 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import Prompt, PromptOptions, Settings
 from coat_eval.data_folder import DataFolder
 from coat_eval.extract import infer_letter, infer_letter_c03bc048
-from coat_eval.report import RULE_ONLY, format_headline, score_official
 from coat_eval.runner import make_eval_task
+from coat_eval.scoring import RULE_ONLY, format_headline, score_official
 from coat_eval.tasks import get_benchmark
 
 LETTER = "Answer with the option's letter from the given choices directly."

@@ -10,8 +10,8 @@ import torch
 from coat_cli.main import main
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.benchmark import IMAGE_LINE, Prompt, prompt_sample
-from coat_eval.coat_adapter import CoatAdapter
 from coat_eval.generation import Generation, answer_all
+from coat_eval.own_model import CoatAdapter
 from coat_eval.runner import load_adapter
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm

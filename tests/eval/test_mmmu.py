@@ -8,7 +8,7 @@ import pytest
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 from coat_eval.tasks.mmmu import DOMAINS, SUBJECTS, is_open_correct, parse_choice, parse_open_values
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coat_eval.benchmark import Settings
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 DATA = os.environ.get("COAT_EVAL_DATA")

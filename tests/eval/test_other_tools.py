@@ -10,7 +10,7 @@ import pytest
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.files import read_table
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 GQA = {

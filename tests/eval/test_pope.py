@@ -7,7 +7,7 @@ import pytest
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 POPE = get_benchmark("pope")

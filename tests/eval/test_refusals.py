@@ -9,7 +9,7 @@ import pytest
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_data.saved_files import hash_file
-from coat_eval.report import score_official, score_set
+from coat_eval.scoring import score_official, score_set
 from coat_eval.tasks import get_benchmark, get_task
 
 OBJECTS = {"popular": ("cup", "person"), "adversarial": ("cup", "fork")}

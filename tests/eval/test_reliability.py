@@ -12,7 +12,7 @@ from coat_eval.benchmark import UPSTREAM, Question, Settings
 from coat_eval.extract import infer_letter
 from coat_eval.ratios import compute_standard_error
 from coat_eval.reliability import get_official_size
-from coat_eval.report import format_headline, score_official
+from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 
 

@@ -11,8 +11,8 @@ from test_compare_items import ANSWERS, pope_report
 
 from coat_cli.main import main
 from coat_eval.compare_models import compare_items, format_differences
-from coat_eval.report import score_official
 from coat_eval.results_page import Result, build_results
+from coat_eval.scoring import score_official
 from coat_eval.significance import (
     compare_proportions,
     compute_binomial_error,

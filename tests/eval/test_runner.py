@@ -12,10 +12,10 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Sample
-from coat_eval import coat_adapter, runner
-from coat_eval.coat_adapter import CoatAdapter
+from coat_eval import own_model, runner
 from coat_eval.files import folder_sha256
 from coat_eval.generation import Generation
+from coat_eval.own_model import CoatAdapter
 from coat_eval.runner import EvalTask, evaluate_run, format_table, run_benchmark
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
@@ -62,8 +62,8 @@ class FirstTexts:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(coat_adapter, "generate_batch", script.answer)
-    monkeypatch.setattr(coat_adapter, "PromptEncoder", FirstTexts)
+    monkeypatch.setattr(own_model, "generate_batch", script.answer)
+    monkeypatch.setattr(own_model, "PromptEncoder", FirstTexts)
     return script
 
 
@@ -102,7 +102,7 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
         loaded.append((device.type, options["precision"]))
         return script, None
 
-    monkeypatch.setattr(coat_adapter, "load", load)
+    monkeypatch.setattr(own_model, "load", load)
     places = ["--model", str(folder / "model"), "--data", str(folder / "set")]
     words = ["eval", "--task", "yes_no", *places, "--out", str(folder / "out")]
     words += ["--device", "cpu"]
@@ -242,7 +242,7 @@ class Unreadable(FirstTexts):
 def test_a_bad_image_is_a_data_error_from_a_worker_too(
     folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ):
-    monkeypatch.setattr(coat_adapter, "PromptEncoder", Unreadable)
+    monkeypatch.setattr(own_model, "PromptEncoder", Unreadable)
     with pytest.raises(DataError, match="the image is truncated") as error:
         go(folder, script, num_workers=num_workers)
     assert error.value.where == "set/questions.jsonl:1"
@@ -291,7 +291,7 @@ def test_a_run_that_meets_its_requirements(run_dir: Path):
 
 def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        coat_adapter, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
+        own_model, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
     )
     (missed,) = evaluate_run(run_dir, QUIET)
     assert missed == "presence: accuracy is 50.00, required 100.00"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval.report import score_set
+from coat_eval.scoring import score_set
 from coat_eval.tasks import get_task
 
 ANSWERS = {"a": "yes", "b": "no", "c": "no"}

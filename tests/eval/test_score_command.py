@@ -14,7 +14,7 @@ from coat_cli.evaluate import OFFICIAL
 from coat_cli.main import main
 from coat_eval.benchmark import PromptOptions
 from coat_eval.data_folder import DataFolder
-from coat_eval.report import SCORER_VERSION, score_official
+from coat_eval.scoring import SCORER_VERSION, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 
 QUESTIONS = {

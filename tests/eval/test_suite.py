@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from coat_cli.main import main
-from coat_eval.coat_adapter import CoatAdapter
+from coat_eval.own_model import CoatAdapter
 
 TASKS = "pope,gqa,vqav2,textvqa,vizwiz,seedbench,mmmu,videomme,videomme_subtitles,textvqa_no_ocr"
 RANKED = "seedbench_likelihood"

@@ -14,7 +14,7 @@ from coat_data.media.video import read_frames
 from coat_data.sample import DataError
 from coat_eval.benchmark import Prompt, PromptOptions
 from coat_eval.data_folder import DataFolder
-from coat_eval.report import format_headline, score_official
+from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import get_benchmark
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coat_data.sample import DataError
 from coat_eval import vqa_text
 from coat_eval.benchmark import Settings
-from coat_eval.report import score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 

@@ -118,7 +118,7 @@ class Setup:
 
     def write(self, data: Path, run_dir: Path) -> Path:
         """Write a recipe that saves every third step and keeps some for good."""
-        stage = {"max_steps": STEPS, "save_every_steps": 3, "micro_batch_size": 1}
+        stage = {"max_steps": STEPS, "save_steps": 3, "micro_batch_size": 1}
         recipe = {
             **tiny_recipe(data, run_dir, **stage),
             "zero_stage": self.zero_stage,

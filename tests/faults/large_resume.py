@@ -64,7 +64,7 @@ def build_recipe(size: str, data: Path) -> Recipe:
     stage = StageConfig(
         data=[SourceConfig(name="captions", path=str(data / "captions.json"))],
         vision=trains, projector=trains, language=trains,
-        batch_size=8, micro_batch_size=2, max_steps=END, save_every_steps=SAVES,
+        batch_size=8, micro_batch_size=2, max_steps=END, save_steps=SAVES,
     )  # fmt: skip
     tokenizer = TokenizerConfig(train_vocab_size=VOCABULARY)
     recipe = Recipe(

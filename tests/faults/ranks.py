@@ -93,7 +93,7 @@ def lose_a_rank(run: dict[str, Any], world: World) -> float:
     """Rank 1 dies when a save begins; returns the seconds that rank 0 needs to end."""
     saver = saver_of(run, world, engine_of(1))
     if world.rank == 1:
-        world.decide(lambda: None)  # what rank 0 sends in the save
+        world.run_on_rank0(lambda: None)  # what rank 0 sends in the save
         os.kill(os.getpid(), signal.SIGKILL)
     saver.save(progress_of(run["step"], world))
     begun = time.monotonic()
@@ -125,7 +125,7 @@ def load_newest(folder: Path, world: World) -> tuple[str | None, float]:
 def damage_each_file(run: dict[str, Any], world: World) -> dict[str, list[Any]]:
     """Damage the files of the newest checkpoint in turn, and load what is found then."""
     newest = Path(run["folder"]) / run["newest"]
-    files = world.decide(lambda: sorted(p for p in newest.rglob("*") if p.is_file()))
+    files = world.run_on_rank0(lambda: sorted(p for p in newest.rglob("*") if p.is_file()))
     results: dict[str, list[Any]] = {}
     for path in files:
         good = path.read_bytes()

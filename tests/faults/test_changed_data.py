@@ -18,7 +18,7 @@ from coat_vlm.train.data_record import (
     describe_contents,
     find_source_changes,
 )
-from coat_vlm.train.sources import open_sources
+from coat_vlm.train.open_sources import open_sources
 
 training = runpy.run_path(str(Path(__file__).parents[1] / "e2e" / "test_training.py"))
 RESUME = ("--resume", "auto")
@@ -147,7 +147,7 @@ def test_remote_shards_are_recorded_by_version(data: Path, tmp_path: Path) -> No
 
 def interrupted(data: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     recipe = training["tiny_recipe"](data, folder / "run", **changes)
-    recipe["stages"]["sft"].update(max_steps=4, save_every_steps=2, val_data=[])
+    recipe["stages"]["sft"].update(max_steps=4, save_steps=2, val_data=[])
     done = training["train"](recipe, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "run/sft/model/manifest.json").unlink()
@@ -193,7 +193,7 @@ def test_packed_rows_continue_with_fewer_samples(data: Path, tmp_path: Path) -> 
     recipe = training["tiny_recipe"](data, tmp_path / "run")
     recipe["model"]["max_length"] = 128
     stage = recipe["stages"]["sft"]
-    stage.update(max_steps=4, save_every_steps=2, val_data=[], packing=True, batch_size=1)
+    stage.update(max_steps=4, save_steps=2, val_data=[], packing=True, batch_size=1)
     stage["micro_batch_size"] = 1
     assert training["train"](recipe, tmp_path).returncode == 0
     (tmp_path / "run/sft/model/manifest.json").unlink()

@@ -100,7 +100,7 @@ def test_early_explosions_and_skipped_steps_are_found() -> None:
 
 def tiny(data: Path, folder: Path, divergence: dict[str, Any] | None = None, **stage: Any) -> Any:
     recipe = training["tiny_recipe"](data, folder / "run", divergence=divergence or {})
-    recipe["stages"]["sft"].update(val_data=[], schedule="constant", save_every_steps=2)
+    recipe["stages"]["sft"].update(val_data=[], lr_scheduler_type="constant", save_steps=2)
     recipe["stages"]["sft"].update(stage)
     return recipe
 
@@ -240,7 +240,7 @@ def test_a_stage_of_skipped_steps_saves_no_model(tiny_data: Path, tmp_path: Path
 def test_a_missing_validation_image_loses_no_step(tiny_data: Path, tmp_path: Path) -> None:
     data = shutil.copytree(tiny_data, tmp_path / "data")
     held_out = shutil.copytree(tiny_data, tmp_path / "val")
-    recipe = tiny(data, tmp_path, max_steps=8, save_every_steps=4, eval_every_steps=4)
+    recipe = tiny(data, tmp_path, max_steps=8, save_steps=4, eval_steps=4)
     recipe["stages"]["sft"]["val_data"] = [{"name": "v", "path": str(held_out / "data.json")}]
     whole = {**recipe, "output_dir": str(tmp_path / "whole")}
     assert training["train"](whole, tmp_path).returncode == 0

@@ -21,8 +21,8 @@ def test_last_every_and_best_of_a_run(text_data: Path, tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
     stage: dict[str, Any] = {
         "max_steps": STEPS,
-        "save_every_steps": SAVES,
-        "eval_every_steps": SAVES,
+        "save_steps": SAVES,
+        "eval_steps": SAVES,
     }
     val_data = [{"name": "other", "path": str(tmp_path / "other.json")}]
     run_dir = tmp_path / "run"

@@ -214,7 +214,7 @@ def test_a_running_run_is_left_alone_by_every_option(
     text_data: Path, start: Start, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_every_steps=50)
+    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_steps=50)
     first = start(train(recipe, tmp_path))
     first.wait_for(lambda: count_steps(run_dir) > 60, "training")
     for options in (["--overwrite"], ["--resume", "auto"], []):
@@ -237,7 +237,7 @@ def test_a_stopped_run_that_wakes_up_writes_nothing(
     text_data: Path, start: Start, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_every_steps=20)
+    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_steps=20)
     first = start(train(recipe, tmp_path))
     first.wait_for(lambda: find_latest_checkpoint(run_dir / "sft/checkpoints"), "a checkpoint")
     first.send(signal.SIGSTOP)

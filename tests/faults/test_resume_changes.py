@@ -32,7 +32,7 @@ RESUME = ("--resume", "auto")
 def interrupted(data: Path, folder: Path, **stage: Any) -> dict[str, Any]:
     """The recipe of a run of 8 steps of which 4 are saved, as if it was killed at the sixth."""
     recipe = training["tiny_recipe"](data, folder / "run")
-    recipe["stages"]["sft"].update(max_steps=8, save_every_steps=4, val_data=[], **stage)
+    recipe["stages"]["sft"].update(max_steps=8, save_steps=4, val_data=[], **stage)
     done = training["train"](recipe, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "run/sft/model/manifest.json").unlink()
@@ -46,13 +46,13 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = interrupted(tiny_data, tmp_path, schedule="constant")
+    recipe = interrupted(tiny_data, tmp_path, lr_scheduler_type="constant")
     before = rows(tmp_path / "run", "step")
     stage = recipe["stages"]["sft"]
     stage["language"] = {"train": True, "lr": 1e-3}
-    stage.update(max_steps=10, min_lr_ratio=0.5, schedule="linear", grad_clip=0.5)
+    stage.update(max_steps=10, min_lr_ratio=0.5, lr_scheduler_type="linear", max_grad_norm=0.5)
     stage["warmup_ratio"] = 0.6  # six steps
-    stage.update(weight_decay=0.5, max_skipped_steps=3, max_bad_samples=2, save_every_steps=3)
+    stage.update(weight_decay=0.5, max_skipped_steps=3, max_bad_samples=2, save_steps=3)
     stage.update(gradient_checkpointing=True, micro_batch_size=4)
     recipe.update(save_total_limit=5, log_every_steps=1, num_workers=1)
     done = training["train"](recipe, tmp_path, *RESUME)
@@ -70,10 +70,13 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     (resume,) = rows(tmp_path / "run", "resume")
     assert resume["step"] == 4
     assert {change.partition(":")[0] for change in resume["changes"]} == {
-        *(f"stages.sft.{key}" for key in ("max_steps", "min_lr_ratio", "schedule", "grad_clip")),
+        *(
+            f"stages.sft.{key}"
+            for key in ("max_steps", "min_lr_ratio", "lr_scheduler_type", "max_grad_norm")
+        ),
         "stages.sft.warmup_ratio",
         *(f"stages.sft.{key}" for key in ("weight_decay", "max_skipped_steps", "language.lr")),
-        *(f"stages.sft.{key}" for key in ("max_bad_samples", "save_every_steps")),
+        *(f"stages.sft.{key}" for key in ("max_bad_samples", "save_steps")),
         *(f"stages.sft.{key}" for key in ("gradient_checkpointing", "micro_batch_size")),
         *("save_total_limit", "log_every_steps", "num_workers"),
     }
@@ -94,7 +97,7 @@ def test_a_tokenizer_of_an_early_version_is_kept(tiny_data: Path, tmp_path: Path
 
 def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path: Path) -> None:
     """In one step at lr, decay w takes lr * w of every matrix more than no decay."""
-    recipe = interrupted(tiny_data, tmp_path, schedule="constant")
+    recipe = interrupted(tiny_data, tmp_path, lr_scheduler_type="constant")
     name = "language_model.model.layers.0.mlp.gate_proj.weight"
     found = []
     for decay in (0.0, 0.5):
@@ -114,7 +117,7 @@ def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path:
 
 def test_a_later_resume_keeps_the_record(tiny_data: Path, tmp_path: Path) -> None:
     recipe = interrupted(tiny_data, tmp_path)
-    recipe["stages"]["sft"]["grad_clip"] = 0.5
+    recipe["stages"]["sft"]["max_grad_norm"] = 0.5
     assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
     run = tmp_path / "run"
     (run / "sft/model/manifest.json").unlink()
@@ -123,7 +126,7 @@ def test_a_later_resume_keeps_the_record(tiny_data: Path, tmp_path: Path) -> Non
     assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
     assert [row["loss"] for row in rows(run, "step")] == whole
     (resume,) = rows(run, "resume")
-    assert resume["changes"] == ["stages.sft.grad_clip: 1.0 -> 0.5"]
+    assert resume["changes"] == ["stages.sft.max_grad_norm: 1.0 -> 0.5"]
 
 
 def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> None:

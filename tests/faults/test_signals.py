@@ -139,9 +139,7 @@ def test_while_one_process_waits_for_data(text_data: Path, start: Start, tmp_pat
 def test_in_validation(zero_stage: int, text_data: Path, start: Start, tmp_path: Path):
     run_dir = tmp_path / "run"
     validation = [{"name": "long", "path": str(text_data / "validation.json")}]
-    recipe = tiny_recipe(
-        text_data, run_dir, max_steps=100_000, val_data=validation, eval_every_steps=3
-    )
+    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, val_data=validation, eval_steps=3)
     run = start(train({**recipe, "zero_stage": zero_stage}, tmp_path))
     run.wait_for(lambda: count_steps(run_dir) == 3, "validation")
     stop(run, signal.SIGUSR1)

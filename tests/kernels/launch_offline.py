@@ -200,7 +200,7 @@ def main(report: Path) -> None:
     found["few registers"] = tried(quantized(matrix))
     quantize.launch = launch.launch
     known = launch._kernels[id(quantize_tensor_kernel)]
-    launch.MOST_COMPILED = len(known.compiled)
+    launch.MAX_COMPILED = len(known.compiled)
     found["one too many"] = tried(quantized(memory[: 33 * 128].view(33, 128)))
     found["kept"] = {"after one too many": len(known.compiled)}
     with_nothing = noted(lambda: quantize_tensor(torch.empty(0, 128)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coat_kernels import reference
-from coat_kernels.cross_entropy import MOST_COLUMNS
+from coat_kernels.cross_entropy import MAX_COLUMNS
 from coat_kernels.formats import E5M2, FORMATS, GROUP_SIZES, pad_length
 from coat_kernels.moment_formats import new_moment
 from coat_kernels.registry import OPS
@@ -257,7 +257,7 @@ def _cross_entropy(i: _Inputs) -> Examples:
     generator = torch.Generator().manual_seed(i.rows)
     examples: Examples = {}
     # Three tiles, the last of them in part; and less than one.
-    for name, columns in (("wide", i.columns + 2 * MOST_COLUMNS), ("narrow", i.columns)):
+    for name, columns in (("wide", i.columns + 2 * MAX_COLUMNS), ("narrow", i.columns)):
         targets = torch.randint(columns, (i.rows,), generator=generator)
         logits = i.normal(i.rows, columns)
         examples[name] = (logits, targets, torch.tensor(37.0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coat_bench.check import assert_same_bits, relative_rms
 from coat_kernels import E5M2, GRADIENT_SCALE, OPS, cross_entropy_, logit_gradient, reference
-from coat_kernels.cross_entropy import MOST_COLUMNS
+from coat_kernels.cross_entropy import MAX_COLUMNS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -30,7 +30,7 @@ def targets_of(rows: int, columns: int) -> Tensor:
 
 
 # One logit, less than a tile, one tile, a tile and one, several and a part.
-WIDTHS = (1, 100, 256, MOST_COLUMNS + 1, 2 * MOST_COLUMNS + 4000)
+WIDTHS = (1, 100, 256, MAX_COLUMNS + 1, 2 * MAX_COLUMNS + 4000)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -83,7 +83,7 @@ def test_large_logits(run: Run, exact_loss: ExactLoss, shift: float) -> None:
     assert relative_rms(gradient, of_logits) < 1e-6
 
 
-@pytest.mark.parametrize("columns", [500, 2 * MOST_COLUMNS + 100])
+@pytest.mark.parametrize("columns", [500, 2 * MAX_COLUMNS + 100])
 def test_tokens_that_are_ruled_out(run: Run, exact_loss: ExactLoss, columns: int) -> None:
     """With -inf for a whole first tile, for all but the target, and for a target."""
     x = logits_of(4, columns)

@@ -16,11 +16,11 @@ from coat_kernels import (
     quantize_gradient,
     quantize_tensor,
 )
-from coat_kernels.low_rank import COLUMNS, LEAST_RANK, MOST_RANK, ROWS
+from coat_kernels.low_rank import COLUMNS, MAX_RANK, MIN_RANK, ROWS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TOKENS = 4 * ROWS + 3
-RANKS, SCALES = [8, MOST_RANK + 16, LEAST_RANK], [0.5, 4.0, -1.0]
+RANKS, SCALES = [8, MAX_RANK + 16, MIN_RANK], [0.5, 4.0, -1.0]
 
 
 def normal(*shape: int) -> Tensor:

@@ -39,9 +39,9 @@ SMALL = DecoderBench(
     batch_size=8,
     steps=30,
     lr=5e-3,
-    eval_every_steps=10,
+    eval_steps=10,
 )
-FEW_STEPS = replace(SMALL, steps=3, eval_every_steps=2)
+FEW_STEPS = replace(SMALL, steps=3, eval_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_master_weights_take_adamws_steps_in_fp32() -> None:
         model(x).square().mean().backward()
         master_weights.step(0.5, SMALL)
         twin(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), SMALL.grad_clip)
+        nn.utils.clip_grad_norm_(twin.parameters(), SMALL.max_grad_norm)
         for group in plain.param_groups:
             group["lr"] = 0.5 * SMALL.lr
         plain.step()
@@ -294,7 +294,7 @@ def test_the_help_tells_each_size_as_it_is_built(capsys: pytest.CaptureFixture[s
 def test_the_size_sets_what_steps_overrides(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SIZES, "100m", replace(FEW_STEPS, steps=4, eval_every_steps=1))
+    monkeypatch.setitem(SIZES, "100m", replace(FEW_STEPS, steps=4, eval_steps=1))
     words = ["bench", "decoder", "--text", str(text), "--size", "100m", "--precisions", "fp32"]
     for more, steps in (([], 4), (["--steps", "2"], 2)):
         assert main([*words, *more]) == 0

@@ -91,7 +91,7 @@ def _recipe(
     vision: Any = None,
     language: Any = None,
     projector: Any = "mlp_downsample",
-    attention: Any = "sdpa",
+    attn_implementation: Any = "sdpa",
     **tower: Any,
 ):
     tower.setdefault("config", vision or _vision())
@@ -99,7 +99,7 @@ def _recipe(
         vision=VisionConfig(**tower),
         language=LanguageConfig(config=language or _language()),
         projector=ProjectorConfig(type=projector),
-        attention=attention,
+        attn_implementation=attn_implementation,
     )
 
 

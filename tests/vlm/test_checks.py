@@ -134,7 +134,7 @@ def test_a_good_recipe_has_no_problems(recipe_path: Path) -> None:
         (["init_from=nowhere"], "init_from='nowhere' is not a folder with a composed model"),
         (["precision=coat", "model.vision.config.hidden_size=36"], "*multiples of 16*"),
         (
-            ["stages.sft.language=null", "stages.sft.lora={targets: [nothing]}",
+            ["stages.sft.language=null", "stages.sft.lora={target_modules: [nothing]}",
              "stages.sft.language={train: true, lr: 1}"],
             "*nothing*",
         ),
@@ -225,7 +225,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two checkpoints a stage and the next one, and a model, of 12 or 4 bytes per parameter."""
-    recipe = load(recipe_path, *(f"stages.{n}.save_every_steps=1" for n in ("align", "sft")))
+    recipe = load(recipe_path, *(f"stages.{n}.save_steps=1" for n in ("align", "sft")))
     for free, is_enough in ((10**9, True), (10**4, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
         problems = check_recipe(recipe).problems

@@ -19,7 +19,7 @@ from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.model.cudnn import avoid_unsafe_cudnn, has_safe_gradients, set_cudnn_attention
 from coat_vlm.model.vision import build_open_clip
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 from coat_vlm.train.step import _name_cudnn
 
 PLAIN = F.scaled_dot_product_attention

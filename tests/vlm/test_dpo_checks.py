@@ -23,9 +23,9 @@ from coat_vlm.model.lora import add_adapters
 from coat_vlm.plan import plan_recipe
 from coat_vlm.train import preference
 from coat_vlm.train.checks import check_recipe
+from coat_vlm.train.model_setup import set_trainable
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.preference import copy_reference, count_pairs
-from coat_vlm.train.prepare import set_trainable
 
 PAIR = {"question": "Which color?", "chosen": "Red.", "rejected": "Blue."}
 ROW = {"question": "Which color?", "answer": "Red."}

@@ -174,7 +174,7 @@ def test_names_are_those_of_published_checkpoints(tiny: Any, tmp_path: Path) -> 
     [
         ({"projector": "mlp_downsample"}, "projector is mlp_downsample.*allowed: mlp2x_gelu"),
         ({"mode": "dynamic"}, "mode is dynamic.*allowed: resize, pad"),
-        ({"language": "gemma2", "attention": "eager"}, "Gemma2ForCausalLM.*soft cap"),
+        ({"language": "gemma2", "attn_implementation": "eager"}, "Gemma2ForCausalLM.*soft cap"),
         ({"open_clip": True}, "coat_open_clip_vision"),
     ],
 )

@@ -25,7 +25,7 @@ from coat_vlm.model.packing import PACKED
 from coat_vlm.model.projector import project_scales
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train import throughput
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 IMAGE = 2  # of tiny_tokenizer
 ROWS, TOKENS = 2, 40
@@ -137,7 +137,7 @@ def test_a_downsampling_projector_pads(tiny: Any) -> None:
 
 
 def text_model(tiny: Any, tokenizer: Any, attention: str = "sdpa", **language: Any) -> CoatVlm:
-    recipe = tiny.recipe(language=tiny.language(**language), attention=attention)
+    recipe = tiny.recipe(language=tiny.language(**language), attn_implementation=attention)
     return build_model(dataclasses.replace(recipe, vision=None), tokenizer)
 
 

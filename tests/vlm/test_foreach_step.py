@@ -37,7 +37,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-def engine_of(grad_clip: float, *, own: bool, coat: bool = False, zero_stage: int = 0) -> Any:
+def engine_of(max_grad_norm: float, *, own: bool, coat: bool = False, zero_stage: int = 0) -> Any:
     model = Layers().bfloat16()
     groups = [
         {"params": [*model.first.parameters()], "weight_decay": 0.1},
@@ -50,7 +50,7 @@ def engine_of(grad_clip: float, *, own: bool, coat: bool = False, zero_stage: in
         config={
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 2,
-            "gradient_clipping": grad_clip,
+            "gradient_clipping": max_grad_norm,
             "zero_optimization": {"stage": zero_stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": True},
@@ -82,14 +82,14 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("coat", [False, True])
-@pytest.mark.parametrize("grad_clip", [0.0, 1.0, 1e6])
-def test_steps_are_those_of_deepspeed(grad_clip: float, coat: bool) -> None:
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0, 1e6])
+def test_steps_are_those_of_deepspeed(max_grad_norm: float, coat: bool) -> None:
     """Without clipping to the last bit; the factor of clipping may differ by its rounding."""
-    theirs, ours = (engine_of(grad_clip, own=own, coat=coat) for own in (False, True))
+    theirs, ours = (engine_of(max_grad_norm, own=own, coat=coat) for own in (False, True))
     expected = steps(theirs, 5)
     assert steps(ours, 5) == pytest.approx(expected, rel=1e-6)
     assert max(expected) > 1  # so that a limit of 1 clips
-    clipped = 0 < grad_clip < max(expected)
+    clipped = 0 < max_grad_norm < max(expected)
     for name, weight in weights(theirs).items():
         there = weights(ours)[name]
         assert not weight.equal(Layers().bfloat16().get_parameter(name)) or name == "unused"

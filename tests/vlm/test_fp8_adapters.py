@@ -27,7 +27,7 @@ from coat_vlm.model.lora import merge, split_adapters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 RANK, SCALE = 4, 3.0
 TRAINS = ModuleTraining(train=True, lr=1e-3)

@@ -23,7 +23,7 @@ from coat_vlm.fp8 import (
     weights,
 )
 from coat_vlm.fp8.convert import back_to_bf16
-from coat_vlm.fp8.graphs import (
+from coat_vlm.fp8.cuda_graphs import (
     EAGER_PASSES,
     MAX_CAPTURED,
     BlockGraphs,
@@ -31,7 +31,7 @@ from coat_vlm.fp8.graphs import (
     find_parameters,
     round_up_packing,
 )
-from coat_vlm.fp8.spare_memory import DECIDED_AFTER
+from coat_vlm.fp8.memory_choices import DECIDED_AFTER
 from coat_vlm.model.packing import PACKED
 
 CUDA = torch.device("cuda")
@@ -317,7 +317,7 @@ def test_auto_measures_eager_passes_and_leaves_what_is_not_captured(
     allocated = iter([1000, 1700, 2000, 3000, 3900])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
     monkeypatch.setattr(graphs, "_can_replay", lambda *_: True)
-    monkeypatch.setattr("coat_vlm.fp8.graphs._shape_key", lambda *_: "shape")
+    monkeypatch.setattr("coat_vlm.fp8.cuda_graphs._shape_key", lambda *_: "shape")
     batches = [torch.arange(rows * 32).view(rows, 32) for rows in (2, 1, 4)]
     for batch in batches:
         model(input_ids=batch, labels=batch, use_cache=False)

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert
-from coat_vlm.model import fp8_output_layer
+from coat_vlm.fp8 import convert, output_layer
+from coat_vlm.fp8.output_layer import Fp8Gradients
 from coat_vlm.model.loss import FP8_GRADIENTS, linear_cross_entropy
 
 WIDTH, VOCABULARY, TOKENS, DIVISOR = 64, 1008, 300, 77.0
@@ -71,10 +71,10 @@ def test_gradients_are_those_of_operands_in_fp8(
     device: str, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One grad-weight GEMM, or several with their own scale of the hidden states."""
-    monkeypatch.setattr(fp8_output_layer, "MOST_TOKENS", most)
+    monkeypatch.setattr(output_layer, "MAX_TOKENS", most)
     layer, hidden, targets = case(device)
     wanted = rounded(layer, hidden, targets)
-    setattr(layer, FP8_GRADIENTS, True)
+    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
     loss, *gradients = relative_errors(results(layer, hidden, targets, tokens), wanted)
     assert loss < 1e-6
     # A probability on a tie of E5M2 may be rounded up or down: 1/4 of one value of thousands.
@@ -91,7 +91,7 @@ def test_the_error_is_that_of_fp8(device: str) -> None:
     exact = F.softmax(logits, -1) - F.one_hot(targets, VOCABULARY)
     exact *= 4 / DIVISOR
     wanted = [exact @ layer.weight.detach().double(), exact.t() @ hidden.detach().double()]
-    setattr(layer, FP8_GRADIENTS, True)
+    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
     errors = relative_errors(results(layer, hidden, targets, 112)[1:], wanted)
     assert all(0.005 < error < 0.08 for error in errors), errors
 
@@ -102,7 +102,7 @@ def test_only_what_is_trained_gets_a_gradient(device: str, trained: str) -> None
     wanted = rounded(layer, hidden, targets)
     layer.weight.requires_grad_(trained == "weight")
     hidden = hidden.detach().requires_grad_(trained == "hidden")
-    setattr(layer, FP8_GRADIENTS, True)
+    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
     (_, gradient) = results(layer, hidden, targets, 112)
     number = 1 if trained == "hidden" else 2
     assert relative_errors([gradient], [wanted[number]])[0] < 3e-3
@@ -110,7 +110,7 @@ def test_only_what_is_trained_gets_a_gradient(device: str, trained: str) -> None
 
 def test_no_supervised_token(device: str) -> None:
     layer, hidden, targets = case(device)
-    setattr(layer, FP8_GRADIENTS, True)
+    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
     hidden = hidden.detach()[:0].requires_grad_()
     loss, *gradients = results(layer, hidden, targets[:0], 112)
     assert loss == 0
@@ -133,14 +133,14 @@ def decoder(vocabulary: int) -> Any:
 def test_conversion_marks_the_output_layer(setting: Any, expected: bool) -> None:
     model = decoder(512)
     report = convert(model, Fp8Config(lm_head=setting))
-    assert vars(model.lm_head).get(FP8_GRADIENTS, False) is expected
+    assert (vars(model.lm_head).get(FP8_GRADIENTS) is Fp8Gradients) is expected
     assert ("lm_head" in report.converted) is (setting != "bf16")
 
 
 def test_conversion_says_why_an_output_layer_is_left() -> None:
     model = decoder(500)
     report = convert(model, Fp8Config())
-    assert vars(model.lm_head)[FP8_GRADIENTS] is False
+    assert vars(model.lm_head)[FP8_GRADIENTS] is None
     assert report.skipped["lm_head"] == "a bias, or sizes that are no multiples of 16"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.fp8 import arithmetic_of, sdpa
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 TRAINS = ModuleTraining(train=True, lr=1e-3)
 STAGE = StageConfig(

@@ -27,7 +27,7 @@ from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.zero import count_sizes
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 RANK, ALPHA = 4, 12
 LORA = LoraTraining(rank=RANK, alpha=ALPHA, dropout=0.0)
@@ -252,7 +252,7 @@ def test_a_model_without_a_tower_saves_its_adapters(tiny: Any, tiny_tokenizer: A
 
 def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
     """The tower has layers of these names, too."""
-    stage = replace(STAGE, lora=replace(LORA, targets=["q_proj", "v_proj"]))
+    stage = replace(STAGE, lora=replace(LORA, target_modules=["q_proj", "v_proj"]))
     model = adapted(tiny, stage)
     assert model.vision_tower is not None
     assert not has_adapters(model.vision_tower)
@@ -380,20 +380,24 @@ def adapted_config(tiny: Any) -> Any:
 def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     with pytest.raises(ValueError, match=r"'qproj' is not a linear layer .* did you mean q_proj"):
-        set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["qproj"])))
+        set_trainable(model, replace(STAGE, lora=LoraTraining(target_modules=["qproj"])))
     with pytest.raises(ValueError, match="'lm_head' is not a linear layer"):
-        set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["lm_head"])))
+        set_trainable(model, replace(STAGE, lora=LoraTraining(target_modules=["lm_head"])))
     assert not has_adapters(model)
     with pytest.raises(ValidationError, match="greater than 0"):
         LoraTraining(rank=0)
-    with pytest.raises(ValueError, match="targets is empty"):
-        LoraTraining(targets=[])
+    with pytest.raises(ValueError, match="target_modules is empty"):
+        LoraTraining(target_modules=[])
     with pytest.raises(ValueError, match="modules is \\['vision', 'vision'\\]"):
         LoraTraining(modules=["vision", "vision"])
     with pytest.raises(ValueError, match=r"lora has no effect with a frozen vision module"):
         replace(STAGE, lora=LoraTraining(modules=["vision"]))
-    part = replace(STAGE, lora=LoraTraining(modules=["language", "projector"], targets=["q_proj"]))
-    with pytest.raises(ValueError, match=r"Projector \(projector\) has none of lora.targets"):
+    part = replace(
+        STAGE, lora=LoraTraining(modules=["language", "projector"], target_modules=["q_proj"])
+    )
+    with pytest.raises(
+        ValueError, match=r"Projector \(projector\) has none of lora.target_modules"
+    ):
         set_trainable(model, part)
     with pytest.raises(ValueError, match="lora has no effect with a frozen language model"):
         replace(STAGE, language=ModuleTraining(train=False))

@@ -53,7 +53,7 @@ def stage_case(world: World, clip: float, accumulation: int, precision: Any = "c
     }
     recipe = dataclasses.replace(
         recipe,
-        stages={"sft": dataclasses.replace(stage, grad_clip=clip, **trained)},
+        stages={"sft": dataclasses.replace(stage, max_grad_norm=clip, **trained)},
         master_weights="low_bits",
     )
     bench = RecipeBench(recipe=recipe, images=2, steps=STEPS, accumulation=accumulation)

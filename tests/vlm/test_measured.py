@@ -18,7 +18,7 @@ from coat_data.sample import Sample
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.train.data import measure_sources
-from coat_vlm.train.sources import open_source
+from coat_vlm.train.open_sources import open_source
 
 _T = TypeVar("_T")
 
@@ -155,7 +155,7 @@ class OtherNode(World):
 
     decided: ClassVar[list[Any]] = []
 
-    def decide(self, function: Callable[[], _T]) -> _T:
+    def run_on_rank0(self, function: Callable[[], _T]) -> _T:
         """What rank 0 has decided."""
         return self.decided.pop(0)
 
@@ -168,15 +168,15 @@ def test_the_main_process_alone_looks_at_the_files(
 ) -> None:
     """Else ranks would disagree on whether to measure, or on what was measured."""
     decided: list[Any] = []
-    decide = World.decide
+    original = World.run_on_rank0
 
     def noted(world: World, function: Callable[[], Any]) -> Any:
-        decided.append(decide(world, function))
+        decided.append(original(world, function))
         return decided[-1]
 
     before = lengths_of(data, "a.json+b.json*2", Counting())
     with monkeypatch.context() as patch:
-        patch.setattr(World, "decide", noted)
+        patch.setattr(World, "run_on_rank0", noted)
         lengths_of(data, "a.json+b.json*2", Counting())
     monkeypatch.setattr(OtherNode, "decided", decided)
     os.utime(data / "b.json", (0, 0))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.model.lora import base_layer
+from coat_vlm.train.model_setup import set_trainable
 from coat_vlm.train.nf4 import Nf4Linear, quantize_frozen_weights
-from coat_vlm.train.prepare import set_trainable
 
 shared = runpy.run_path(str(Path(__file__).with_name("test_lora.py")))
 LORA, STAGE = shared["LORA"], shared["STAGE"]

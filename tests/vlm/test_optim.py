@@ -14,7 +14,7 @@ from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, lr_factor, param_groups
 from coat_vlm.train.engine import build_optimizer
-from coat_vlm.train.prepare import set_trainable
+from coat_vlm.train.model_setup import set_trainable
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_models_that_change_their_logits_keep_them(
     language = tiny.language(family, **settings)
     if family in {"cohere", "granite"}:
         del language["head_dim"]
-    model = tiny.model(language=language, attention="eager")
+    model = tiny.model(language=language, attn_implementation="eager")
     if change is not None:
         model.language_model = wrapped(model.language_model, change)
     assert "a soft cap, a scale" in str(why_logits_are_needed(model.language_model))

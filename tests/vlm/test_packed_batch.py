@@ -11,7 +11,7 @@ from coat_data.load.encode import EncodedSample
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model.packing import PACKED
-from coat_vlm.train.prepare import avoids_padding, prepare_model
+from coat_vlm.train.model_setup import avoids_padding, prepare_model
 from coat_vlm.train.throughput import count_supervised_tokens
 
 
@@ -113,7 +113,7 @@ def test_rows_that_would_be_padded_much_are_packed(
         ("stages.sft.packing=true", False),
         ("stages.sft.sequence_parallel=4", False),
         ("stages.sft.micro_batch_size=1", False),
-        ("model.attention=eager", False),
+        ("model.attn_implementation=eager", False),
         ("fp8={cuda_graphs: true}", False),
         ("fp8={cuda_graphs: auto}", True),
     ],

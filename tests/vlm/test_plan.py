@@ -20,7 +20,7 @@ from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import StagePlan
 from coat_vlm.plan.table import advice
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
-from coat_vlm.train.prepare import build_planned_model
+from coat_vlm.train.model_setup import build_planned_model
 
 META = torch.device("meta")
 TEXT = """\

@@ -20,7 +20,7 @@ from coat_vlm.plan.activations import (
     trace,
     use_flash_attention,
 )
-from coat_vlm.train.prepare import set_train_mode, set_trainable
+from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 LAYER_ROWS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "layer.csv"
 PRECISIONS: list[BlockPrecision] = ["bf16", "fp8_linear", "coat", "coat_lean"]

@@ -46,11 +46,11 @@ def test_overrides_and_variables(recipe_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["keep_every_steps=4", "stages.sft.save_every_steps=4"], ""),
-        (["keep_every_steps=600", "stages.sft.save_every_steps=200"], ""),  # a short test run
-        (["keep_best=v", "stages.sft.save_every_steps=4", "stages.sft.eval_every_steps=2"], ""),
-        (["keep_best=v", "stages.sft.save_every_steps=2"], "eval_every_steps of a stage that"),
-        (["keep_best=v", "stages.sft.eval_every_steps=2"], "eval_every_steps of a stage that"),
+        (["keep_every_steps=4", "stages.sft.save_steps=4"], ""),
+        (["keep_every_steps=600", "stages.sft.save_steps=200"], ""),  # a short test run
+        (["keep_best=v", "stages.sft.save_steps=4", "stages.sft.eval_steps=2"], ""),
+        (["keep_best=v", "stages.sft.save_steps=2"], "eval_steps of a stage that"),
+        (["keep_best=v", "stages.sft.eval_steps=2"], "eval_steps of a stage that"),
     ],
 )
 def test_checkpoints_that_are_kept_exist(
@@ -106,7 +106,7 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("stages.sft.vision.lr=1", "stages.sft.vision.train: this key is missing"),
         ("stages.sft.vision={train: false, lr: 1}", "has no effect because train is false"),
         ("stages.sft.max_steps=null", "exactly one of epochs or max_steps"),
-        ("stages.sft.eval_every_steps=2", "no effect without val_data"),
+        ("stages.sft.eval_steps=2", "no effect without val_data"),
         ("stages.sft.batch_size=-8", "stages.sft.batch_size: input should be greater than 0"),
         ("stages.sft.data.4.path=x", "expected an index below 1, got '4'"),
         ("seed", "expected key=value"),
@@ -209,8 +209,12 @@ def test_published_settings(
     training = recipe.stages[stage]
     assert tuple(training.module(module).lr for module in MODULES) == rates
     assert (training.batch_size, recipe.model.max_length) == (batch, length)
-    assert (training.epochs, training.schedule, training.warmup_ratio) == (1, "cosine", 0.03)
-    assert (training.weight_decay, training.betas, training.grad_clip) == (0, (0.9, 0.999), 1)
+    assert (training.epochs, training.lr_scheduler_type, training.warmup_ratio) == (
+        1,
+        "cosine",
+        0.03,
+    )
+    assert (training.weight_decay, training.betas, training.max_grad_norm) == (0, (0.9, 0.999), 1)
     assert recipe.model.image.mode == mode
     assert projector in recipe.model.projector.type
     assert recipe.model.vision is not None
@@ -227,7 +231,7 @@ def test_llm_pretrain_has_llama_2s_settings() -> None:
     assert (recipe.model.max_length, stage.batch_size * recipe.model.max_length) == (2048, 2**22)
     assert tuple(stage.module(module).lr for module in MODULES) == (None, None, 3e-4)
     assert (stage.betas, stage.eps, stage.weight_decay) == ((0.9, 0.95), 1e-5, 0.1)
-    assert (stage.schedule, stage.min_lr_ratio, stage.grad_clip) == ("cosine", 0.1, 1)
+    assert (stage.lr_scheduler_type, stage.min_lr_ratio, stage.max_grad_norm) == ("cosine", 0.1, 1)
 
 
 @pytest.mark.usefixtures("folders")

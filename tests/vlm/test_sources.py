@@ -20,7 +20,7 @@ from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import open_data
-from coat_vlm.train.sources import access_of, open_source, open_sources
+from coat_vlm.train.open_sources import access_of, open_source, open_sources
 from coat_vlm.train.tracking import rewind
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -12,7 +12,7 @@ from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.config.stage import DpoTraining
 from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks, weights
-from coat_vlm.fp8.spare_memory import (
+from coat_vlm.fp8.memory_choices import (
     FLOPS_PER_S,
     HIDDEN,
     HIDDEN_AT_ONCE,
@@ -23,7 +23,7 @@ from coat_vlm.fp8.spare_memory import (
 )
 from coat_vlm.plan.stage import find_vocab_size
 from coat_vlm.train.engine import choose_graphs
-from coat_vlm.train.prepare import build_planned_model
+from coat_vlm.train.model_setup import build_planned_model
 
 CPU = torch.device("cpu")
 INFINITE = float("inf")

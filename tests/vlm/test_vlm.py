@@ -255,7 +255,7 @@ def test_targets_may_be_shifted_already(model, images, skip_logits):
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_tower_and_language_model_have_the_same_attention(tiny, kind):
-    model = tiny.model(attention=kind)
+    model = tiny.model(attn_implementation=kind)
     parts = (model.vision_tower.model, model.language_model)
     assert [part.config._attn_implementation for part in parts] == [kind] * 2
     other = {"sdpa": "eager", "eager": "sdpa"}[kind]
@@ -289,12 +289,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(training, images):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_attention_implementation_reaches_all_parts(tiny, images, attention):
-    model = tiny.model(attention=attention)
+    model = tiny.model(attn_implementation=attention)
     for part in (model, model.vision_tower.model, model.language_model):
         assert part.config._attn_implementation == attention
     ids = sequence(5, IMAGE, 6, IMAGE, 7)
     with torch.no_grad():
-        wanted = tiny.model(attention="sdpa")(ids, pixel_values=images).logits
+        wanted = tiny.model(attn_implementation="sdpa")(ids, pixel_values=images).logits
         torch.testing.assert_close(model(ids, pixel_values=images).logits, wanted)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from coat_data.sample import DataError
 
-_MOST_OPEN = 64
+_MAX_OPEN = 64
 """Maximum number of open files of a source per process."""
 
 
@@ -119,7 +119,7 @@ class _Index(NamedTuple):
 
 _SCANNED: dict[tuple[type, Path, tuple[int, int]], _Index] = {}
 """Indices of the files that this process has scanned, by kind of file, path and state."""
-_MOST_REMEMBERED = 1 << 24
+_MAX_REMEMBERED = 1 << 24
 """Rows in :data:`_SCANNED` above which it is emptied; 256 MiB."""
 
 
@@ -144,7 +144,7 @@ class IndexedFiles(Rows):
         self.media_root = self.files[0].parent
         self._states = [_state(path) for path in self.files]
         self._descriptors: dict[int, tuple[int, int]] = {}
-        if sum(len(one.starts) for one in _SCANNED.values()) > _MOST_REMEMBERED:
+        if sum(len(one.starts) for one in _SCANNED.values()) > _MAX_REMEMBERED:
             _SCANNED.clear()
         found = [self._index(*one) for one in zip(self.files, self._states, strict=True)]
         self.damage = next((one.damage for one in found if one.damage is not None), self.damage)
@@ -215,7 +215,7 @@ class IndexedFiles(Rows):
     def _open(self, number: int) -> int:
         process, descriptor = self._descriptors.get(number, (0, -1))
         if process != os.getpid():
-            if len(self._descriptors) >= _MOST_OPEN:
+            if len(self._descriptors) >= _MAX_OPEN:
                 self._close()
             descriptor = os.open(self.files[number], os.O_RDONLY)
             self._descriptors[number] = (os.getpid(), descriptor)

@@ -21,7 +21,7 @@ _HEADER_TYPES = (
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )  # fmt: skip
-_MOST_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 
 _DAMAGE = (tarfile.TarError, EOFError, UnicodeError)
 
@@ -32,7 +32,7 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
         header = super().frombuf(buf, encoding, errors)
-        if header.type in _HEADER_TYPES and header.size > _MOST_HEADER_BYTES:
+        if header.type in _HEADER_TYPES and header.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {header.size} bytes")
         return header
 

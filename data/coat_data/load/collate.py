@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 
-MOST_PADDING = 0.1
+MAX_PADDING = 0.1
 """Part of a micro-batch that may be padding. Packed sequences use flash attention, with which a
 step at 8B takes 8% more time than with cuDNN's for padded rows (docs/lab/2026-11.md)."""
 
@@ -159,13 +159,13 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 
 
 def collate_unpadded(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
-    """Collate ``samples`` as one packed row if more than ``MOST_PADDING`` would be padding.
+    """Collate ``samples`` as one packed row if more than ``MAX_PADDING`` would be padding.
 
     Otherwise as padded rows. The loss is the same; VILA's ``repack_multimodal_data`` does so, too.
     Arguments as in :func:`collate_packed`.
     """
     lengths = [len(sample.input_ids) for sample in samples]
-    if sum(lengths) < (1 - MOST_PADDING) * len(lengths) * max(lengths, default=0):
+    if sum(lengths) < (1 - MAX_PADDING) * len(lengths) * max(lengths, default=0):
         return collate_packed(samples, pad_token_id=pad_token_id, align=align)
     return collate(samples, pad_token_id=pad_token_id)
 

@@ -34,7 +34,7 @@ ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
 Augment = Literal["none", "crop_flip"]
 
 _STRIP_PIXELS = 1 << 20
-_MOST_SIDE = 65_535
+_MAX_SIDE = 65_535
 """Maximum side of an image in pixels, as of JPEG: resizing a line of millions of pixels to a square
 takes a buffer of as many rows."""
 
@@ -254,10 +254,10 @@ def _check_size(image: Image.Image, where: str) -> None:
     if limit is not None and image.width * image.height > limit:
         found = f"{image.width} x {image.height} pixels, and the limit is {limit}"
         raise _too_large(where, found)
-    if max(image.size) > _MOST_SIDE:
+    if max(image.size) > _MAX_SIDE:
         raise DataError(
             where,
-            f"the image has {image.width} x {image.height} pixels; a side has at most {_MOST_SIDE}",
+            f"the image has {image.width} x {image.height} pixels; a side has at most {_MAX_SIDE}",
             "scale the image down, or remove the row",
         )
 

@@ -26,7 +26,7 @@ LONGEST_SIDE = 320
 """Pixels; larger pictures are scaled down."""
 FRAMES_SHOWN = 8
 """Frames of a video without an encoder."""
-_MOST_PICTURES = 64
+_MAX_PICTURES = 64
 """Maximum pictures of one sample; the number of the others is written."""
 _NEWLINE = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
 """Shown for a newline, which may be a token of its own."""
@@ -152,9 +152,9 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
         where = "" if error.where == card.where else error.where.removeprefix(f"{card.where}: ")
         card.problem = f"{where}: {error.problem}" if where else error.problem
         card.remedy = error.remedy
-    hidden = len(card.pictures) - _MOST_PICTURES
+    hidden = len(card.pictures) - _MAX_PICTURES
     if hidden > 0:
-        card.pictures = card.pictures[:_MOST_PICTURES]
+        card.pictures = card.pictures[:_MAX_PICTURES]
         card.facts.append(f"{hidden} more pictures")
     return card
 

@@ -10,7 +10,7 @@ from coat_data.sample import DataError
 SHOWN = 3
 """Rows with equal problems that are printed in full."""
 
-_MOST_RANGES = 8
+_MAX_RANGES = 8
 _WHERE = re.compile(r"(?P<file>.*?):(?P<row>\d+)(?::\s.*)?$", re.DOTALL)
 _OWN = re.compile(r"'[^']*'|\d+")
 """What differs between equal problems: quoted names, and numbers."""
@@ -81,5 +81,5 @@ def _format_ranges(rows: Sequence[int]) -> str:
             ranges[-1][1] = row
         else:
             ranges.append([row, row])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MOST_RANGES]]
-    return ", ".join([*words, *(["..."] if len(ranges) > _MOST_RANGES else [])])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
+    return ", ".join([*words, *(["..."] if len(ranges) > _MAX_RANGES else [])])

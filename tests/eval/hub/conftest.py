@@ -32,7 +32,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from coat_eval.hub_adapter import HubAdapter
+from coat_eval.hub_model import HubAdapter
 from coat_eval.runner import load_adapter
 
 SPECIAL = [

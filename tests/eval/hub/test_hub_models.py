@@ -15,7 +15,7 @@ from PIL import Image
 from coat_cli.main import main
 from coat_data.sample import DataError, Media
 from coat_eval.benchmark import prompt_sample
-from coat_eval.hub_adapter import HubAdapter
+from coat_eval.hub_model import HubAdapter
 
 Load = Callable[[Path], HubAdapter]
 

@@ -12,7 +12,7 @@ from coat_cli.main import main
 from coat_data.media.video import read_frames
 from coat_data.sample import Media
 from coat_eval.benchmark import prompt_sample
-from coat_eval.hub_adapter import HubAdapter, HubEncoder
+from coat_eval.hub_model import HubAdapter, HubEncoder
 
 Load = Callable[[Path], HubAdapter]
 

@@ -12,7 +12,7 @@ Tensors saved for backward are statically allocated, in the same memory for all 
 tensors share memory. So a captured model occupies the peak memory of its activations during the
 optimizer's step, too. Weights are quantized in every replay.
 
-With ``fp8.cuda_graphs: auto`` all passes run eagerly until :mod:`coat_vlm.fp8.spare_memory` has
+With ``fp8.cuda_graphs: auto`` all passes run eagerly until :mod:`coat_vlm.fp8.memory_choices` has
 chosen the rows of blocks for which the GPU waits.
 
 Packed rows (:mod:`coat_vlm.model.packing`) hold different numbers of sequences: their bounds are

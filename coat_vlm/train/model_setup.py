@@ -118,7 +118,7 @@ def avoids_padding(
         and stage.sequence_parallel == 1
         and not graphs
         and isinstance(model, CoatVlm)
-        and recipe.model.attention == "sdpa"
+        and recipe.model.attn_implementation == "sdpa"
         and model.language_model.config.model_type in _UNPADDED
     )
 
@@ -152,7 +152,7 @@ def prepare_model(
     if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows
         check_sequence_parallel(model.language_model, stage.sequence_parallel)
         packed = packed or stage.packing is not None or stage.sequence_parallel > 1
-        if packed and recipe.model.attention == "sdpa":
+        if packed and recipe.model.attn_implementation == "sdpa":
             model.language_model.set_attn_implementation(PACKED)
     return arithmetic.apply(model)
 
@@ -201,7 +201,7 @@ def build_planned_model(
     pretrained = recipe.model.pretrained
     if recipe.init_from is not None:
         start = check_start(recipe, recipe.init_from)
-        frame = create_meta_copy(start, arithmetic.dtype, recipe.model.attention)
+        frame = create_meta_copy(start, arithmetic.dtype, recipe.model.attn_implementation)
     elif pretrained is not None:
         _, config = find_family("model.pretrained", pretrained)
         frame = create_meta_family_model(config, arithmetic.dtype)

@@ -1,7 +1,7 @@
 """Decides what the memory that a training step leaves is used for.
 
 Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the CPU
-(:mod:`coat_vlm.fp8.graphs`), and FP8 weights that all micro-batches of a step share
+(:mod:`coat_vlm.fp8.cuda_graphs`), and FP8 weights that all micro-batches of a step share
 (:mod:`coat_vlm.fp8.weights`), where it does not. Their settings ``auto`` are decided once, after
 two steps: in the first one the optimizer creates its states after the passes, so that they are not
 in memory together with the activations. At most half of the free memory is used, because steps
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights
-from coat_vlm.fp8.graphs import BlockGraphs, find_graphs
+from coat_vlm.fp8.cuda_graphs import BlockGraphs, find_graphs
 from coat_vlm.fp8.weights import reused_weights
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from coat_eval.harness_model import Content, HarnessModel, make_sample, read_gen
 def get_manifest() -> Any:
     """Return the declaration by which lmms-eval finds the model."""
     return ModelManifest(
-        model_id="coat_vlm", chat_class_path="coat_eval.lmms_adapter.CoatVlmForLmmsEval"
+        model_id="coat_vlm", chat_class_path="coat_eval.lmms_plugin.CoatVlmForLmmsEval"
     )
 
 

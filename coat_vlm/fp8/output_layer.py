@@ -11,7 +11,7 @@ per tensor. The loss and the logits are those of :func:`coat_vlm.model.loss.line
 
 The grad-weight GEMM runs once for many chunks: it reads and writes no sum for each, and each chunk
 may be small. What it needs instead, g^T of its tokens, takes at most twice the memory of an FP32
-sum of grad_W (:data:`MOST_TOKENS`).
+sum of grad_W (:data:`MAX_TOKENS`).
 """
 
 import torch
@@ -30,18 +30,18 @@ from coat_kernels import (
 )
 from coat_kernels.formats import pad_length
 
-CHUNK_BYTES = 400 * 2**20
-"""Maximum bytes of a chunk's logits in the layer's dtype; their gradient takes half of it again."""
-
-TOKENS_MULTIPLE = GEMM_MULTIPLE
-"""The tokens of a chunk are a multiple of it, except for the last chunk."""
-
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 """Maximum number of tokens of one grad-weight GEMM for all, in multiples of the hidden size."""
 
 
 class Fp8Gradients:
     """Computes chunks of a layer without bias, whose sizes are multiples of 16."""
+
+    CHUNK_BYTES = 400 * 2**20
+    """Maximum bytes of a chunk's logits in the layer's dtype; their gradient takes half of it
+    again."""
+    TOKENS_MULTIPLE = GEMM_MULTIPLE
+    """The tokens of a chunk are a multiple of it, except for the last chunk."""
 
     def __init__(self, layer: nn.Linear, divisor: Tensor, hidden: Tensor, size: int) -> None:
         """Create empty sums for all of ``hidden``, in chunks of ``size`` tokens, a multiple of 16.
@@ -55,7 +55,7 @@ class Fp8Gradients:
         self._scale = GRADIENT_SCALE / divisor
         self._left = tokens
         self._most = tokens
-        if tokens > MOST_TOKENS * layer.in_features:
+        if tokens > MAX_TOKENS * layer.in_features:
             # A sum and a product are in memory beside the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
