@@ -12,8 +12,8 @@ Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Qwen-VL's towers):
 
 A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``); the forward GEMMs of the first
 blocks are BF16 (``fp8.bf16_forward_first``). Rotary embedding, attention and the residual stream
-stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family computes
-between a bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
+stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family
+computes between a bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
