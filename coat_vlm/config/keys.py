@@ -33,7 +33,20 @@ OTHER_NAMES = {
     "use_rslora": "rslora",
     "use_dora": "dora",
 }
-"""Names of transformers' Trainer, DeepSpeed, LLaVA and VILA -> keys of a recipe."""
+"""Names of transformers' Trainer, DeepSpeed, LLaVA and VILA, and earlier names -> keys."""
+
+REMOVED = {
+    "coat_lean": "set precision: coat and fp8.recompute_qkv: true, which compute the same numbers",
+    "fp8.released_constants": "dynamic range expansion has the constants of the paper",
+    "fp8.second_moment": "AdamW's second moment is always rounded stochastically",
+    "fp8.gradients": "gradients are always E5M2",
+    "fp8.skip_first": "set fp8.bf16_forward_first, or fp8.vision or fp8.language to bf16",
+    "fp8.skip_last": "set fp8.vision or fp8.language to bf16",
+    "fp8.reference": "a GPU without FP8 tensor cores trains with precision: bf16",
+    "monitor.action": "the monitor reports blocks and does not change the run",
+    "model.image.num_video_frames": "set model.video.num_frames",
+}
+"""Removed keys and values, and what to do instead."""
 
 _MAX_SHOWN = 3
 
@@ -52,12 +65,9 @@ def list_allowed_keys(keys: Sequence[str]) -> list[str]:
 def suggest_keys(keys: Sequence[str]) -> list[str]:
     """Return the dotted keys, most likely first, that an unknown key may have been meant to be.
 
-    In this order: a neighbour that is spelled nearly alike; the same name, or the name of another
+    In this order: a neighbor that is spelled nearly alike; the same name, or the name of another
     program's option, in the sections below the unknown key's section, then elsewhere; any
-    neighbour that resembles it.
-
-    Args:
-        keys: the parts of the dotted unknown key.
+    neighbor that resembles it.
     """
     *section, wrong = keys
     known = list_allowed_keys(section)
@@ -70,9 +80,9 @@ def suggest_keys(keys: Sequence[str]) -> list[str]:
         every = [path for path in _list_paths((), Recipe, here) if path[-1] == name]
         inside = [path for path in every if path[: len(here)] == here]
         # Where the name is a key of several modules, the language model's is the likeliest.
-        found = sorted(inside or every, key=lambda path: -_rank_module(path))
-        if found:
-            return [".".join(path) for path in found[:_MAX_SHOWN]]
+        paths = sorted(inside or every, key=lambda path: -_rank_module(path))
+        if paths:
+            return [".".join(path) for path in paths[:_MAX_SHOWN]]
     return []
 
 

@@ -18,13 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
-from coat_vlm.config.keys import list_allowed_keys, suggest_keys
+from coat_vlm.config.keys import REMOVED, list_allowed_keys, suggest_keys
 from coat_vlm.config.recipe import CHOSEN_IN_STAGES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
-"""Format version of a run's recipe.yaml. 1, that of commit 6626d5c, has no version in the file."""
+VERSION = 1
+"""Format version of a run's recipe.yaml."""
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -46,10 +46,10 @@ def load_recipe(
     unset_variables: bool = False,
     say: Callable[[str], None] = logger.warning,
 ) -> Recipe:
-    """Read a recipe.
+    """Read a YAML file, or the built-in recipe of a name.
 
     Args:
-        path_or_name: a YAML file, or the name of a built-in recipe.
+        path_or_name: a file or a name.
         overrides: strings ``dotted.key=value`` with the value in YAML; applied in order. One of a
             stage's ``epochs`` and ``max_steps`` clears the other one of the file.
         unset_variables: accept variables that are not set in ``stages`` and ``eval_sets`` and leave
@@ -68,9 +68,7 @@ def load_recipe(
         raise ValueError(f"{where}: the YAML does not parse: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{where}: a recipe is a mapping of keys, got {type(data).__name__}")
-    version = check_version(data.pop(FORMAT_VERSION, None), VERSION, where)
-    for migrate in _MIGRATIONS[version - 1 :]:
-        data = migrate(data)
+    check_version(data.pop(FORMAT_VERSION, VERSION), VERSION, where)
     data = _copy(data)
     for override in overrides:
         _apply_override(data, override)
@@ -88,21 +86,9 @@ def load_recipe(
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe as YAML, readable by ``load_recipe``."""
+    """Write the resolved recipe as YAML."""
     values = TypeAdapter(Recipe).dump_python(recipe, mode="json")
     write_text(path, yaml.safe_dump({FORMAT_VERSION: VERSION, **values}, sort_keys=False))
-
-
-def _migrate_1(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe of version 1 in version 2.
-
-    Version 2 has the same keys; words that were renamed are still read where they are used.
-    """
-    return data
-
-
-_MIGRATIONS = (_migrate_1,)
-"""Functions that return the data of a recipe in the next version; the first for version 1."""
 
 
 def _read_text(path_or_name: str) -> tuple[str, str]:
@@ -252,12 +238,17 @@ def _format_problem(problem: Any) -> str:
                 "DeepSpeed's CPU Adam would replace the FP8 optimizer; raise zero_stage, or use "
                 "precision coat"
             )
+        if dotted in REMOVED:
+            return f"  {dotted}: this key was removed; {REMOVED[dotted]}"
         close = suggest_keys(keys)
         did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"  {dotted}: this key is missing"
+    value = problem["input"]
+    if isinstance(value, str) and value in REMOVED:
+        return f"  {dotted}: {value} was removed; {REMOVED[value]}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"  {dotted}: {message}" if dotted else f"  {message}"
-    return f"  {dotted}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
+    return f"  {dotted}: {message[0].lower()}{message[1:]}, got {value!r}"

@@ -36,8 +36,6 @@ class ImageConfig:
     max_pixels: Positive | None = None
     """Maximum number of pixels of an image file, against decompression bombs; default 89 million
     (Pillow's)."""
-    num_video_frames: Positive | None = None
-    """Deprecated name of ``model.video.num_frames``."""
 
     def __post_init__(self) -> None:
         require_value("model.image", self, "mode", "min_tiles", "dynamic")
@@ -215,12 +213,6 @@ class ModelConfig:
             raise ValueError(
                 f"model.video.pool_frames={self.video.pool_frames} is not supported with model."
                 "image.mode: dynamic_s2; remove it, or use resize, pad or dynamic"
-            )
-        older = self.image.num_video_frames
-        if older is not None and (self.video.num_frames or self.video.sampling != "uniform"):
-            raise ValueError(
-                f"model.image.num_video_frames={older} has no effect with model.video.num_frames "
-                "or with a sampling other than uniform; remove it"
             )
 
     def _check_pretrained(self) -> None:

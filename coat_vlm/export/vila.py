@@ -22,7 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.config import (
+    ImageConfig,
+    LanguageConfig,
+    ModelConfig,
+    ProjectorConfig,
+    VideoConfig,
+    VisionConfig,
+)
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
@@ -108,7 +115,7 @@ def save_vila(
         "image_aspect_ratio": processor.image_mode,
         "min_tiles": processor.image_min_tiles,
         "max_tiles": processor.image_max_tiles,
-        "num_video_frames": processor.num_video_frames,
+        "num_video_frames": processor.video.get("num_frames", 8),
         "s2": False,
         "dynamic_s2": scales is not None,
         "s2_scales": None if scales is None else ",".join(map(str, scales)),
@@ -190,6 +197,7 @@ def _read_model_config(
         language=LanguageConfig(name_or_path=str(folder / "llm")),
         projector=ProjectorConfig(type=projector),
         image=_read_image_config(folder, top),
+        video=VideoConfig(num_frames=top.get("num_video_frames")),
         template=template,
     )
 
@@ -206,7 +214,7 @@ def _read_image_config(folder: Path, top: dict[str, Any]) -> ImageConfig:
             f"{folder}/config.json: image_aspect_ratio is {mode!r}; allowed: resize, pad, dynamic, "
             "dynamic_s2"
         )
-    settings: dict[str, Any] = {"mode": mode, "num_video_frames": top.get("num_video_frames")}
+    settings: dict[str, Any] = {"mode": mode}
     if mode in ("dynamic", "dynamic_s2"):
         settings["max_tiles"] = top.get("max_tiles")
     if mode == "dynamic":

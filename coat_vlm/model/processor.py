@@ -94,8 +94,7 @@ class CoatVlmProcessor(ProcessorMixin):
         image_max_pixels: maximum pixels of an image file; Pillow's limit if None.
         tokens_per_image: image tokens per image tile; 0 for a language model without vision, whose
             tokenizer needs no ``<image>``.
-        num_video_frames: number of sampled frames per video with uniform sampling.
-        video: the other fields of :class:`coat_data.media.sampling.VideoSettings`.
+        video: fields of :class:`coat_data.media.sampling.VideoSettings`.
         max_length: maximum sequence length in tokens.
         template: name of the chat template (``coat_data.text.chat.get_template``).
     """
@@ -110,7 +109,6 @@ class CoatVlmProcessor(ProcessorMixin):
         image_augment: Augment = "none",
         image_resample: int = Image.Resampling.BICUBIC,
         tokens_per_image: int = 256,
-        num_video_frames: int = 8,
         max_length: int = 2048,
         template: str = "chatml",
         chat_template: str | None = None,
@@ -135,7 +133,6 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_augment: Augment = image_augment
         self.image_resample = int(image_resample)
         self.tokens_per_image = tokens_per_image
-        self.num_video_frames = num_video_frames
         self.max_length = max_length
         self.template = template
         self.image_min_tiles = image_min_tiles
@@ -225,7 +222,7 @@ class CoatVlmProcessor(ProcessorMixin):
             transform,
             tokens_per_image=self.tokens_per_image,
             image_token_id=image_token_id if self.tokens_per_image else None,
-            video=VideoSettings(num_frames=self.num_video_frames, **self.video),
+            video=VideoSettings(**self.video),
             max_length=self.max_length,
             max_pixels=self.image_max_pixels,
         )
@@ -569,7 +566,6 @@ def _processor(
 ) -> CoatVlmProcessor:
     image, tower = recipe_model.image, model_config.vision_config
     video = dataclasses.asdict(recipe_model.video)
-    num_frames = video.pop("num_frames")
     return CoatVlmProcessor(
         tokenizer,
         image_size=1 if tower is None else tower.image_size,
@@ -580,7 +576,6 @@ def _processor(
         image_s2_scales=model_config.s2_scales,
         image_max_pixels=image.max_pixels,
         tokens_per_image=model_config.tokens_per_image,
-        num_video_frames=num_frames or image.num_video_frames or 8,
         video={n: value for n, value in video.items() if value is not None},
         max_length=recipe_model.max_length,
         template=recipe_model.template,

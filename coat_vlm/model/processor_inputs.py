@@ -32,7 +32,7 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if flat.pop(name, None):
             raise ValueError(
                 f"{name} are given, and images and videos are read as in training; change the "
-                "processor's settings (image_size, image_mode, num_video_frames, video) instead"
+                "processor's settings (image_size, image_mode, video) instead"
             )
     for name in ("text_kwargs", "common_kwargs"):
         flat |= flat.pop(name, None) or {}

@@ -157,7 +157,7 @@ def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
     """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
     if medium.kind == "video":
         if model.video.sampling == "uniform":
-            return model.video.num_frames or model.image.num_video_frames or 8
+            return model.video.num_frames or 8
         return model.video.max_frames or 64
     if model.image.mode in ("resize", "pad"):
         return 1

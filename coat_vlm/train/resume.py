@@ -71,7 +71,6 @@ CHANGES_DATA = (
     "model.max_length",
     "model.max_pixels",
     "model.image.max_tiles",
-    "model.image.num_video_frames",
     "model.video.num_frames",
     "model.video.fps",
     "model.video.max_frames",

@@ -214,7 +214,7 @@ def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) 
         "stages.sft.max_steps=1",
     )
     processor = CoatVlmProcessor.from_pretrained(str(run / "sft" / "model"))
-    assert (processor.num_video_frames, processor.max_length) == (256, 16384)
+    assert (processor.video["num_frames"], processor.max_length) == (256, 16384)
     assert processor.video["pool_frames"] == 8
     assert processor.image_mode == "resize"
     assert 9 * 4 < steps(run)[0]["tokens"] < 70 * 4

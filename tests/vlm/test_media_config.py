@@ -1,7 +1,6 @@
 """Recipes' options of images and videos: none without effect, and what they make of a processor."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -57,25 +56,3 @@ def test_options_reach_the_encoder(tiny, tiny_tokenizer):
     assert (media.transform.min_tiles, media.transform.max_tiles) == (2, 5)
     assert media._max_pixels == 1000
     assert media.video == VideoSettings(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
-
-
-def test_the_older_name_of_the_number_of_frames(tiny, tiny_tokenizer):
-    old, new = ImageConfig(num_video_frames=5), VideoConfig(num_frames=5)
-    for image, video in [(old, VideoConfig()), (ImageConfig(), new)]:
-        made = processor_of(tiny, tiny_tokenizer, image, video)
-        assert made.encoder(train=False).media.video == VideoSettings(num_frames=5)
-    with pytest.raises(ValueError, match="num_video_frames=5 has no effect with"):
-        processor_of(tiny, tiny_tokenizer, old, new)
-
-
-def test_a_processor_saved_before_there_were_tiles_and_sampling(tiny_tokenizer, tmp_path):
-    """What it says of itself has none of the new keys."""
-    processor = CoatVlmProcessor(tiny_tokenizer, image_size=28, num_video_frames=3)
-    processor.save_pretrained(tmp_path)
-    path = tmp_path / "processor_config.json"
-    saved = json.loads(path.read_text())
-    new = ("image_min_tiles", "image_max_tiles", "image_s2_scales", "image_max_pixels", "video")
-    path.write_text(json.dumps({key: value for key, value in saved.items() if key not in new}))
-    loaded = CoatVlmProcessor.from_pretrained(tmp_path)
-    assert loaded.to_dict() == processor.to_dict()
-    assert loaded.encoder(train=False).media.video == VideoSettings(num_frames=3)

@@ -56,7 +56,7 @@ def processor(tokenizer: PreTrainedTokenizerFast) -> CoatVlmProcessor:
         image_augment="crop_flip",
         image_resample=2,
         tokens_per_image=4,
-        num_video_frames=3,
+        video={"num_frames": 3},
         max_length=200,
         template="vicuna_v1",
     )
@@ -186,18 +186,14 @@ def composed(vision: SiglipVisionConfig | CLIPVisionConfig | OpenClipVisionConfi
     ids=["siglip", "clip", "open_clip", "open_clip_own"],
 )
 def test_from_scratch_settings(tokenizer, vision, mean: list[float], std: list[float]):
-    image = ImageConfig(mode="pad", augment="crop_flip", num_video_frames=5)
+    image = ImageConfig(mode="pad", augment="crop_flip")
     config = composed(vision)
     built = build_processor(recipe(VisionConfig(config={}), image), tokenizer, config)
     assert built.image_mean == pytest.approx(mean)
     assert built.image_std == pytest.approx(std)
     assert built.image_size == 28
     assert built.tokens_per_image == config.tokens_per_image == 4  # 4 x 4 patches, in 2 x 2 blocks
-    assert (built.image_mode, built.image_augment, built.num_video_frames) == (
-        "pad",
-        "crop_flip",
-        5,
-    )
+    assert (built.image_mode, built.image_augment) == ("pad", "crop_flip")
     assert (built.max_length, built.template) == (99, "chatml")
 
 
@@ -229,12 +225,12 @@ def test_a_continued_processor_has_the_checkpoints_pixels_and_the_recipes_rest(
     processor: CoatVlmProcessor,
 ):
     config = composed(SiglipVisionConfig(**SETTINGS))
-    image = ImageConfig(mode="dynamic", max_tiles=4, num_video_frames=5)
+    image = ImageConfig(mode="dynamic", max_tiles=4)
     built = continue_processor(recipe(VisionConfig(config={}), image), processor, config)
     assert built.tokenizer is processor.tokenizer
     assert (built.image_mean, built.image_std) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     assert built.image_resample == 2
-    assert (built.image_mode, built.image_max_tiles, built.num_video_frames) == ("dynamic", 4, 5)
+    assert (built.image_mode, built.image_max_tiles) == ("dynamic", 4)
     assert (built.max_length, built.template) == (99, "chatml")
 
 

@@ -77,13 +77,6 @@ def test_a_list_is_no_key(tmp_path: Path) -> None:
         load_recipe(str(path))
 
 
-def test_keys_that_were_null_when_a_run_was_saved_load(recipe_path: Path) -> None:
-    """Runs write all keys: one that had a default by precision is null in their files."""
-    recipe = load_recipe(str(recipe_path), ["precision=coat_lean", "fp8.gradients=null"])
-    assert recipe.fp8 is not None
-    assert recipe.fp8.gradients is None
-
-
 def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(recipe_path))
     save_recipe(recipe, tmp_path / "saved.yaml")
@@ -96,6 +89,10 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("stages.sft.projector.lrr=1", "stages.sft.projector.lr?"),
         ("stages.sft.max_step=1", "did you mean stages.sft.max_steps?"),
         ("prescision=bf16", "did you mean precision?"),
+        (
+            "model.image.num_video_frames=8",
+            "model.image.num_video_frames: this key was removed; set model.video.num_frames",
+        ),
         ("model.image.mod=pad", "did you mean model.image.mode?"),
         ("stages.sft.data.0.pth=x", "did you mean stages.sft.data.0.path?"),
         (
@@ -139,6 +136,9 @@ def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load_recipe("quickstrat")
     recipe_path.write_text(MINIMAL + "name: again\n")
     with pytest.raises(ValueError, match="'name' is repeated"):
+        load_recipe(str(recipe_path))
+    recipe_path.write_text(MINIMAL + "format_version: 2\n")
+    with pytest.raises(ValueError, match="has format version 2"):
         load_recipe(str(recipe_path))
     recipe_path.write_text("- a\n")
     with pytest.raises(ValueError, match="a recipe is a mapping"):

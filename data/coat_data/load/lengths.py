@@ -338,7 +338,7 @@ def _size(sample: Sample, measure: Callable[[Sample], Size], max_images: int | N
         raise DataError(
             sample.where,
             f"{size.images} images are more than packing.images={max_images}",
-            "raise packing.images, take fewer images or model.image.num_video_frames",
+            "raise packing.images, take fewer images or model.video.num_frames",
         )
     return size
 
