@@ -50,12 +50,9 @@ def load(
     layers are quantized and dequantized as in a server of such weights.
 
     Args:
-        model_dir: folder written by training (``RUN/<stage>/model``).
-        device: device of the model. Default: the first GPU, or the CPU if there is no GPU.
         dtype: dtype of the weights. Default: the checkpoint's on a GPU, FP32 on a CPU.
         precision: compute in this precision of training; blocks that ran in BF16 at the end of
             training (BF16 fallback) run in BF16. Default: compute in the weights' dtype.
-        fp8: FP8 settings for ``precision``. Default: ``Fp8Config()``.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
@@ -106,12 +103,6 @@ def generate(
     A sample may contain several images and videos. An assistant turn after the last user turn is
     the reference answer; the prompt does not contain it.
 
-    Args:
-        model: the model; it stays on its device.
-        processor: the model's processor.
-        samples: one conversation per answer; all samples form one batch.
-        max_new_tokens: maximum number of tokens per answer.
-
     Raises:
         DataError: a medium cannot be read, or a prompt is longer than the model's max_length.
     """
@@ -128,7 +119,6 @@ class PromptEncoder:
         encode: encodes the prompt of one sample; raises DataError as ``__call__`` does.
         encode_choices: encodes a prompt once per answer, with the answer appended and labeled;
             raises DataError as ``__call__`` does.
-        tokenizer: the processor's tokenizer.
         stop_token_ids: tokens that end an answer: the token trained after every answer, and the
             tokenizer's end token.
     """
@@ -188,10 +178,6 @@ def set_stop_tokens(model: PreTrainedModel, processor: AnyProcessor) -> None:
 
     A published language model may end texts with another token than the chat template's. The
     settings of a published vision-language model are not changed.
-
-    Args:
-        model: its ``generation_config``, which is saved with it, is changed.
-        processor: the model's processor.
     """
     if isinstance(processor, FamilyProcessor):
         return
@@ -225,10 +211,7 @@ def generate_batch(
     inference tensors, which a later training step cannot save for backward.
 
     Args:
-        model: the model, in evaluation mode.
-        encoder: the encoder that made the batch.
         batch: left-padded prompts.
-        max_new_tokens: maximum number of tokens per answer.
         synced: run empty forward passes until all ranks have finished; required if a forward pass
             gathers weights from all ranks.
         streamer: receives the tokens of a batch of one prompt as they are generated.

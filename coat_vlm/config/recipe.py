@@ -235,12 +235,7 @@ class Recipe:
         return "coat" if chosen == "coat" else "adamw"
 
     def has_low_bits(self, *, gpu: bool, zero_stage: int | None = None) -> bool:
-        """Whether the optimizer has the low bits of the master weights; resolves ``auto``.
-
-        Args:
-            gpu: whether the recipe runs on a GPU.
-            zero_stage: instead of the recipe's.
-        """
+        """Whether the optimizer has the low bits of the master weights; resolves ``auto``."""
         if self.master_weights != "auto":
             return self.master_weights == "low_bits"
         zero_stage = self.zero_stage if zero_stage is None else zero_stage

@@ -83,16 +83,8 @@ def save_model(
     adapters are merged into the weights, and also saved separately in the folder ``adapter``.
 
     Args:
-        target: the folder.
-        model: the engine's module, partitioned over ranks at ZeRO stage 3.
-        processor: the processor to save with the model.
-        recipe: the recipe that training.json names.
-        stage: the finished stage.
-        step: the last step of the stage.
-        world: the processes of the run.
         bf16_blocks: FP8 blocks with BF16 fallback; :func:`coat_vlm.generate.load` also runs them
             in BF16.
-        check: see :func:`coat_vlm.checkpoint.atomic_folder.write_folder`.
 
     Raises:
         OSError: the folder could not be written; an earlier folder is unchanged.
@@ -135,13 +127,7 @@ def save_model(
 
 
 def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
-    """Write a Hugging Face folder without the weights.
-
-    Args:
-        folder: an existing folder.
-        model: provides the configurations; its weights may be on any device.
-        processor: the processor to save with its tokenizer.
-    """
+    """Write a Hugging Face folder without the weights."""
     model.config.save_pretrained(folder)
     assert model.generation_config is not None
     model.generation_config.save_pretrained(folder)
@@ -156,12 +142,6 @@ def save_coat(
     """Write configuration, weights, tokenizer and processor in the layout ``coat``.
 
     For a published model that is the layout in which it was published.
-
-    Args:
-        folder: an empty or new folder.
-        model: provides the configuration; its weights may be on ``meta``.
-        state: the weights by the model's parameter names.
-        processor: the processor to save with its tokenizer.
     """
     model.save_pretrained(folder, state_dict=state)
     processor.save_pretrained(folder)
@@ -196,9 +176,6 @@ def export(
             (:mod:`coat_vlm.export.vila`).
         weights: compression of the language model's linear layers
             (:mod:`coat_vlm.model.compressed`). Default: no compression.
-
-    Returns:
-        ``target``.
 
     Raises:
         ValueError: the source is not a checkpoint or is damaged, the target is not empty, or the
@@ -263,14 +240,6 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
     If the folder that the stage started from does not exist, the frozen weights of a checkpoint are
     written to ``target/base``, and the adapter names this folder as its base.
 
-    Args:
-        source: as in :func:`export`.
-        target: as in :func:`export`.
-        dtype: dtype of the written weights. Default: the dtype of training.
-
-    Returns:
-        ``target``.
-
     Raises:
         ValueError: as in :func:`export`, or the source has no adapters, or its base is missing.
         OSError: a file could not be written.
@@ -321,24 +290,14 @@ def _read_adapter(described: Path) -> dict[str, Any] | None:
 def _collect_adapter_weights(
     config: Mapping[str, Any], base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Collect the tensors of adapter_model.safetensors by peft's names.
-
-    Args:
-        config: adapter_config.json, which names the other trained modules.
-        base: base weights from :func:`coat_vlm.model.lora.split_adapters`.
-        adapters: adapter weights from the same function.
-    """
+    """Collect the tensors of adapter_model.safetensors by peft's names."""
     whole = tuple(f"{name}." for name in config["modules_to_save"] or ())
     others = {name: tensor for name, tensor in base.items() if f"{name}.".startswith(whole)}
     return {PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
 
 
 def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write the configuration and the weights of adapters to a folder.
-
-    Raises:
-        OSError: the folder could not be written.
-    """
+    """Write the configuration and the weights of adapters to a folder."""
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
@@ -498,13 +457,6 @@ def check_hub(name: str) -> None:
 
 def push(folder: Path, name: str) -> str:
     """Upload a folder; a repository that does not exist is created, private.
-
-    Args:
-        folder: a complete exported folder.
-        name: as in :func:`check_hub`.
-
-    Returns:
-        The repository's address.
 
     Raises:
         ValueError: the upload failed; the folder is complete.

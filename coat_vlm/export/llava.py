@@ -59,12 +59,6 @@ def save_llava(
 ) -> None:
     """Write configuration, weights, tokenizer and processor.
 
-    Args:
-        folder: an existing, empty folder.
-        model: provides the configuration; its weights may be on ``meta``.
-        state: the weights by the composed model's names.
-        processor: provides the tokenizer and the image settings.
-
     Raises:
         ValueError: the layout cannot represent the model's projector, tower, language model or
             image mode.
@@ -152,10 +146,6 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
 
     A checkpoint whose processor crops images to a square gets ``pad``: LLaVA 1.5 was trained with
     padded images (haotian-liu/LLaVA, scripts/v1_5/finetune.sh), and the crop loses their sides.
-
-    Args:
-        folder: contains config.json, weights, the tokenizer and preprocessor_config.json.
-        dtype: dtype of the weights. Default: the dtype in config.json.
 
     Raises:
         ValueError: files are missing or damaged, the weights are compressed, or the composed model

@@ -47,10 +47,6 @@ def select_weights(state: dict[str, Tensor], prefix: str, new: str = "") -> dict
 def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
     """Build a complete transformers tower with the remaining blocks, on ``meta``.
 
-    Args:
-        model: the composed model.
-        target: name of the written format, for the error.
-
     Raises:
         ValueError: the tower is an open_clip tower.
     """
@@ -77,11 +73,6 @@ def rename_tower_weights(
 
     All names in published CLIP and SigLIP checkpoints start with ``vision_model.``; transformers 5
     reads names with and without this prefix.
-
-    Args:
-        tower: the result of :func:`build_plain_tower`.
-        state: the composed model's weights.
-        prefix: prefix of every new name.
     """
     found = {
         name.removeprefix("vision_model."): w for name, w in select_weights(state, TOWER).items()
@@ -117,14 +108,7 @@ def to_legacy_dict(config: PretrainedConfig) -> dict[str, Any]:
 def save_language(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
-    """Write configuration, weights and tokenizer.
-
-    Args:
-        folder: an existing, empty folder.
-        model: provides the configuration; its weights may be on ``meta``.
-        state: the weights by the composed model's names.
-        processor: provides the tokenizer and the chat template.
-    """
+    """Write configuration, weights and tokenizer."""
     save_stock(folder, model, model.language_model, select_weights(state, LANGUAGE), processor)
     config = add_legacy_names(read_json(folder / "config.json"))
     write_config(folder / "config.json", config)
@@ -141,10 +125,6 @@ def save_stock(
     """Write a stock model with the generation settings of a composed model.
 
     Args:
-        folder: an existing, empty folder.
-        model: provides the generation settings.
-        stock: the stock model; its weights may be on ``meta``.
-        weights: the weights by the stock model's names.
         processor: provides the stop tokens. Default: those of the generation settings.
     """
     stock.generation_config = copy.deepcopy(model.generation_config)
@@ -161,9 +141,6 @@ def make_tokenizer(processor: CoatVlmProcessor) -> Any:
 
     ``plain``, whose prompt is only the image, has no template. The template contains no
     begin-of-text token, because the tokenizer adds it to every text.
-
-    Args:
-        processor: provides the template's name and the tokenizer.
     """
     tokenizer: Any = copy.deepcopy(processor.tokenizer)
     if processor.template != "tokenizer":
@@ -183,8 +160,6 @@ def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: b
     differs by 1/255 in some pixels.
 
     Args:
-        processor: provides the settings of one square image.
-        model: provides the type of the tower.
         pad: pad images to a square first, as LLaVA does.
     """
     size = {"height": processor.image_size, "width": processor.image_size}

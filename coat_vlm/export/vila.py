@@ -60,12 +60,6 @@ def save_vila(
 ) -> None:
     """Write the three folders and the top-level config.json.
 
-    Args:
-        folder: an existing, empty folder.
-        model: provides the configuration; its weights may be on ``meta``.
-        state: the weights by the composed model's names.
-        processor: provides the tokenizer and the image settings.
-
     Raises:
         ValueError: VILA does not support the type of the vision tower, or the model was trained
             with ``pool_frames``.
@@ -139,10 +133,6 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     The embeddings are extended if they have no row for ``<image>``, as in VILA's own checkpoints,
     which never embed media tokens. A tokenizer without a chat template is one of VILA 1.5, which
     was trained with Vicuna's template.
-
-    Args:
-        folder: contains ``llm/``, ``vision_tower/``, ``mm_projector/`` and config.json.
-        dtype: dtype of the weights. Default: the dtype in config.json.
 
     Raises:
         ValueError: files are missing or damaged, or the composed model does not support the

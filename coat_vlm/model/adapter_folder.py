@@ -44,7 +44,6 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
 
     Args:
         model: the model that the adapter was trained on, without adapters; on any device.
-        folder: the adapter folder.
         base: the folder or name that the model was loaded from. A warning follows if
             adapter_config.json names another one.
 

@@ -44,7 +44,6 @@ def build_model(
     model is a language model without tower and projector.
 
     Args:
-        model: the recipe's model section.
         tokenizer: a tokenizer that contains ``<image>``.
         dtype: dtype of all weights. Default: FP32, independent of the checkpoints.
 
@@ -159,10 +158,6 @@ def extend_context(language: PreTrainedModel, model: ModelConfig) -> None:
     A larger base turns all pairs of channels more slowly, so that longer distances stay inside the
     angles of training (Xiong et al. 2023, arXiv:2309.16039, section 4.1).
 
-    Args:
-        language: the language model; changed in place.
-        model: the recipe's model section.
-
     Raises:
         ValueError: the language model has no rotary embedding with one base.
     """
@@ -201,11 +196,6 @@ def create_config(
 ) -> PretrainedConfig:
     """Create a transformers configuration from a recipe's keys.
 
-    Args:
-        where: the recipe key, for the error.
-        values: ``model_type`` and settings.
-        allowed: allowed model types.
-
     Raises:
         ValueError: the type is not allowed, or the configuration has no such setting.
     """
@@ -229,9 +219,7 @@ def build_meta_model(model: ModelConfig, vocab_size: int, dtype: torch.dtype) ->
     """Build the model of :func:`build_model` on ``meta``, reading only configurations.
 
     Args:
-        model: the recipe's model section.
         vocab_size: size of the tokenizer, including ``<image>`` if the model has a tower.
-        dtype: dtype of all weights.
 
     Raises:
         ValueError: as in :func:`build_model`, for errors in configurations.

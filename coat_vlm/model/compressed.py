@@ -114,7 +114,6 @@ def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: [N, K], FP32, BF16 or FP16, finite.
-        scheme: the quantization scheme.
 
     Returns:
         Quantized data [N, K] in the scheme's dtype, and FP32 scales [N, 1], or
@@ -181,8 +180,6 @@ def compress(
 
     Args:
         state: uncompressed weights; names of the language model start with ``prefix``.
-        language: defines the linear layers; its weights may be on any device.
-        scheme: the quantization scheme.
         prefix: prefix of the language model's weights in ``state``.
         written: prefix of the same weights in the folder, for the record.
 
@@ -244,16 +241,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def describe_compression(folder: Path, record: dict[str, Any], prefix: str) -> None:
-    """Write quantization.json, and ``quantization_config`` in config.json.
-
-    Args:
-        folder: contains the weights and config.json.
-        record: the result of :func:`compress`.
-        prefix: prefix of the language model's weights in the folder.
-
-    Raises:
-        OSError: a file could not be written.
-    """
+    """Write quantization.json, and ``quantization_config`` in config.json."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     # Other programs use other prefixes of layer names.
     ends = (name.removeprefix(prefix).removeprefix("model.") for name in record["left"])
@@ -330,8 +318,6 @@ def make_load_arguments(
     """Decompress the weights of a folder, and return them as arguments of ``from_pretrained``.
 
     Args:
-        folder: the checkpoint.
-        scheme: the compression scheme of the checkpoint.
         config: the model's configuration; ``quantization_config`` is removed from it, so that the
             model is later saved uncompressed.
         dtype: dtype of the weights. ``auto`` or absent: the dtype of the uncompressed weights.
@@ -368,13 +354,7 @@ class RoundedInputLinear(nn.Linear):
 
 
 def round_inputs(model: nn.Module, scheme: Scheme, folder: Path) -> None:
-    """Make the layers with compressed weights round their inputs, in place.
-
-    Args:
-        model: a model with an nn.Linear for each compressed weight.
-        scheme: the compression scheme of the weights.
-        folder: the checkpoint from which ``model`` was loaded.
-    """
+    """Make the layers with compressed weights round their inputs, in place."""
     names: list[str] = []
     for path in folder.glob("*.safetensors"):
         with safe_open(str(path), "pt") as file:

@@ -25,14 +25,7 @@ class OpenClipVisionConfig(PretrainedConfig):
     Args:
         vision_cfg: open_clip's configuration of the image tower.
         quick_gelu: use QuickGELU, as OpenAI's weights do.
-        hidden_size: width of the features.
-        image_size: side of the square input in pixels.
-        patch_size: side of a patch in pixels.
-        num_hidden_layers: number of blocks of the complete tower.
         num_prefix_tokens: number of class and register tokens before the patches.
-        image_mean: mean per color channel for normalization of values in [0, 1].
-        image_std: standard deviation per color channel.
-        **kwargs: fields of ``PretrainedConfig``.
     """
 
     model_type = "coat_open_clip_vision"
@@ -67,7 +60,6 @@ class CoatVlmConfig(PretrainedConfig):
             model without vision.
         s2_scales: sides of an image's scales in pixels (:mod:`coat_vlm.model.projector`), starting
             with the tower's input size; None for one scale.
-        **kwargs: fields of ``PretrainedConfig``.
 
     Raises:
         ValueError: a value is not allowed, or values contradict each other.
@@ -136,11 +128,7 @@ class CoatVlmConfig(PretrainedConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read config.json of a composed checkpoint.
-
-        Raises:
-            ValueError: the file does not exist, or describes another type of model.
-        """
+        """Read config.json of a composed checkpoint."""
         name = os.fspath(pretrained_model_name_or_path)
         problem = None
         try:

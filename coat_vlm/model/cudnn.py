@@ -41,22 +41,14 @@ def has_safe_gradients(tokens: int, *, causal: bool, masked: bool) -> bool:
     """Return whether cuDNN's gradients of attention are right for all values.
 
     Args:
-        tokens: number of queries and of keys.
         causal: whether attention is causal by its flag, not by a mask.
-        masked: whether it has a mask.
     """
     return tokens % 128 != 64 or (causal and not masked)
 
 
 @contextmanager
 def avoid_unsafe_cudnn(key: Tensor, *, causal: bool, masked: bool) -> Iterator[None]:
-    """Turn off cuDNN attention in this context for an unsafe call if the mode is ``auto``.
-
-    Args:
-        key: [..., T, D].
-        causal: see :func:`has_safe_gradients`.
-        masked: see :func:`has_safe_gradients`.
-    """
+    """Turn off cuDNN attention in this context for an unsafe call if the mode is ``auto``."""
     backends = torch.backends.cuda
     automatic = F.scaled_dot_product_attention is _attend_safely
     if not automatic or has_safe_gradients(key.shape[-2], causal=causal, masked=masked):

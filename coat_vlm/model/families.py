@@ -107,7 +107,6 @@ def find_family(where: str, path: str) -> tuple[Family, Any]:
 
     Args:
         where: the recipe key, for the error.
-        path: folder or Hub id.
 
     Raises:
         ValueError: there is no configuration, or it describes another kind of model.

@@ -24,11 +24,7 @@ from coat_vlm.model.pretrained import load_weights
 
 
 class FamilyVlm:
-    """What :func:`trainable_class` adds to a class of transformers.
-
-    Attributes:
-        family: the entry of :data:`coat_vlm.model.families.FAMILIES`.
-    """
+    """What :func:`trainable_class` adds to a class of transformers."""
 
     family: Family
 
@@ -116,12 +112,6 @@ def load_family_model(
     where: str, path: str, dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
     """Load a published model, or one that training wrote.
-
-    Args:
-        where: the recipe key, for the error.
-        path: folder or Hub id.
-        dtype: dtype of the weights.
-        attention: attention implementation of transformers. Default: its choice.
 
     Raises:
         ValueError: the family is unknown, files are missing or damaged, or weights are missing.

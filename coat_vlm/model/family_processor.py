@@ -34,13 +34,7 @@ _LINE_BREAKS = re.compile(r"^\n+|\n+$")
 
 
 class FamilyProcessor:
-    """The processor of a published model, with what training asks of a processor.
-
-    Attributes:
-        tokenizer: the processor's tokenizer.
-        max_length: maximum sequence length in tokens.
-        template: ``tokenizer``: the model's own chat template.
-    """
+    """The processor of a published model, with what training asks of a processor."""
 
     template = "tokenizer"
 
@@ -59,8 +53,6 @@ class FamilyProcessor:
         """Load the processor of a folder or of a model on the Hub.
 
         Args:
-            where: the recipe key, for the error.
-            path: folder or Hub id.
             max_length: maximum sequence length. Default: the length that the model supports.
             max_pixels: maximum pixels of an image. Default: the processor's.
 

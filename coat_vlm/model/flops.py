@@ -105,7 +105,6 @@ class ModelFlops:
 
         Args:
             tokens: tokens of each sample, (n,).
-            images: tiles and frames of each sample, (n,).
         """
         length, tiles = tokens.astype(np.float64), images.astype(np.float64)
         made = 0.0 if self.projected_per_tile is None else tiles * self.projected_per_tile
@@ -195,7 +194,6 @@ def _count_gemms(
     """Count the FLOPs of the GEMMs with the weights of a part.
 
     Args:
-        part: a part of the model.
         below: whether a trained module computes the input of the part.
         positions: input rows of its matrices.
         patches: input rows of its convolution, whose input is pixels and needs no gradient.

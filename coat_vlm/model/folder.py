@@ -35,9 +35,7 @@ def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> 
     """Load the model of a folder.
 
     Args:
-        folder: a model folder of training.
         dtype: dtype of the weights, or ``auto`` for that of the folder.
-        attention: attention implementation of transformers. Default: its choice.
 
     Raises:
         ValueError: files are missing or damaged, or the folder contains another kind of model.

@@ -138,13 +138,7 @@ class ImageGenerationMixin(GenerationMixin):
         image_grids: torch.Tensor | None = None,
         frame_groups: torch.Tensor | None = None,
     ) -> list[tuple[int, int]]:
-        """Count images (or groups) and tiles in ``pixel_values`` per row of ``input_ids`` (B, T).
-
-        Args:
-            input_ids: all rows of a batch, or only the first ones.
-            image_grids: grids of the whole batch; see :meth:`forward`.
-            frame_groups: groups of the whole batch; see :meth:`forward`.
-        """
+        """Count images (or groups) and tiles of ``pixel_values`` per row of ids (B, T)."""
         if not self.config.has_vision:
             return [(0, 0)] * len(input_ids)
         placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()

@@ -43,7 +43,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraTraining) -> None:
 
     Args:
         model: a model without adapters, not converted to FP8; on any device.
-        settings: modules, target layers, rank, scale, dropout and variant.
 
     Raises:
         ValueError: a target is not a linear layer of the modules, a module has none, or peft is
@@ -243,9 +242,6 @@ def adapter_config(model: PreTrainedModel) -> Any:
 def split_adapters(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a state dict into base weights, by their names without adapters, and adapter weights.
 
-    Args:
-        state: state dict of a model that :func:`add_adapters` changed.
-
     Returns:
         The base weights (``....q_proj.weight``), and ``....q_proj.lora_A.weight`` [r, K] and
         ``....q_proj.lora_B.weight`` [N, r].
@@ -274,8 +270,6 @@ def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: floa
     Args:
         base: base weights from :func:`split_adapters`; weights with an adapter are replaced by the
             sum, in their dtype.
-        adapters: adapter weights from :func:`split_adapters`.
-        scaling: see :func:`find_scale`.
     """
     for name, a in adapters.items():
         if name.endswith(_A):

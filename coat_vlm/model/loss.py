@@ -354,8 +354,6 @@ def loss_for_logits(
     Args:
         layer: the output layer of a model for which :func:`why_logits_are_needed` returns None.
         labels: (B, T); -100 is ignored.
-        num_items_in_batch: see :func:`coat_vlm.model.loss.next_token_loss`.
-        shifted: see :func:`coat_vlm.model.loss.next_token_loss`.
     """
 
     def forward(input: Tensor) -> Tensor:

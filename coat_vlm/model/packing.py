@@ -108,10 +108,7 @@ def read_packing(
     """Read the packing from a model's arguments; None if they contain none.
 
     Args:
-        batch: number of rows.
-        tokens: T, tokens per row.
         device: target device of the bounds.
-        mask: the attention mask.
         arguments: contain ``cu_seq_lens_q`` and ``max_length_q``; those of keys are optional.
 
     Raises:
@@ -201,11 +198,7 @@ def flash_forward(
     Args:
         query: [1, H, T, D], FP16 or BF16 on a GPU.
         key: [1, H_kv, T, D].
-        value: [1, H_kv, T, D].
-        packing: the boundaries of the sequences.
-        causal: use causal attention within each sequence.
         scale: factor of q k^T; 1 / sqrt(D) if None.
-        dropout: dropout probability.
         window: size of the sliding window in tokens, including the query; None for no window.
 
     Returns:
@@ -378,14 +371,7 @@ def skip_packing_search(skip: bool) -> Iterator[None]:
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """Call transformers' function of this name, except under :func:`skip_packing_search`.
-
-    Args:
-        position_ids: (B, T).
-
-    Returns:
-        (B, T), the index of the sequence in its row; None if each row is one sequence.
-    """
+    """Call transformers' function of this name, except under :func:`skip_packing_search`."""
     if not torch.compiler.is_compiling() and getattr(_here, "counted", False):
         return None
     return _search(position_ids)

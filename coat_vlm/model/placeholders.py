@@ -82,12 +82,8 @@ def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tenso
     """Replace token embeddings by features.
 
     Args:
-        embeds: (B, T, H).
         positions: [P] int64, distinct positions in the flattened tokens.
         features: P rows of H in the order of the positions, in any shape that ends in H.
-
-    Returns:
-        (B, T, H) in the dtype of ``embeds``.
     """
     flat = embeds.flatten(0, 1)
     rows = features.reshape(-1, flat.shape[1]).to(flat.dtype)

@@ -39,10 +39,6 @@ def check_local_path(where: str, path: str) -> None:
     """Raise ValueError if ``path`` can only be a local folder and there is none.
 
     A Hub id is ``name`` or ``owner/name``.
-
-    Args:
-        where: the recipe key, for the error.
-        path: folder or Hub id.
     """
     is_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if is_local and not Path(path).is_dir():
@@ -57,10 +53,6 @@ def check_local_path(where: str, path: str) -> None:
 
 def read_config(where: str, path: str) -> PretrainedConfig:
     """Read the configuration of a checkpoint.
-
-    Args:
-        where: the recipe key, for the error.
-        path: folder or Hub id.
 
     Raises:
         ValueError: the folder does not exist, or transformers cannot read a config.json there.
@@ -83,13 +75,6 @@ def load_weights(
     Weights in the checkpoint that the model does not have (such as a text tower) are ignored
     silently.
 
-    Args:
-        model_class: a transformers model class or Auto class.
-        where: the recipe key, for the error.
-        path: folder or Hub id.
-        dtype: dtype of the loaded weights.
-        **kwargs: passed to ``from_pretrained``.
-
     Raises:
         ValueError: files are missing or damaged, or weights are missing or of another shape.
     """
@@ -106,14 +91,7 @@ def load_weights(
 
 @contextmanager
 def readable_errors(name: str) -> Iterator[None]:
-    """Convert errors of missing, damaged and mismatched files to one that names the checkpoint.
-
-    Args:
-        name: the checkpoint, for the error.
-
-    Raises:
-        ValueError: the weights could not be read.
-    """
+    """Convert errors of missing, damaged and mismatched files to one that names the checkpoint."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
@@ -127,15 +105,6 @@ def load_complete(
     name: str, from_pretrained: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Load a model and require that all its weights come from the checkpoint.
-
-    Args:
-        name: the checkpoint, for the error.
-        from_pretrained: method of a transformers model class or Auto class.
-        *args: passed to ``from_pretrained``.
-        **kwargs: passed to ``from_pretrained``.
-
-    Returns:
-        The model, and transformers' loading info.
 
     Raises:
         ValueError: files could not be read, or weights are missing or have another shape.

@@ -82,13 +82,9 @@ class CoatVlmProcessor(ProcessorMixin):
 
     Attributes:
         tokenizer: a fast tokenizer that contains ``<image>``.
-        image_size: side of the tower's input in pixels.
-        image_mean: mean of each color channel, of values in 0..1.
-        image_std: standard deviation of each color channel.
         image_mode: ``resize``, ``pad``, ``dynamic`` or ``dynamic_s2``.
         image_augment: ``none`` or ``crop_flip``; in training only.
         image_resample: a filter of ``PIL.Image.Resampling``.
-        image_min_tiles: minimum tiles of the grid in mode ``dynamic``.
         image_max_tiles: maximum tiles of the (largest) grid in ``dynamic`` and ``dynamic_s2``.
         image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
         image_max_pixels: maximum pixels of an image file; Pillow's limit if None.
@@ -177,9 +173,6 @@ class CoatVlmProcessor(ProcessorMixin):
 
         The tokenizer gets it as its ``chat_template``, which others read from the saved folder.
         ``plain`` is no chat template, and changes nothing; ``tokenizer`` is the tokenizer's own.
-
-        Args:
-            name: the stage's template. Default: the model's.
         """
         if name not in (None, "plain"):
             self.template = name
@@ -192,7 +185,6 @@ class CoatVlmProcessor(ProcessorMixin):
 
         Args:
             train: augment images (if the encoder receives a generator).
-            template: chat template. Default: the model's.
 
         Raises:
             ValueError: the template or an image setting is unknown, or the tokenizer has no
@@ -320,10 +312,6 @@ class CoatVlmProcessor(ProcessorMixin):
         Args:
             conversation: messages whose content is a string or a list of parts (text, image,
                 video), or a list of conversations.
-            chat_template: another template, in Jinja.
-            tools: passed to another template.
-            documents: passed to another template.
-            add_generation_prompt: append the answer prefix.
             continue_final_message: leave the last message open.
             return_assistant_tokens_mask: add ``assistant_masks``.
             tokenize: return token ids instead of text.
@@ -485,11 +473,6 @@ def build_processor(
     Mean, standard deviation and resampling are those of the tower's training: from
     preprocessor_config.json in the tower's folder, or else the defaults of the tower's type. Images
     are always resized to the tower's square, without cropping.
-
-    Args:
-        recipe_model: the recipe's model section.
-        tokenizer: a tokenizer from :func:`prepare_tokenizer`.
-        model_config: configuration of the built model.
     """
     vision, tower = recipe_model.vision, model_config.vision_config
     if vision is None:
@@ -524,11 +507,6 @@ def continue_processor(
 
     Tokenizer, mean, standard deviation and resampling come from the checkpoint. All other settings
     come from the recipe: a run may use longer rows, other tiles or more frames.
-
-    Args:
-        recipe_model: the recipe's model section.
-        saved: the checkpoint's processor.
-        model_config: the checkpoint's configuration.
 
     Raises:
         ValueError: the recipe and the checkpoint describe different models.
@@ -588,10 +566,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     The same texts in the same order give the same tokenizer. The vocabulary contains all 256 bytes,
     so every string can be encoded.
-
-    Args:
-        texts: training texts; read once.
-        vocab_size: maximum number of tokens, including bytes and special tokens.
 
     Raises:
         ValueError: ``vocab_size`` is smaller than the number of bytes and special tokens.
@@ -664,7 +638,6 @@ def prepare_tokenizer(
     New tokens increase the vocabulary; ``build_model`` extends the embeddings.
 
     Args:
-        tokenizer: changed in place.
         images: False for a language model without vision. Its vocabulary is unchanged: no
             ``<image>``, and without a pad token the end token pads (labels and attention ignore
             padding).

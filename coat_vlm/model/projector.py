@@ -51,12 +51,6 @@ class SpaceToDepth(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Concatenate blocks.
 
-        Args:
-            features: (N, grid * grid, C), row-major patches of square images.
-
-        Returns:
-            (N, ceil(grid / block) ** 2, block * block * C).
-
         Raises:
             ValueError: the number of patches is not a square.
         """
@@ -96,7 +90,6 @@ def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -
     """Build a projector with torch's default initialization, as VILA does.
 
     Args:
-        projector_type: one of ``PROJECTOR_TYPES``.
         vision_hidden: C, width of the vision features.
         text_hidden: H, width of the language model's embeddings.
 
@@ -164,7 +157,6 @@ def project_scales(
     Args:
         features: (N, P, C), the tower's features of all tiles of all images in order; P = g * g
             patches in row-major order.
-        grids: the grid of each image.
         scales: sides of the scales in pixels, ascending; the first is the tower's input size.
         project: maps (n, P, K * C) to (n, T, H), T a square.
 

@@ -63,8 +63,6 @@ def join_sequence_group(world: World, size: int, timeout_s: float | None) -> Seq
     """Join ranks into groups of consecutive ranks; collective. Returns None for ``size`` 1.
 
     Args:
-        world: the processes of the run, a multiple of ``size``.
-        size: ranks per group.
         timeout_s: time limit of a collective operation in seconds; the backend's by default.
     """
     if size == 1:
@@ -107,7 +105,6 @@ class SequenceShard:
     """This rank's part of a micro-batch, and the exchanges with the other ranks.
 
     Args:
-        group: the ranks of the micro-batch.
         positions: [P] int64, positions in the shard that image features replace.
         sends: number of features that this rank computes for each rank.
         receives: number of features that each rank computes for this rank; their sum is P.
@@ -230,8 +227,6 @@ def shard_batch(
 
     Args:
         batch: a :class:`coat_data.load.collate.Batch` on the CPU, padded on the right or packed.
-        group: the ranks of the micro-batch.
-        config: the model's configuration.
 
     Returns:
         Arguments of :class:`coat_vlm.model.vlm.CoatVlm`: ``input_ids`` and ``position_ids``

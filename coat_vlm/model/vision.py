@@ -144,9 +144,6 @@ def build_open_clip(
     Args:
         model_config: open_clip's model configuration (``vision_cfg``, ``quick_gelu``; other keys
             are ignored), or ``{"model_name": NAME}`` for one of open_clip's models.
-
-    Raises:
-        ValueError: the name or a key is unknown, or the architecture is not a ViT.
     """
     from open_clip import get_model_config
 
