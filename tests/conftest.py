@@ -1,4 +1,4 @@
-"""Without a GPU, kernels run in Triton's interpreter: set up before any test module is imported."""
+"""Sets up Triton's interpreter and Hypothesis before any test module is imported."""
 
 import itertools
 import os
@@ -7,6 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+
+try:
+    import hypothesis
+except ImportError:  # not on every GPU machine; its tests are skipped there
+    hypothesis = None
+
+if hypothesis is not None:
+    # A fixed set of inputs: a test that fails once fails always.
+    for name, number in {"default": 20, "all": 200}.items():
+        hypothesis.settings.register_profile(
+            name,
+            max_examples=number,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 if not torch.cuda.is_available():
     # Triton reads this when it decorates a kernel, so it must be there before coat_kernels is first

@@ -126,7 +126,9 @@ def run_the_tests(arguments: str, folder: Path) -> list[str]:
     """What ``scripts/test`` starts Python with: settings, environment, arguments."""
     calls = folder / "calls"
     said = 'echo "${ATEN_CPU_CAPABILITY:-}${ONEDNN_MAX_CPU_ISA:-} $constraints $*"'
-    programs = dict.fromkeys(["ruff", "codespell", "basedpyright", "lint-imports"], "exit 0")
+    programs = dict.fromkeys(
+        ["ruff", "codespell", "basedpyright", "lint-imports", "zensical"], "exit 0"
+    )
     programs["python"] = f"{said} >>{calls}; exit 1"
     # make_environment is replaced: this test is about what follows it.
     script = (SCRIPTS / "test").read_text().replace("make_environment\n", "export constraints\n")
@@ -138,10 +140,12 @@ def run_the_tests(arguments: str, folder: Path) -> list[str]:
     return calls.read_text().splitlines()
 
 
-def test_a_part_of_the_tests_runs_again_for_each_setting_and_the_lowest_versions(tmp_path: Path):
-    whole, *parts = run_the_tests("", tmp_path)
+def test_all_adds_the_long_tests_each_setting_and_the_lowest_versions(tmp_path: Path):
+    style, whole, long, *parts = run_the_tests("--all", tmp_path)
+    assert "tests/check_style.py" in style
     assert whole.startswith(" constraints.txt -m pytest --numprocesses auto")
     assert "tests/" not in whole
+    assert "(slow or faults)" in long
     *settings, lowest = parts
     assert [part.split()[0] for part in settings] == ["avx2AVX2", "default"]
     assert lowest.startswith(" constraints-lowest.txt -m pytest")
@@ -151,9 +155,10 @@ def test_a_part_of_the_tests_runs_again_for_each_setting_and_the_lowest_versions
         assert all((ROOT / path).exists() for path in paths)
 
 
-@pytest.mark.parametrize("arguments", ["-k chat", "--lowest"])
-def test_tests_that_are_asked_for_run_once(arguments: str, tmp_path: Path):
-    (call,) = run_the_tests(arguments, tmp_path)
+@pytest.mark.parametrize("arguments", ["", "-k chat", "--lowest"])
+def test_tests_run_once_by_default(arguments: str, tmp_path: Path):
+    *_, call = calls = run_the_tests(arguments, tmp_path)
+    assert len([line for line in calls if "pytest" in line]) == 1
     assert call.split()[0] == f"constraints{'-lowest' if '--lowest' in arguments else ''}.txt"
 
 

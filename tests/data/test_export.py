@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_data.load.dataset import SampleDataset
@@ -74,7 +74,6 @@ def stored(samples: list[Sample], folder: Path) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(conversations(), min_size=1, max_size=3))
 def test_round_trips(samples: list[Sample]) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:

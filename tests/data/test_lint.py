@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -134,7 +134,6 @@ ROWS = st.dictionaries(st.sampled_from(FIELDS), VALUES | SAID, max_size=6) | VAL
 NAMES = st.sampled_from([None, *(reader.name for reader in READERS)])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ROWS, max_size=4), NAMES, st.booleans())
 def test_no_row_makes_lint_crash(rows: list[Any], name: str | None, array: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +149,6 @@ HEADS = [b"", b"[", b'{"a":', b"PAR1", b"\x1f\x8b", b"image,caption\n", b"datase
 FILES = ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.tar", "a.tgz", "a.pkl", "a.yaml", "a"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=60), st.sampled_from(HEADS), st.sampled_from(FILES))
 def test_no_file_makes_lint_crash(content: bytes, head: bytes, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coat_data.containers import json_file
@@ -224,7 +224,6 @@ ROWS = VALUES | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(ROWS)
 def test_any_row_gives_a_good_sample_or_a_data_error(row: Any) -> None:
     try:
@@ -334,7 +333,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
         rows[0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
 @example([-0.0], 1, False, None)  # a window that ends behind the point of a number
 def test_an_array_is_cut_as_the_json_module_parses_it(

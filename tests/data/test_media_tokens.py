@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from av.video.stream import VideoStream
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -89,7 +89,6 @@ def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
     newline = tokenizer("\n").input_ids
 
     @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=4))
-    @settings(max_examples=40, deadline=None)
     def holds(sizes: list[tuple[int, int]]) -> None:
         media = [image(*size) for size in sizes]
         encoded = encode(sample(*media, said="<image> \n"))

@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_data.mixture.sampler import Mixture
@@ -88,7 +88,6 @@ def test_the_seed_decides() -> None:
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIZES, st.booleans(), st.data())
 def test_a_position_has_one_answer_in_any_order_of_asking(
     sizes: list[int], by_weight: bool, data: st.DataObject

@@ -3,7 +3,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_data.mixture.packing import (
@@ -90,7 +90,6 @@ def fewest_bins(tokens: Sequence[int], images: Sequence[int], budget: Budget) ->
     return best
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 3)), max_size=7),
     st.sampled_from([None, 3, 5]),

@@ -17,13 +17,6 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 given = hypothesis.given
 
-# A fixed set of inputs: a test that fails once fails always.
-settings = hypothesis.settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Moments = tuple[Tensor, ...]
@@ -72,7 +65,6 @@ def group(tensors: Sequence[Tensor], which: int) -> list[Tensor]:
     return [t[elements] if len(t) == 300 else t[which] for t in tensors]
 
 
-@settings
 @given(vectors(2), st.booleans())
 def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
     run: Run, pair: tuple[Tensor, ...], released: bool
@@ -84,7 +76,6 @@ def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
         assert ((stepped - exact).abs() <= 1e-6 * (LR + p.abs())).all()
 
 
-@settings
 @given(vectors(1), st.booleans(), st.integers(1, 1000))
 def test_without_gradient_and_moments_only_weight_decay_acts(
     run: Run, one: tuple[Tensor, ...], released: bool, step: int
@@ -99,7 +90,6 @@ def test_without_gradient_and_moments_only_weight_decay_acts(
         torch.testing.assert_close(decayed, p * (1 - LR * DECAY), rtol=2e-7, atol=0)
 
 
-@settings
 @given(vectors(3), st.booleans())
 def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
     run: Run, tensors: tuple[Tensor, ...], released: bool
@@ -116,7 +106,6 @@ def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
             assert torch.equal(one.float(), other.float()), name
 
 
-@settings
 @given(vectors(6), st.booleans(), st.integers(0, 2))
 def test_a_group_of_elements_depends_on_no_other(
     run: Run, tensors: tuple[Tensor, ...], released: bool, which: int
@@ -134,7 +123,6 @@ def test_a_group_of_elements_depends_on_no_other(
             assert_same_bits("group", other, one)
 
 
-@settings
 @given(vectors(3), st.booleans(), st.integers(-20, 20))
 def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
     run: Run, tensors: tuple[Tensor, ...], released: bool, power: int
@@ -155,7 +143,6 @@ def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
             assert_same_bits("scaled", other, one)
 
 
-@settings
 @given(vectors(2), st.booleans(), st.integers(0, 299), bad_values)
 def test_a_bad_gradient_spoils_its_element_and_then_its_group(
     run: Run, pair: tuple[Tensor, ...], released: bool, place: int, bad: float

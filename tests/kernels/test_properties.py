@@ -18,13 +18,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 given = hypothesis.given
 
-# A fixed set of inputs: a test that fails once fails always.
-settings = hypothesis.settings(
-    max_examples=8,  # of several rows each; the interpreter takes 0.2 s for one
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+# One example has several rows; the interpreter takes 0.2 s for one.
+settings = hypothesis.settings(max_examples=8)
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TINY = 2.0**-120

@@ -26,13 +26,6 @@ numpy_strategies = pytest.importorskip("hypothesis.extra.numpy")
 st = hypothesis.strategies
 given = hypothesis.given
 
-# A fixed set of inputs: a test that fails once fails always.
-settings = hypothesis.settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 formats = st.sampled_from([E4M3, E5M2])
@@ -69,7 +62,6 @@ def half_step(q: Tensor, fmt: Format) -> Tensor:
     return torch.exp2(exponent.clamp_min(smallest_normal).double() - mantissa_bits - 1)
 
 
-@settings
 @given(finite, group_sizes, formats)
 def test_group_error_is_at_most_half_a_step(x: Tensor, size: int, fmt: Format):
     quantized = quantize_group(x, size, fmt)
@@ -78,7 +70,6 @@ def test_group_error_is_at_most_half_a_step(x: Tensor, size: int, fmt: Format):
     assert (error <= half_step(quantized.q, fmt) * scale).all()
 
 
-@settings
 @given(finite, formats)
 def test_errors_of_a_tensor_are_at_most_half_a_step(x: Tensor, fmt: Format):
     quantized = quantize_tensor(x, fmt)
@@ -89,7 +80,6 @@ def test_errors_of_a_tensor_are_at_most_half_a_step(x: Tensor, fmt: Format):
     assert (error <= half_step(quantized.q, fmt) * scale + inexact).all()
 
 
-@settings
 @given(any_value, any_value, group_sizes, formats, st.integers(0, 7))
 def test_a_group_depends_on_nothing_outside(
     x: Tensor, other: Tensor, size: int, fmt: Format, which: int
@@ -103,7 +93,6 @@ def test_a_group_depends_on_nothing_outside(
     assert_same_bits("exponents", after.exponents[:, which], before.exponents[:, which])
 
 
-@settings
 @given(moderate, group_sizes, formats, st.integers(-40, 40))
 def test_scaling_by_a_power_of_two_changes_the_exponents_only(
     x: Tensor, size: int, fmt: Format, power: int
@@ -119,7 +108,6 @@ def test_scaling_by_a_power_of_two_changes_the_exponents_only(
     assert not x.any() or scaled_tensor.scale == tensor.scale * 2.0**power
 
 
-@settings
 @given(any_value, formats, st.integers(0, 20))
 def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extra: int):
     longer = torch.cat([x, torch.zeros(extra, 128)])
@@ -135,14 +123,12 @@ def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extr
     )
 
 
-@settings
 @given(any_value, group_sizes, formats)
 def test_quantizing_twice_changes_nothing(x: Tensor, size: int, fmt: Format):
     once = dequantize_group(quantize_group(x, size, fmt))
     assert_same_bits("values", dequantize_group(quantize_group(once, size, fmt)), once)
 
 
-@settings
 @given(any_value, group_sizes, formats)
 def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: Format):
     groups = x.view(len(x), -1, size)
@@ -153,7 +139,6 @@ def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: For
     assert not decoded[~groups.any(-1)].any()
 
 
-@settings
 @given(decodable, group_sizes, formats)
 def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
     groups = x.view(len(x), -1, size)
@@ -164,7 +149,6 @@ def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
     assert torch.equal(negated, -decoded)
 
 
-@settings
 @given(any_value, group_sizes, formats)
 def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size: int, fmt: Format):
     scale = OPS["tensor_scale"].reference([x], fmt.name)
@@ -178,7 +162,6 @@ def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size
             assert_same_bits(op, actual, wanted)
 
 
-@settings
 @given(
     st.integers(1, 5), st.sampled_from([16, 32, 96]), st.integers(0, 999),
     st.integers(-20, 20), st.integers(-20, 20), st.sampled_from([torch.float32, torch.bfloat16]),
@@ -206,7 +189,6 @@ def test_products_of_small_integers_are_exact(
         assert_same_bits("only the bias", padded[rows:], bias.to(dtype).expand(3, -1).contiguous())
 
 
-@settings
 @given(moderate, st.integers(0, 4), st.integers(0, 127), st.booleans())
 def test_a_bad_code_leaves_no_number_of_its_row_of_a_product(
     run: Run, x: Tensor, row: int, column: int, bad_scale: bool
