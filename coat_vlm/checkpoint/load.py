@@ -76,7 +76,7 @@ def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
 
     Raises:
         ValueError: there are checkpoints, but all are damaged; a rank does not see the files that
-            rank 0 sees; or a checkpoint was written by a newer version.
+            rank 0 sees; or a checkpoint has another format version.
     """
     problems: dict[str, str] = {}
     for name in world.run_on_rank0(lambda: [path.name for path in list_checkpoints(folder)]):
@@ -125,7 +125,7 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint is of another stage, precision, model or optimizer.
     """
-    contents = read_contents(checkpoint)  # first: its error names checkpoints of early versions
+    contents = read_contents(checkpoint)
     progress = world.run_on_rank0(lambda: read_progress(checkpoint))
     for name in ("stage", "precision"):
         saved, wanted = getattr(progress, name), getattr(expected, name)

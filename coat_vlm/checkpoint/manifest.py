@@ -1,7 +1,7 @@
 """The manifest of a folder: size and SHA-256 of each file, as they were written.
 
-``manifest.json`` also has the version of its format and the SHA-256 of its own content, so that a
-damaged manifest is not mistaken for one of a newer version.
+``manifest.json`` also has the version of the format and the SHA-256 of its own content, so that a
+damaged manifest is not mistaken for one of another version.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 
 MANIFEST = "manifest.json"
-VERSION = 2
-"""Version of the format. 1, without version and checksum, is that of commit 6626d5c."""
+VERSION = 1
+"""Format version of a folder: a checkpoint, a model or a tokenizer."""
 
 _CHECKSUM = "sha256"
 
@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
     Raises:
         DamagedError: there is no manifest, or it cannot be read.
-        ValueError: the manifest is of a newer version.
+        ValueError: the folder has another format version.
     """
     path = folder / MANIFEST
     try:
@@ -62,13 +62,9 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 def _parse(data: bytes, path: Path) -> dict[str, Entry]:
     try:
         content = json.loads(data)
-        if FORMAT_VERSION in content:
-            checksum = content.pop(_CHECKSUM)
-            if checksum != _checksum(content):
-                raise DamagedError(f"{MANIFEST} is damaged: its SHA-256 differs")
-            check_version(content[FORMAT_VERSION], VERSION, str(path))
-        elif content.keys() != {"files"}:  # the name of a key may be damaged
-            raise DamagedError(f"{MANIFEST} is damaged: it has no format version")
+        if content.pop(_CHECKSUM) != _checksum(content):
+            raise DamagedError(f"{MANIFEST} is damaged: its SHA-256 differs")
+        check_version(content[FORMAT_VERSION], VERSION, str(path))
         files = content["files"].items()
         return {name: Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files}
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -81,7 +77,7 @@ def find_problem(folder: Path) -> str | None:
     """Return why a folder is incomplete, or None; checks that all files exist, and their sizes.
 
     Raises:
-        ValueError: the manifest is of a newer version.
+        ValueError: the folder has another format version.
     """
     try:
         listed = read_manifest(folder)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,12 @@ import torch
 from deepspeed import DeepSpeedEngine
 from pydantic import TypeAdapter
 
-from coat_data.saved_files import check_version
-from coat_kernels.moment_formats import OLD_NAMES, REMOVED_CODECS
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.partitions import get_persistent_buffers, map_parameter_groups
-from coat_vlm.config.fp8 import rounding_of
 from coat_vlm.optim.state import codec
 
 CONTENTS = "contents.json"
 TRAINER = "trainer.json"
-FORMAT = 3
-"""Version of the layout. 1 was DeepSpeed's own, which required the same number of ranks; 2, that of
-commit 6626d5c, is read as 3 without ``spike`` in trainer.json."""
-_OLDEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +37,9 @@ class Progress:
     """Whether loss or gradient norm had diverged; such a checkpoint takes no other's place."""
 
 
-def progress_values(progress: Progress) -> dict[str, Any]:
-    """Return the content of trainer.json."""
-    values = asdict(progress)
-    values["cursor"] = values.pop("sampler_state")  # deprecated name, used on disk
-    return values
-
-
 def read_progress(checkpoint: Path) -> Progress:
     """Read trainer.json of a checkpoint."""
-    values = read_json(checkpoint / TRAINER)
-    return Progress(sampler_state=values.pop("cursor"), **values)  # deprecated name, used on disk
+    return Progress(**read_json(checkpoint / TRAINER))
 
 
 def is_spike(checkpoint: Path) -> bool:
@@ -124,22 +109,11 @@ class Contents:
                 f"{len(model.groups)}; {remedy}"
             )
         for number, (saved, ours) in enumerate(zip(self.groups, model.groups, strict=True)):
-            words = [OLD_NAMES.get(word, word) for word in str(saved["codec"]).split()]
-            states, gone = " ".join(words), set(REMOVED_CODECS) & set(words)
-            if gone:
-                raise ValueError(
-                    f"{where}: the optimizer states were saved by {states}, and codec "
-                    f"{gone.pop()!r} was removed from training: finish the stage with the version "
-                    "that wrote the checkpoint, or start a stage from its weights"
-                )
-            if _moments(states) != _moments(ours["codec"]):
+            if _moments(saved["codec"]) != _moments(ours["codec"]):
                 first = next(n for n, p in model.parameters.items() if p.group == number)
-                rounding = rounding_of(states)
-                if rounding and rounding_of(ours["codec"]) not in (None, rounding):
-                    remedy = f"resume with fp8.second_moment={rounding}, as this stage began"
                 raise ValueError(
                     f"{where}: the optimizer states of {first} and its parameter group were saved "
-                    f"by {states}, this run has {ours['codec']}; {remedy}"
+                    f"by {saved['codec']}, this run has {ours['codec']}; {remedy}"
                 )
 
 
@@ -149,24 +123,8 @@ def _moments(states: str) -> str:
 
 
 def read_contents(checkpoint: Path) -> Contents:
-    """Read contents.json of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has another layout.
-    """
-    path = checkpoint / CONTENTS
-    if not path.is_file():
-        raise ValueError(
-            f"{checkpoint} has no {CONTENTS}, so this version cannot read it; finish the stage "
-            "with the version that wrote the checkpoint, or start the stage again"
-        )
-    values = read_json(path)
-    if check_version(values["format"], FORMAT, str(path)) < _OLDEST:
-        raise ValueError(
-            f"{path} has format {values['format']}, this version reads {_OLDEST} to {FORMAT}; "
-            "finish the stage with the version that wrote it"
-        )
-    return TypeAdapter(Contents).validate_python(values)
+    """Read contents.json of a checkpoint."""
+    return TypeAdapter(Contents).validate_python(read_json(checkpoint / CONTENTS))
 
 
 def describe_contents(engine: DeepSpeedEngine) -> Contents:

@@ -25,13 +25,11 @@ from coat_vlm.checkpoint.load import list_checkpoints, path_step
 from coat_vlm.checkpoint.manifest import list_files
 from coat_vlm.checkpoint.metadata import (
     CONTENTS,
-    FORMAT,
     TRAINER,
     Progress,
     capture_random_state,
     describe_contents,
     is_spike,
-    progress_values,
 )
 from coat_vlm.checkpoint.partitions import (
     Fragment,
@@ -168,7 +166,7 @@ class CheckpointSaver:
         rank = self._world.rank
         shards = ShardWriter(rank, None if self._copies is None else self._copies.copy)
         save_engine_state(self._engine, shards, self._world)
-        contents = {"format": FORMAT, **asdict(describe_contents(self._engine))}
+        contents = asdict(describe_contents(self._engine))
         random_state = capture_random_state()
         description = self._get_description() if self._world.is_main else {}
         if self._copies is not None:
@@ -179,7 +177,7 @@ class CheckpointSaver:
             folder.write_json(f"random-{rank:05d}.json", random_state)
             if self._world.is_main:
                 folder.write_json(CONTENTS, contents)
-                folder.write_json(TRAINER, progress_values(progress))
+                folder.write_json(TRAINER, asdict(progress))
                 for name, data in description.items():
                     folder.write(f"model/{name}", [data])
 

@@ -52,7 +52,7 @@ class CoatAdamW(torch.optim.Optimizer):
     ``_amax`` (FP32) and, if the codec expands, ``_k`` (FP16) have one entry per 128 elements.
     ``step`` is FP32 (), on the parameter's device. The state takes 2.094 bytes per element.
     ``coat_kernels.decode_moment`` and ``encode_moment`` convert moments to values and back. With
-    ``master="bf16_low_bits"``, BF16 parameters also have ``master_remainder``, int16 of their
+    ``master="bf16_low_bits"``, BF16 parameters also have ``master_low_bits``, int16 of their
     shape: ``coat_kernels.join_master`` returns the FP32 master weight.
 
     Args:

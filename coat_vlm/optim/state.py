@@ -26,7 +26,7 @@ from coat_kernels import (
 from coat_kernels.formats import check_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOW_BITS = "master_remainder"  # the key in saved states: a deprecated name
+LOW_BITS = "master_low_bits"
 
 Read = Callable[[str, int, int], Tensor]
 """Reads the entries ``start`` to ``stop`` of a flat saved tensor: ``read(key, start, stop)``."""

@@ -13,9 +13,8 @@ from coat_vlm.train.tracking import read_rows
 
 BAD_SAMPLES = "bad_samples.jsonl"
 """File in a run folder."""
-
-_TRANSIENT = "outage"  # deprecated name of a transient I/O error in bad_samples.jsonl
-_TRANSIENTS = "outages"  # deprecated name of their number in metrics.jsonl
+_TRANSIENTS = "transient_errors"
+"""Their number in metrics.jsonl."""
 
 
 class BadSamples:
@@ -24,7 +23,7 @@ class BadSamples:
     ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
     ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``. Rows that
     were not read because of a transient I/O error (a network or server failed, the row may be
-    good) have ``outage: true`` (a deprecated name) and are counted separately. A source's
+    good) have ``transient: true`` and are counted separately. A source's
     ``exclude`` reads this list and ignores the rows with transient errors.
 
     Attributes:
@@ -62,7 +61,7 @@ class BadSamples:
             if (
                 row["stage"] == name
                 and row.get("source") in self._counts
-                and not row.get(_TRANSIENT)
+                and not row.get("transient")
             ):
                 self._counts[row["source"]] += 1
 
@@ -70,7 +69,7 @@ class BadSamples:
         """List this rank's bad samples of a step.
 
         Returns:
-            Counts to sum over the ranks: ``bad/SOURCE``, and ``outages`` (deprecated name).
+            Counts to sum over the ranks: ``bad/SOURCE``, and ``transient_errors``.
         """
         counts = {**{f"bad/{name}": 0.0 for name in self._counts}, _TRANSIENTS: 0.0}
         bad = [sample for loaded in micro_batches for sample in loaded.bad]
@@ -89,7 +88,7 @@ class BadSamples:
                         "where": sample.where,
                         "problem": sample.problem,
                         "position": sample.position,
-                        **({_TRANSIENT: True} if sample.transient else {}),
+                        **({"transient": True} if sample.transient else {}),
                     }
                     file.write(json.dumps(row) + "\n")
         return counts
@@ -106,7 +105,7 @@ class BadSamples:
 
         Returns:
             A row for metrics.jsonl: ``bad_by_source``, the number and the share of bad samples for
-            each source that has any; and ``outages`` (deprecated name), the number of transient
+            each source that has any; and ``transient_errors``, the number of transient
             errors, if not 0. Ranks other than the main one may not count the bad samples from
             before a resume.
 
@@ -137,7 +136,7 @@ class BadSamples:
         if self.transient > allowed:
             raise ValueError(
                 f"stage {self._name}: {self.transient} samples could not be reached, more than "
-                f"{limit} allow; {self._path} lists them with {_TRANSIENT}=true: continue with "
+                f"{limit} allow; {self._path} lists them with transient=true: continue with "
                 "--resume auto when their hosts answer, or download the media"
             )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())

@@ -140,7 +140,7 @@ def describe_contents(datasets: Sequence[Rows]) -> Record:
 
 
 def build_source_record(
-    sources: Sequence[SourceConfig], rows: Sequence[int | None], contents: Record | None = None
+    sources: Sequence[SourceConfig], rows: Sequence[int | None], contents: Record
 ) -> Record:
     """Return what determines the order of samples and their contents, for ``sources.json``.
 
@@ -151,42 +151,23 @@ def build_source_record(
     """
     return [
         {**{key: getattr(source, key) for key in _COMPARED}, "rows": number, **content}
-        for source, number, content in zip(
-            sources, rows, contents or [{} for _ in sources], strict=True
-        )
+        for source, number, content in zip(sources, rows, contents, strict=True)
     ]
 
 
 def find_source_changes(path: Path, record: Record) -> list[str]:
-    """Compare with the saved record; return one text per change.
-
-    Runs of early versions have no record, or one without contents: what is absent is not compared.
-
-    Args:
-        path: ``sources.json``.
-        record: see :func:`build_source_record`.
-    """
+    """Compare with the saved record at ``path``, if there is one; return one text per change."""
     if not path.is_file():
         return []
     try:
         saved: Record = json.loads(path.read_text(encoding="utf-8"))
-        before = {one["name"]: one for one in saved}
+        before = {source["name"]: source for source in saved}
+        changes = _compare(before, {source["name"]: source for source in record})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); it lists the data with which this run started: if the "
             "data is unchanged, delete the file and continue with --resume auto"
         ) from error
-    after = {one["name"]: one for one in record}
-    changes = [
-        f"{name} is {'new' if name in after else 'missing'}"
-        for name in [*before, *after]
-        if (name in before) != (name in after)
-    ]
-    for name, one in before.items():
-        if name in after:
-            changes += [f"{name} {change}" for change in _compare_source(one, after[name])]
-    if not changes and list(before) != list(after):
-        changes.append("the order of the sources")
     return changes
 
 
@@ -205,21 +186,36 @@ def check_source_record(path: Path, record: Record) -> None:
         )
 
 
+def _compare(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    changes = [
+        f"{name} is {'new' if name in after else 'missing'}"
+        for name in [*before, *after]
+        if (name in before) != (name in after)
+    ]
+    for name, source in before.items():
+        if name in after:
+            changes += [f"{name} {change}" for change in _compare_source(source, after[name])]
+    if not changes and list(before) != list(after):
+        changes.append("the order of the sources")
+    return changes
+
+
 def _compare_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     for key in (*_COMPARED, "rows"):
-        known = key in before and (key != "rows" or after[key] is not None)
-        if known and before[key] != after[key]:
+        if before[key] != after[key] and (key != "rows" or after[key] is not None):
             yield f"has {key} {after[key]!r}, had {before[key]!r}"
-    old, new = before.get("files", {}), after.get("files", {})
-    for file in [*old, *new] if "files" in before else ():
+    old, new = before["files"], after["files"]
+    for file in [*old, *new]:
         if (file in old) != (file in new):
             yield f"{'has a new' if file in new else 'misses its'} file {file}"
     for file in old.keys() & new.keys():
         found = _compare_file(old[file], new[file])
         if found:
             yield f"has another {file}: {found}"
-    rows = {sample["row"]: sample for sample in after.get("samples", ())}
-    for sample in before.get("samples", ()):
+    rows = {sample["row"]: sample for sample in after["samples"]}
+    for sample in before["samples"]:
         other = rows.get(sample["row"], sample)
         parts = [part for part in ("text", "media") if sample[part] != other[part]]
         if parts:

@@ -15,9 +15,8 @@
   half of the step (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with torch's
   ``_foreach`` functions: a few launches for all parameters, and one wait, for the norm.
 
-Both use private attributes of DeepSpeed, and rely on DeepSpeed skipping a step whose norm is not
-finite, as it does since 0.19.8. They are therefore used only with the versions
-:data:`TESTED_DEEPSPEED`; with other versions DeepSpeed's own step runs, and a warning is issued.
+Both use private attributes of DeepSpeed 0.19, and rely on DeepSpeed skipping a step whose norm is
+not finite, as it does since 0.19.8 (the lowest version that pyproject.toml allows).
 """
 
 import math
@@ -29,7 +28,6 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedModel
 
 from coat_vlm.config import CudaGraphs, Recipe, StageConfig
@@ -40,56 +38,18 @@ from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.gradient_order import GradientOrder
 from coat_vlm.train.nf4 import quantize_frozen_weights
 
-TESTED_DEEPSPEED = ">=0.19.8,<0.20"
-"""Versions whose private attributes were tested; pyproject.toml requires the same."""
-
-_UNFUSED_ATTRIBUTES = (
-    "fp16_groups",
-    "fp32_groups",
-    "unscale_and_clip_grads",
-    "_global_grad_norm",
-    "_skip_invalid_grad_norm",
-    "_update_scale",
-)
-
 
 def replace_slow_step(engine: DeepSpeedEngine) -> None:
-    """Replace the slow methods of an engine's optimizer, with tested versions of DeepSpeed only.
+    """Replace the slow methods of an engine's optimizer.
 
-    With another version, or if a private attribute is missing, this function warns and changes
-    nothing. At stage 0 with one rank it also turns off the gradient reduction, for which DeepSpeed
-    would copy every gradient into a buffer and back.
-
-    Args:
-        engine: of any ZeRO stage; engines of stage 3, and FP32 engines, need no replacement.
-
-    Raises:
-        ValueError: the optimizer computes no norm, so non-finite gradients would not be detected.
+    Engines of stage 3, and FP32 engines, have none.
     """
     optimizer: Any = engine.optimizer
-    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
-    if not (unfused or getattr(optimizer, "check_grad_overflow", False)):
-        return
-    needed = _UNFUSED_ATTRIBUTES if unfused else ("has_overflow", "compute_grad_norm")
-    missing = [name for name in needed if not hasattr(optimizer, name)]
-    found = deepspeed.__version__
-    if missing or not SpecifierSet(TESTED_DEEPSPEED).contains(found, prereleases=True):
-        warnings.warn(
-            f"DeepSpeed {found}{f' (without {missing[0]})' if missing else ''} is not one of the "
-            f"tested versions, {TESTED_DEEPSPEED}, so its own optimizer step is used, which checks "
-            "each parameter for infinities and is slower",
-            stacklevel=2,
-        )
-    elif unfused:
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
         optimizer.step = MethodType(_foreach_step, optimizer)
-        if engine.world_size == 1:
+        if engine.world_size == 1:  # DeepSpeed would copy every gradient into a buffer and back
             engine.enable_backward_allreduce = False
-    elif not optimizer.compute_grad_norm:
-        raise ValueError(
-            "zero_optimization.compute_grad_norm is false: without the norm, non-finite gradients "
-            "are not detected; remove that key from DeepSpeed's configuration"
-        )
-    else:
+    elif getattr(optimizer, "check_grad_overflow", False):
         optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - the name
 
 

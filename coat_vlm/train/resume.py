@@ -81,7 +81,6 @@ FIXED: Mapping[str, str] = {
     "seed": "it seeds the initialization and the order of samples",
     "init_from": "training started from these weights",
     "precision": "the saved weights and optimizer states are those of this precision",
-    "fp8.second_moment": "the saved second moments were rounded in this way",
     "fp8.**": "it selects what is quantized, and the saved states depend on it",
     "model.**": "the weights in the checkpoint belong to this model and its inputs",
     "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
@@ -131,17 +130,12 @@ def find_stage_states(run_dir: Path) -> dict[str, State]:
 def find_changes(old: Recipe, new: Recipe) -> list[Change]:
     """Return all keys that differ, in the order of the recipe.
 
-    ``fp8.second_moment`` is compared by the resulting codec. For ``auto``, checkpoints are compared
-    by the codec of the saved states (checkpoint/metadata.py), since earlier versions resolved
-    ``auto`` differently. ``master_weights`` is compared by what ``auto`` means on this machine.
+    ``master_weights`` is compared by what ``auto`` means on this machine.
     """
     changes = [*_compare((), _settings(old), _settings(new))]
     stored = [_master_weights(recipe) for recipe in (old, new)]
     if stored[0] != stored[1]:
         changes.append(Change(("master_weights",), *stored))
-    before, after = ((recipe.fp8 or Fp8Config()) for recipe in (old, new))
-    if before.second_moment != "auto" and before.codec != after.codec:
-        changes.append(Change(("fp8", "second_moment"), before.codec, after.codec))
     return changes
 
 
@@ -267,7 +261,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as nested mappings; lists of sources become mappings by name."""
     settings = recipe.to_dict()
     settings["fp8"] = dataclasses.asdict(recipe.fp8 or Fp8Config())
-    del settings["fp8"]["second_moment"], settings["master_weights"]
+    del settings["master_weights"]
     for stage in settings["stages"].values():
         for key in ("data", "val_data"):
             stage[key] = {source["name"]: source for source in stage[key]}

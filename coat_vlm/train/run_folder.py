@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from coat_data.saved_files import NewerVersionError
+from coat_data.saved_files import FormatVersionError
 from coat_vlm.checkpoint.atomic_folder import recover_folders, remove_folder
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES, Recipe
@@ -95,7 +95,7 @@ def _load_saved_recipe(path: Path) -> Recipe:
     """Read a run's recipe.yaml; a damaged one is a ValueError that says how to continue."""
     try:
         return load_recipe(str(path))
-    except NewerVersionError:
+    except FormatVersionError:
         raise
     except ValueError as error:
         raise ValueError(

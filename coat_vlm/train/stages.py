@@ -18,7 +18,7 @@ from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import write_folder
 from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
-from coat_vlm.checkpoint.manifest import MANIFEST, find_problem
+from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.verify import find_damage
@@ -500,8 +500,6 @@ def _load_initial_model(
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:
         kept = continues and world.run_on_rank0(Path(folder).is_dir)
-        # Versions before 2 of the run folder saved the tokenizer without a manifest.
-        unlisted = kept and not world.run_on_rank0((Path(folder) / MANIFEST).is_file)
         if not kept:
 
             def train(temporary: Path) -> None:
@@ -509,7 +507,7 @@ def _load_initial_model(
 
             write_folder(Path(folder), world, train)
         # The check waits until every rank sees the files.
-        problem = None if unlisted else find_damage(Path(folder), world)
+        problem = find_damage(Path(folder), world)
         if problem is not None:
             raise OSError(f"{folder} is damaged: {problem}; start over with --overwrite")
     images = recipe.model.vision is not None

@@ -31,7 +31,7 @@ def split_steps(
     for row in rows:
         if row["step"] in first:
             apart["first"].append(row)
-        elif row.get("peak_memory_mb", 0) is None:  # in logs of all versions
+        elif row["peak_memory_mb"] is None:
             apart["measured"].append(row)
         elif row.get("captured"):
             apart["capturing"].append(row)
@@ -44,7 +44,7 @@ def average_rates(rows: Sequence[Row], ranks: int) -> dict[str, float]:
     """Compute the rates over a number of steps: sums divided by the time of these steps.
 
     Args:
-        rows: the steps; rows of early versions lack some entries.
+        rows: the steps.
         ranks: processes of the run.
 
     Returns:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 FORMAT_VERSION = "format_version"
-"""The key of the version in a saved file. Files of commit 6626d5c have none: version 1."""
+"""The key of the version in a saved file."""
 
 
-class NewerVersionError(ValueError):
-    """A saved file was written by a newer version of the program."""
+class FormatVersionError(ValueError):
+    """A saved file has a format that this version of the program does not read."""
 
 
 @contextmanager
@@ -61,26 +61,16 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_version(found: object, newest: int, where: str) -> int:
-    """Return the format version of a saved file.
+def check_version(found: object, expected: int, where: str) -> None:
+    """Raise FormatVersionError unless a saved file has the expected format version.
 
     Args:
-        found: the value in the file; None if it has none, which is version 1.
-        newest: the newest version that this program reads.
+        found: the value in the file; None if it has none.
+        expected: the version that this program reads and writes.
         where: the file, for the error message.
-
-    Raises:
-        NewerVersionError: the file is of a newer version.
-        ValueError: the value is not a version.
     """
-    version = 1 if found is None else found
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ValueError(
-            f"{where} has format version {found!r}; allowed: a number from 1 to {newest}"
+    if found != expected or isinstance(found, bool):
+        raise FormatVersionError(
+            f"{where} has format version {found}, and this version of coat-vlm reads version "
+            f"{expected}: use the version of coat-vlm that wrote it, or start a new run"
         )
-    if version > newest:
-        raise NewerVersionError(
-            f"{where} has format version {version}, and this version of coat-vlm reads versions up "
-            f"to {newest}: install the version of coat-vlm that wrote it, or a newer one"
-        )
-    return version

@@ -39,7 +39,7 @@ from coat_vlm.distributed import ALONE, World
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RUN_FILE = "run.json"
-VERSION = 2
+VERSION = 1
 """Format version of the files of a run, in run.json."""
 _RANK_FILES = "predictions.rank*.jsonl"
 _BYTES_PER_WORKER = 3 * 64 * 3 * 384 * 384 * 4
@@ -249,8 +249,8 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
         Indices of the answered questions.
 
     Raises:
-        ValueError: the folder has answers (not only empty files) with other dependencies, or is of
-            a newer version.
+        ValueError: the folder has answers (not only empty files) with other dependencies, or has
+            another format version.
         DataError: a line, other than a last one that was cut off, cannot be read.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,6 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
     files = _list_files(out_dir)
     if files:
         earlier = read_json(run_path, "remove the output folder")
-        # Version 1, of commit 6626d5c, has the same content without its version.
         check_version(earlier.pop(FORMAT_VERSION, None), VERSION, str(run_path))
         if earlier != identity:
             keys = dict.fromkeys([*identity, *earlier])

@@ -144,7 +144,7 @@ def whole(engine: Any, keys: list[str]) -> Iterator[tuple[str, str, Any]]:
         place = {id(w): master for w, master in zip(weights, masters, strict=True)}
         for name, parameter in trained.items():
             master = place[id(parameter)]
-            low_bits = state[master].get("master_remainder")
+            low_bits = state[master].get("master_low_bits")
             joined = master.float() if low_bits is None else join_master(master, low_bits)
             yield "master", name, joined.detach()
             for key in keys:
@@ -169,8 +169,8 @@ def dump(engine: Any) -> dict[str, Any]:
     for master in kept:  # what DeepSpeed shall put together
         zeros = torch.zeros_like(master, dtype=torch.float32)
         optimizer.state[master] = {key: spread[master].get(key, zeros) for key in keys}
-        if "master_remainder" in kept[master]:
-            optimizer.state[master]["master_remainder"] = kept[master]["master_remainder"]
+        if "master_low_bits" in kept[master]:
+            optimizer.state[master]["master_low_bits"] = kept[master]["master_low_bits"]
     result: dict[str, Any] = {key: {} for key in ("master", *keys)}
     for key, name, value in whole(engine, keys):
         result[key][name] = value.detach().clone()

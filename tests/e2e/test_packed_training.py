@@ -55,7 +55,7 @@ def test_two_ranks_train_the_samples_of_one(
     assert min(row["samples"] for row in found) > 6
 
 
-def test_a_packed_run_resumes_from_its_cursor(one_rank: Path) -> None:
+def test_a_packed_run_resumes_from_its_sampler_state(one_rank: Path) -> None:
     """With worker processes that the first part did not have."""
     whole = step_rows(one_rank)
     checkpoints = one_rank / "sft" / "checkpoints"
@@ -64,7 +64,7 @@ def test_a_packed_run_resumes_from_its_cursor(one_rank: Path) -> None:
     newest = find_latest_checkpoint(checkpoints)
     assert newest is not None
     assert read_progress(newest).step == 3
-    saved = json.loads((newest / "trainer.json").read_text())["cursor"]
+    saved = json.loads((newest / "trainer.json").read_text())["sampler_state"]
     assert len(saved) == 2
     done = train(
         yaml.safe_load((one_rank / "recipe.yaml").read_text()) | {"num_workers": 2},

@@ -88,16 +88,6 @@ def test_a_copy_elsewhere_is_the_same_data(data: Path, tmp_path: Path) -> None:
     assert find_source_changes(path, record_of(moved)) == []
 
 
-def test_records_of_early_versions_are_accepted(data: Path, tmp_path: Path) -> None:
-    path = tmp_path / "sources.json"
-    old = [
-        {k: v for k, v in one.items() if k not in ("files", "samples")} for one in record_of(data)
-    ]
-    path.write_text(json.dumps(old))
-    edit_answer(data)
-    assert find_source_changes(path, record_of(data)) == []
-
-
 def test_large_files_are_hashed_in_blocks(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,17 +84,6 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     assert saved == [f"step-{step:08d}" for step in (4, 6, 9, 10)]
 
 
-def test_a_tokenizer_of_an_early_version_is_kept(tiny_data: Path, tmp_path: Path) -> None:
-    """Commit 6626d5c saved it without a manifest; trained again it would be written anew."""
-    recipe = interrupted(tiny_data, tmp_path)
-    folder = tmp_path / "run" / "tokenizer"
-    (folder / "manifest.json").unlink()
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    done = training["train"](recipe, tmp_path, *RESUME)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
 def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path: Path) -> None:
     """In one step at lr, decay w takes lr * w of every matrix more than no decay."""
     recipe = interrupted(tiny_data, tmp_path, lr_scheduler_type="constant")
@@ -199,7 +188,6 @@ def test_every_recipe_key_is_in_one_table() -> None:
     keys = [".".join(key) for key in keys_of(Recipe)]
     assert len(keys) > 100
     assert [key for key in keys if not any(p.match(key) for p in patterns)] == []
-    keys.append("stages.*.fp8.second_moment")  # compared by its result in each stage
     assert [p.pattern for p in patterns if not any(map(p.match, keys))] == []
 
 

@@ -45,7 +45,7 @@ def test_a_bf16_run_with_low_bits_is_the_fp32_run(codec: str) -> None:
             set_gradients(params, step)
             optimizer.step()
     for p32, p16 in zip(full, half, strict=True):
-        rest = second.state[p16]["master_remainder"]
+        rest = second.state[p16]["master_low_bits"]
         assert_same_bits("master", join_master(p16.detach(), rest), p32.detach())
         assert_same_bits("moment", second.state[p16]["exp_avg"], first.state[p32]["exp_avg"])
 
@@ -144,7 +144,7 @@ def test_deprecated_names_are_read() -> None:
 
 
 def without_low_bits(state: dict[str, Any]) -> None:
-    del state["state"][0]["master_remainder"]
+    del state["state"][0]["master_low_bits"]
 
 
 def of_groups_of_64(state: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def of_fp32_metadata(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_low_bits, r"parameter 0 of group 0 has .* lacks \['master_remainder'\]"),
+        (without_low_bits, r"parameter 0 of group 0 has .* lacks \['master_low_bits'\]"),
         (of_groups_of_64, r"exp_avg_amax of parameter 1 of group 0 .* 2 groups of 128.*encode"),
         (
             of_fp32_metadata,

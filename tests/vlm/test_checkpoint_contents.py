@@ -1,19 +1,16 @@
 """Checkpoints that do not fit: the error names the parameter, and says what to do."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from coat_data.saved_files import NewerVersionError
-from coat_kernels.moment_formats import REMOVED_CODECS
 from coat_vlm.checkpoint.atomic_folder import read_json, write_json
 from coat_vlm.checkpoint.folder_writer import FolderWriter
 from coat_vlm.checkpoint.manifest import write_manifest
-from coat_vlm.checkpoint.metadata import FORMAT, Contents, SavedParameter, read_contents
+from coat_vlm.checkpoint.metadata import Contents, SavedParameter, read_contents
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, state
@@ -63,72 +60,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
         read_json(path)
 
 
-def test_deprecated_names_of_codec_and_master_are_read() -> None:
-    names = (
-        "CoatAdamW dre_e4m3_chance bf16_remainder",
-        "CoatAdamW dre_e4m3_stochastic bf16_low_bits",
-    )
-    old, new = (contents(groups=[{"lr": 0.1, "codec": name}]) for name in names)
-    old.check(new, "step-1")
-
-
-@pytest.mark.parametrize(
-    ("saved", "ours", "words"),
-    [
-        (
-            "CoatAdamW dre_e4m3 fp32",
-            "CoatAdamW dre_e4m3_stochastic fp32",
-            "=nearest, as this stage",
-        ),
-        (
-            "CoatAdamW dre_e4m3_stochastic fp32",
-            "CoatAdamW dre_e4m3 fp32",
-            "=stochastic, as this stage",
-        ),
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW released fp32", None),
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_stochastic", None),
-        ("AdamW", "CoatAdamW dre_e4m3_stochastic fp32", None),
-    ],
-)
-def test_another_rounding_of_the_second_moment_names_its_setting(
-    saved: str, ours: str, words: str | None
-) -> None:
-    one, other = (contents(groups=[{"lr": 0.1, "codec": name}]) for name in (saved, ours))
-    with pytest.raises(ValueError, match=f"{saved}, this run has {ours}; resume with") as caught:
-        one.check(other, "step-1")
-    setting = "the run's own recipe.yaml" if words is None else f"fp8.second_moment{words}"
-    assert f"resume with {setting}" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", REMOVED_CODECS)
-def test_states_of_a_codec_that_was_removed_say_so(name: str) -> None:
-    saved = contents(groups=[{"lr": 0.1, "codec": f"CoatAdamW {name} fp32"}])
-    with pytest.raises(ValueError, match=rf"step-1: .* codec '{name}' was removed .* its weights"):
-        saved.check(contents(), "step-1")
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
-        CoatAdamW([parameter], codec=name)
-    optimizer = CoatAdamW([parameter])
-    state = optimizer.state_dict()
-    state["param_groups"][0]["codec"] = name
-    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
-        optimizer.load_state_dict(state)
-
-
 def test_contents_are_read_as_written(tmp_path: Path) -> None:
-    write_json(tmp_path / "contents.json", {"format": FORMAT, **dataclasses.asdict(contents())})
+    write_json(tmp_path / "contents.json", dataclasses.asdict(contents()))
     assert read_contents(tmp_path) == contents()
-
-
-def test_another_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no contents.json, .*the version that wrote"):
-        read_contents(tmp_path)
-    (tmp_path / "contents.json").write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="has format 1, this version reads 2 to 3; finish"):
-        read_contents(tmp_path)
-    (tmp_path / "contents.json").write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(NewerVersionError, match=r"has format version 4, .* reads versions up to 3"):
-        read_contents(tmp_path)
 
 
 def test_optimizers_and_their_codecs_have_different_names() -> None:

@@ -55,8 +55,8 @@ def loaded(*samples: BadSample) -> list[LoadedBatch]:
     return [LoadedBatch(batch=batch, bad=[sample], num_samples=1) for sample in samples]
 
 
-def counts(a: int, b: int, outages: int = 0) -> dict[str, float]:
-    return {"bad/a": a, "bad/b": b, "outages": outages}
+def counts(a: int, b: int, transient: int = 0) -> dict[str, float]:
+    return {"bad/a": a, "bad/b": b, "transient_errors": transient}
 
 
 def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_pat
     assert log.note(loaded(bad(1, 3), bad(1, 4)), step=1) == {
         "bad/l/a": 0,
         "bad/l/a_2": 2,
-        "outages": 0,
+        "transient_errors": 0,
     }
     found, datasets = open_sources(
         [replace(config, exclude=str(tmp_path / "bad_samples.jsonl"))], 0
@@ -250,9 +250,9 @@ def test_transient_errors_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     """They are counted by themselves, and not excluded from the next run."""
     log = log_of(tmp_path, max_bad_samples=3)
     away = [replace(bad(0, row), transient=True) for row in (1, 2)]
-    assert log.note(loaded(*away, bad(0, 3)), step=1) == counts(1, 0, outages=2)
-    row = log.row(counts(2, 0, outages=2), met(10, 10))
-    assert row == {"bad_by_source": {"a": {"rows": 2, "rate": 0.2}}, "outages": 2}
+    assert log.note(loaded(*away, bad(0, 3)), step=1) == counts(1, 0, transient=2)
+    row = log.row(counts(2, 0, transient=2), met(10, 10))
+    assert row == {"bad_by_source": {"a": {"rows": 2, "rate": 0.2}}, "transient_errors": 2}
     assert (log.total, log.transient) == (2, 2)
     listed = str(tmp_path / "bad_samples.jsonl")
     rows = open_source(SourceConfig(name="a", path=str(file), exclude=listed), seed=0)
@@ -261,12 +261,12 @@ def test_transient_errors_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     lines = Path(listed).read_text().splitlines()
     only = tmp_path / "only.jsonl"
     only.write_text(lines[0])
-    assert json.loads(lines[0])["outage"]
+    assert json.loads(lines[0])["transient"]
     assert len(open_source(SourceConfig(name="a", path=str(file), exclude=str(only)), seed=0)) == 20
     with pytest.raises(ValueError, match=r"4 samples could not be reached, .* --resume auto when"):
-        log.row(counts(0, 0, outages=2), met(10, 10))
+        log.row(counts(0, 0, transient=2), met(10, 10))
     again = log_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up
-    assert again.row(counts(0, 0, outages=3), met(10, 10))["bad_by_source"]["a"]["rows"] == 1
+    assert again.row(counts(0, 0, transient=3), met(10, 10))["bad_by_source"]["a"]["rows"] == 1
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
             entry = json.loads(line)
             rows = found.setdefault(str(entry.get("source", ANY_SOURCE)), [])
             name = Path(entry["file"]).name if "source" in entry else str(entry["file"])
-            if not entry.get("outage"):  # deprecated name of a transient I/O error, on disk
+            if not entry.get("transient"):
                 rows.append((number, name, int(entry["row"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
