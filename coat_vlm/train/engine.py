@@ -11,8 +11,8 @@
 - Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters: it checks for
   infinities, which waits for the GPU, computes the norm, makes an FP32 gradient, scales it, and
   copies the master weight to the weight. These were 4,000 of the 6,200 launches of a BF16 step of
-  ``real_photos``, whose model has 20M parameters in 211 tensors, and the GPU was idle for more than
-  half of the step (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with torch's
+  a model with 20M parameters in 211 tensors, and the GPU was idle for more than half of the step
+  (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with torch's
   ``_foreach`` functions: a few launches for all parameters, and one wait, for the norm.
 
 Both use private attributes of DeepSpeed 0.19, and rely on DeepSpeed skipping a step whose norm is

@@ -1,1 +1,1 @@
-"""Makers of data sets: generated scenes, CIFAR-10, NLVR, and downloads from the Hub."""
+"""Makers of data sets: generated scenes, and downloads from the Hub."""

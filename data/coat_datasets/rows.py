@@ -10,21 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coat_data.sample import DataError
-
 
 def article(word: str) -> str:
     """Return ``a`` or ``an``, as required before the word."""
-    return "an" if word.startswith(("a", "e", "i", "o", "u", "hour")) else "a"
+    return "an" if word[0] in "aeiou" else "a"
 
 
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return a training row about one image.
+    """Return a training row with (question, answer) pairs about one image.
 
-    Args:
-        row_id: the row's id.
-        image: path of the image relative to the media root.
-        turns: (question, answer) pairs; the image comes before the first question.
+    The image comes before the first question; its path is relative to the media root.
     """
     messages: list[dict[str, str]] = []
     for number, (question, answer) in enumerate(turns):
@@ -40,7 +35,7 @@ def write_conversations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     return len(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """One line of ``questions.jsonl``."""
 
@@ -50,43 +45,13 @@ class Question:
     text: str
     """The prompt as in training, without the image placeholder."""
     answer: str
-    """``yes`` or ``no``, the letter of the right choice, or a word or phrase, depending on task."""
     category: str
     """Accuracy is also reported per category."""
-    choices: tuple[str, ...] = ()
-    """The options of a multiple choice question, A first; empty for the other tasks."""
-
-    def row(self) -> dict[str, Any]:
-        """Return the question as a JSON object; ``choices`` only if there are any."""
-        row = asdict(self)
-        choices = row.pop("choices")
-        return {**row, "choices": list(choices)} if choices else row
-
-
-def write_training_rows(path: Path, questions: Sequence[Question]) -> int:
-    """Write each question and its answer as a row of LLaVA's JSON; returns the number of rows."""
-    return write_conversations(
-        path,
-        [conversation(one.question_id, one.image, [(one.text, one.answer)]) for one in questions],
-    )
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> int:
-    """Create ``folder`` with a ``questions.jsonl``; returns the number of questions.
-
-    Raises:
-        DataError: two questions have the same id.
-    """
-    seen: set[str] = set()
-    for number, question in enumerate(questions):
-        if question.question_id in seen:
-            raise DataError(
-                f"{folder}:{number}",
-                f"question_id {question.question_id!r} occurs twice",
-                "give every question its own id",
-            )
-        seen.add(question.question_id)
+    """Create ``folder`` with a ``questions.jsonl``; returns the number of questions."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(question.row()) + "\n" for question in questions)
+    lines = "".join(json.dumps(asdict(question)) + "\n" for question in questions)
     (folder / "questions.jsonl").write_text(lines, encoding="utf-8")
     return len(questions)

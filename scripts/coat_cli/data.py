@@ -478,51 +478,6 @@ def _add_makers(sets: Commands) -> None:
         # Omitted from the namespace if not given, so that make_scenes has the only defaults.
         add(flag, type=int, default=argparse.SUPPRESS, metavar="N", help=meaning)
 
-    for name, run, archive, content, summary in (
-        (
-            "cifar10",
-            _cifar10,
-            "cifar10_train_jpeg.zip",
-            "train/<class>/<number>.jpg",
-            "convert CIFAR-10 to classification, yes/no and multiple-choice conversations",
-        ),
-        (
-            "tiny_imagenet",
-            _tiny_imagenet,
-            "tiny_imagenet_100.zip",
-            "{train,val}/<class>/<number>.jpg and classes.json",
-            "convert Tiny-ImageNet to the same conversations, with wrong answers that look alike",
-        ),
-    ):
-        example = f"  coat-vlm data make {name} --zip {archive} --out data/{name}\n"
-        add = command(sets, name, run, summary, example).add_argument
-        add("--zip", type=Path, required=True, help=f"archive of {content}")
-        add("--out", type=Path, required=True, help="folder to make")
-        add("--seed", type=int, default=0, help="seed of the questions; default 0")
-
-    parser = command(
-        sets,
-        "easy_vqa",
-        _easy_vqa,
-        "convert easy-VQA's short questions about one colored shape; 400 images are kept out",
-        "  coat-vlm data make easy_vqa --folder easy_vqa/data --out runs/easy_vqa-data\n",
-    )
-    add = parser.add_argument
-    add("--folder", type=Path, required=True, help="folder with train/questions.json")
-    add("--out", type=Path, required=True, help="folder to make")
-
-    parser = command(
-        sets,
-        "nlvr",
-        _nlvr,
-        "convert NLVR's statements about drawn shapes to yes/no conversations",
-        "  coat-vlm data make nlvr --folder nlvr --split hidden dev --out data/nlvr\n",
-    )
-    add = parser.add_argument
-    add("--folder", type=Path, required=True, help="folder with SPLIT.json and SPLIT_images.tar")
-    add("--split", nargs="+", required=True, help="one or more of train, dev, test, hidden")
-    add("--out", type=Path, required=True, help="folder to make")
-
 
 def _scenes(args: argparse.Namespace) -> int:
     from coat_datasets import scenes
@@ -540,34 +495,6 @@ def _scenes(args: argparse.Namespace) -> int:
     summary = scenes.make_scenes(args.out, **settings)
     note.write_text(json.dumps(made), encoding="utf-8")
     _say_made(args.out, summary)
-    return 0
-
-
-def _cifar10(args: argparse.Namespace) -> int:
-    from coat_datasets.cifar import convert_cifar10
-
-    _say_made(args.out, convert_cifar10(args.zip, args.out, seed=args.seed))
-    return 0
-
-
-def _tiny_imagenet(args: argparse.Namespace) -> int:
-    from coat_datasets.tiny_imagenet import convert_tiny_imagenet
-
-    _say_made(args.out, convert_tiny_imagenet(args.zip, args.out, seed=args.seed))
-    return 0
-
-
-def _easy_vqa(args: argparse.Namespace) -> int:
-    from coat_datasets.easy_vqa import convert_easy_vqa
-
-    _say_made(args.out, convert_easy_vqa(args.folder, args.out))
-    return 0
-
-
-def _nlvr(args: argparse.Namespace) -> int:
-    from coat_datasets.nlvr import convert_nlvr
-
-    _say_made(args.out, convert_nlvr(args.folder, args.out, split=args.split))
     return 0
 
 

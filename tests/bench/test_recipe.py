@@ -293,7 +293,7 @@ def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
 
 @pytest.mark.parametrize("name", list_builtin_recipes())
 def test_no_built_in_recipe_needs_a_network(name: str, world: World) -> None:
-    overrides = [] if name in ("quickstart", "real_photos") else ["init_from=null"]
+    overrides = [] if name == "quickstart" else ["init_from=null"]
     asked = RecipeBench(recipe=load_recipe(name, overrides, unset_variables=True))
     model = use_published_shapes(asked.recipe).model
     parts = [model.language, *([] if model.vision is None else [model.vision])]

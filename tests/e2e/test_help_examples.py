@@ -31,12 +31,6 @@ NOT_RUN = {
         "coat-vlm eval-text --model runs/my_vlm/sft/model --tasks wikitext,...",
         "coat-vlm eval-text --model runs/my_vlm/sft/model --tasks gsm8k,...",
     ],
-    "needs the published archives": [
-        "coat-vlm data make cifar10 ...",
-        "coat-vlm data make tiny_imagenet ...",
-        "coat-vlm data make easy_vqa ...",
-        "coat-vlm data make nlvr ...",
-    ],
     "needs a GPU": [
         "coat-vlm bench layer",
         "coat-vlm bench layer --shape siglip-so400m ...",

@@ -154,7 +154,7 @@ def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REAL_PHOTOS", "VILA_DATA", "LLAVA_DATA", "TEXT_DATA"):
+    for name in ("VILA_DATA", "LLAVA_DATA", "TEXT_DATA"):
         monkeypatch.setenv(name, "/data")
 
 
@@ -169,8 +169,7 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_video_sft",
         "vila_long_video",
     }
-    own = {"quickstart", "easy_vqa", "scenes_binding", "real_photos", "tiny_imagenet"}
-    assert own | {"vila_sft_lora"} | published == set(list_builtin_recipes())
+    assert {"quickstart", "vila_sft_lora"} | published == set(list_builtin_recipes())
     for name in list_builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name

@@ -400,17 +400,6 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
         assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
 
 
-def test_a_cifar10_folder_with_the_deprecated_file_names_is_refused_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REAL_PHOTOS", str(tmp_path))
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "naming.json").write_text("[]")
-    source = load_recipe("real_photos").stages["sft"].data[0]
-    with pytest.raises(DataError, match=r"cifar10/classification\.json: there is no such file"):
-        open_source(source, 0)
-
-
 def test_network_and_limits_of_a_recipe_reach_the_rows(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]
     row = {"image": "http://10.0.0.5/a.png", "conversations": said}

@@ -1,0 +1,102 @@
+"""``examples/class_photos.py`` on small archives in the published layouts."""
+
+import importlib.util
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coat_data.load.dataset import SampleDataset
+from coat_data.sample import Sample
+
+SCRIPT = Path(__file__).parents[2] / "examples/class_photos.py"
+spec = importlib.util.spec_from_file_location("class_photos", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+class_photos = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(class_photos)
+
+
+def photo(shade: int) -> bytes:
+    encoded = io.BytesIO()
+    Image.new("RGB", (4, 4), (shade, 0, 0)).save(encoded, format="JPEG")
+    return encoded.getvalue()
+
+
+def write_cifar10(path: Path) -> Path:
+    """Two photographs in each of two training batches, one in the test batch; red then blue."""
+    pixels = np.zeros((3, 32, 32), np.uint8)
+    pixels[0], blue = 255, np.zeros((3, 32, 32), np.uint8)
+    blue[2] = 255
+    records = [bytes([label]) + image.tobytes() for label, image in ((0, pixels), (1, blue))]
+    files = {
+        "batches.meta.txt": b"rose\nsky\n\n",
+        "data_batch_1.bin": records[0] + records[1],
+        "data_batch_2.bin": records[1] + records[0],
+        "test_batch.bin": records[1],
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_tiny_imagenet(path: Path) -> Path:
+    files = {
+        "words.txt": "n01\tgoldfish, Carassius auratus\nn02\tking penguin\nn03\tunused",
+        "val/val_annotations.txt": "val_0.JPEG\tn02\t0\t0\t9\t9\n",
+        "val/images/val_0.JPEG": photo(9),
+        "train/n01/images/n01_0.JPEG": photo(1),
+        "train/n02/images/n02_0.JPEG": photo(2),
+        "test/images/test_0.JPEG": photo(3),
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(f"tiny-imagenet-200/{name}", data)
+    return path
+
+
+def write_folders(path: Path) -> Path:
+    for number in range(3):
+        for name in ("king_penguin", "wok"):
+            (path / "train" / name).mkdir(parents=True, exist_ok=True)
+            (path / "train" / name / f"{number}.jpg").write_bytes(photo(number))
+    names = [{"folder": "king_penguin", "name": "king penguin"}, {"folder": "wok", "name": "wok"}]
+    (path / "classes.json").write_text(json.dumps(names))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "train", "val"),
+    [
+        ("cifar.tar.gz", write_cifar10, ["rose", "rose", "sky", "sky"], ["sky"]),
+        ("tiny.zip", write_tiny_imagenet, ["goldfish", "king penguin"], ["king penguin"]),
+        ("photos", write_folders, ["king penguin"] * 2 + ["wok"] * 2, ["king penguin", "wok"]),
+    ],
+)
+def test_rows_and_questions_of_a_layout(name, write, train, val, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    class_photos.convert(write(tmp_path / name), out, val_per_class=1)
+    for file, answers in (("train.json", train), ("val.json", val)):
+        samples = [s for s in SampleDataset(out / file).stream() if isinstance(s, Sample)]
+        assert [sample.turns[1].text for sample in samples] == answers
+        assert all(Path(str(sample.media[0].path)).is_file() for sample in samples)
+    lines = (out / "eval/questions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answer"] for line in lines] == val
+    assert all((out / json.loads(line)["image"]).is_file() for line in lines)
+
+
+def test_the_pixels_of_cifar10(tmp_path: Path) -> None:
+    class_photos.convert(write_cifar10(tmp_path / "cifar.tar.gz"), tmp_path / "out", 1)
+    for label, color in (("rose", (255, 0, 0)), ("sky", (0, 0, 255))):
+        files = list((tmp_path / "out/images/train" / label).iterdir())
+        assert len(files) == 2
+        for file in files:
+            assert set(Image.open(file).getdata()) == {color}
