@@ -240,10 +240,10 @@ def build_meta_model(model: ModelConfig, vocab_size: int, dtype: torch.dtype) ->
 def create_meta_model(config: CoatVlmConfig, dtype: torch.dtype) -> CoatVlm:
     """Create a composed model on ``meta``, with tied embeddings if configured."""
     with torch.device("meta"):
-        frame = CoatVlm(config)
-    frame.to(dtype)  # pyright: ignore[reportArgumentType] - transformers declares its own
-    frame.language_model.tie_weights()
-    return frame
+        meta_model = CoatVlm(config)
+    meta_model.to(dtype)  # pyright: ignore[reportArgumentType] - transformers declares its own
+    meta_model.language_model.tie_weights()
+    return meta_model
 
 
 def _vision_config(vision: VisionConfig) -> PretrainedConfig:

@@ -350,17 +350,17 @@ def plan_recipe(
     for name in chosen:
         stage = recipe.stages[name]
         length = tokens or row_tokens(recipe, stage)
-        frame = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
+        meta_model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
         tiles, why = images, "--images"
         if tiles is None:
-            config = cast(CoatVlmConfig, frame.config)
+            config = cast(CoatVlmConfig, meta_model.config)
             tiles, why = count_images_per_row(recipe, stage, length, config)
         low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
-        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer), low_bits=low_bits)
+        sizes = count_sizes(meta_model, stage, measure_state_bytes(optimizer), low_bits=low_bits)
         frames = recipe.model.video.pool_frames or 1
         traced = [
             trace(
-                frame,
+                meta_model,
                 factor * stage.micro_batch_size,
                 length,
                 tiles,
@@ -370,7 +370,7 @@ def plan_recipe(
             for factor in (1, 2, 4)
         ]
         traced = share_tokens(traced, stage.sequence_parallel)
-        vision = frame.config.vision_config
+        vision = meta_model.config.vision_config
         plan = StagePlan(
             name=name,
             stage=stage,
@@ -389,8 +389,10 @@ def plan_recipe(
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
             saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
-            graphs=plan_graphs(frame, choose_graphs(recipe, stage, arithmetic), length, tiles),
-            frames=trace_frames(frame, recipe, length, stage.micro_batch_size, reuse_weights=cached)
+            graphs=plan_graphs(meta_model, choose_graphs(recipe, stage, arithmetic), length, tiles),
+            frames=trace_frames(
+                meta_model, recipe, length, stage.micro_batch_size, reuse_weights=cached
+            )
             if compare
             else None,
         )
@@ -448,13 +450,13 @@ def _trace_precisions(
         arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
         changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
         try:
-            frame = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
+            meta_model = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
         except ValueError:
             if precision == recipe.precision:
                 raise
             continue  # a model without FP8 blocks has no such column
         found[precision, checkpointing] = trace(
-            frame,
+            meta_model,
             stage.micro_batch_size,
             tokens,
             images,

@@ -154,18 +154,18 @@ def check_recipe(
         name: check_stage_data(recipe, name, processor, findings.problems, findings.notes)
         for name in names
     }
-    frames: dict[StageName, PreTrainedModel] = {}
+    meta_models: dict[StageName, PreTrainedModel] = {}
     if processor is not None and not _needs_weights(recipe):
         # Shapes of the next stages are those of the first one's model.
         planned = dataclasses.replace(recipe, init_from=None if start is None else str(start))
         for name in names:
             with findings.collect():  # most problems are those of all stages
                 arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
-                frames[name] = build_planned_model(
+                meta_models[name] = build_planned_model(
                     planned, recipe.stages[name], arithmetic, vocab_size if start is None else None
                 )
-    _check_frames(recipe, frames, processor, findings)
-    _check_disk(recipe, frames, data, run_dir, findings)
+    _check_frames(recipe, meta_models, processor, findings)
+    _check_disk(recipe, meta_models, data, run_dir, findings)
     return findings
 
 
@@ -300,33 +300,33 @@ def _build_processor(
     vocab_size = size or (0 if tokenizer is None else len(tokenizer))
     with findings.collect():
         # Also without a tokenizer: other keys of the model may be wrong.
-        frame = build_meta_model(model, vocab_size, torch.float32)
+        meta_model = build_meta_model(model, vocab_size, torch.float32)
         if tokenizer is not None:
-            config = cast(CoatVlmConfig, frame.config)
+            config = cast(CoatVlmConfig, meta_model.config)
             return build_processor(model, tokenizer, config), vocab_size
     return None, 0
 
 
 def _check_frames(
     recipe: Recipe,
-    frames: dict[StageName, PreTrainedModel],
+    meta_models: dict[StageName, PreTrainedModel],
     processor: AnyProcessor | None,
     findings: Findings,
 ) -> None:
-    if not frames or processor is None:
+    if not meta_models or processor is None:
         return
-    frame = next(iter(frames.values()))
-    causal = frame.language_model if isinstance(frame, CoatVlm) else frame
+    meta_model = next(iter(meta_models.values()))
+    causal = meta_model.language_model if isinstance(meta_model, CoatVlm) else meta_model
     needs_kernel = why_logits_are_needed(causal) is None
     reference = recipe.fp8 is not None and recipe.fp8.reference
     problem = find_gpu_problem(needs_kernel and not reference)
     if problem is not None:
         findings.add(problem)
-    if not isinstance(frame, CoatVlm) or not isinstance(processor, CoatVlmProcessor):
+    if not isinstance(meta_model, CoatVlm) or not isinstance(processor, CoatVlmProcessor):
         return
-    if frame.config.has_vision:
+    if meta_model.config.has_vision:
         try:
-            check_llava(frame, processor)
+            check_llava(meta_model, processor)
         except ValueError as error:
             wanted = "llava" in recipe.export_formats
             (findings.problems if wanted else findings.notes).append(
@@ -334,9 +334,9 @@ def _check_frames(
                 f"{f'{error}'.removeprefix('--format llava: ')}"
             )
     findings.notes += _compare_templates(recipe, processor)
-    if recipe.cudnn_attention is True and frame.config.has_vision:
-        trained = [name for name in frames if recipe.stages[name].vision.train]
-        findings.notes += _describe_unsafe_tower(trained, cast(CoatVlmConfig, frame.config))
+    if recipe.cudnn_attention is True and meta_model.config.has_vision:
+        trained = [name for name in meta_models if recipe.stages[name].vision.train]
+        findings.notes += _describe_unsafe_tower(trained, cast(CoatVlmConfig, meta_model.config))
 
 
 def _describe_unsafe_tower(trained: Sequence[str], config: CoatVlmConfig) -> list[str]:
@@ -385,7 +385,7 @@ def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]
 
 def _check_disk(
     recipe: Recipe,
-    frames: dict[StageName, PreTrainedModel],
+    meta_models: dict[StageName, PreTrainedModel],
     data: dict[StageName, CheckedData],
     run_dir: Path,
     findings: Findings,
@@ -395,13 +395,13 @@ def _check_disk(
     A trained parameter has an FP32 master weight and two moments, 8 bytes or, in FP8, 2.1.
     """
     needed = pending = 0.0
-    for name, frame in frames.items():
+    for name, meta_model in meta_models.items():
         stage = recipe.stages[name]
         arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
         coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
         stored = 4 if recipe.precision == "fp32" or not torch.cuda.is_available() else 2
-        trained = count_parameters(frame, trainable_only=True)
-        whole = count_parameters(frame)
+        trained = count_parameters(meta_model, trainable_only=True)
+        whole = count_parameters(meta_model)
         checkpoint = trained * (4 + (2.1 if coat else 8)) + (whole - trained) * stored
         steps, every = data[name].num_steps, stage.save_steps
         saves = 1 if not every else recipe.save_total_limit + 1
@@ -413,7 +413,7 @@ def _check_disk(
     here = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     used = sum(
         file.stat().st_size
-        for name in frames
+        for name in meta_models
         for file in (run_dir / name).rglob("*")
         if file.is_file()
     )

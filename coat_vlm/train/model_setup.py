@@ -201,19 +201,19 @@ def build_planned_model(
     pretrained = recipe.model.pretrained
     if recipe.init_from is not None:
         start = check_start(recipe, recipe.init_from)
-        frame = create_meta_copy(start, arithmetic.dtype, recipe.model.attn_implementation)
+        meta_model = create_meta_copy(start, arithmetic.dtype, recipe.model.attn_implementation)
     elif pretrained is not None:
         _, config = find_family("model.pretrained", pretrained)
-        frame = create_meta_family_model(config, arithmetic.dtype)
+        meta_model = create_meta_family_model(config, arithmetic.dtype)
     else:
         assert vocab_size is not None
-        frame = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
-    if isinstance(frame, CoatVlm):
-        check_sequence_parallel(frame.language_model, stage.sequence_parallel)
-    set_trainable(frame, stage)
+        meta_model = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
+    if isinstance(meta_model, CoatVlm):
+        check_sequence_parallel(meta_model.language_model, stage.sequence_parallel)
+    set_trainable(meta_model, stage)
     if arithmetic.fp8 is not None:
-        convert(frame, arithmetic.fp8)
+        convert(meta_model, arithmetic.fp8)
         if recipe.zero_stage < 3:
-            store_frozen_weights(frame)
-    set_train_mode(frame, stage)
-    return frame
+            store_frozen_weights(meta_model)
+    set_train_mode(meta_model, stage)
+    return meta_model
