@@ -27,9 +27,9 @@ def keep_freed_memory() -> None:
 
     By default glibc returns memory to the system when much of it is free, as after every backward
     pass, and the next forward pass causes a page fault per 4 KiB of results: about a third of the
-    step time of a small model (docs/lab/2026-11.md). Up to 1 GiB of free memory may be kept. Blocks
-    larger than 32 MiB are mapped one by one, as by default. Does nothing without glibc (macOS,
-    musl).
+    step time of a small model (docs/experiments/data_speed.md). Up to 1 GiB of free memory may be
+    kept. Blocks larger than 32 MiB are mapped one by one, as by default. Does nothing without glibc
+    (macOS, musl).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -65,7 +65,8 @@ class Fp8Config:
     bf16_forward_first: NonNegative | None = None
     """Blocks at the beginning of the tower and of the language model, under ``coat`` and
     ``coat_lean``, whose forward GEMMs run in BF16 (FP32 on a CPU): their rounding error reaches all
-    later blocks and is more than half of what FP8 costs in training loss (docs/lab/2026-11.md).
+    later blocks and is more than half of what FP8 costs in training loss
+    (docs/experiments/fp8_training_loss.md).
     Their saved activations and gradients are FP8 as in other blocks, and attention saves what it
     saves under ``coat``, as a BF16 GEMM cannot be repeated from its FP8 input. When absent, a sixth
     of the blocks, at most two. ``skip_first`` counts from the same block. Does not apply to blocks

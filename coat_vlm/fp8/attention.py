@@ -17,8 +17,8 @@ norm saves anyway.
 o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
 error of o is an error of every score's gradient in that row. With q, k and v in INT8, o in E4M3 and
 E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and then diverged
-(docs/lab/2026-11.md). With flash attention in BF16, rounding of o alone can do so (arXiv
-2510.04212).
+(docs/experiments/attention_rounding.md). With flash attention in BF16, rounding of o can do so
+(arXiv 2510.04212).
 
 With a mask, dropout or another implementation ``coat`` calls the attention that the model is
 configured with, through transformers' interface, and saves FP8(o) beside what that attention saves.

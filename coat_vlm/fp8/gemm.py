@@ -9,7 +9,7 @@ along the summed dimension. Each has one scale per tensor (arXiv 2410.19313, sec
 and M' is the number of tokens M padded with zeros to a multiple of 16. All three use fast
 accumulation. (torchao and TransformerEngine use it in the forward GEMM alone by default. Here it
 left the weight gradients of a trained model as close to FP32's as without it, and takes 5% of a
-step less: docs/lab/2026-11.md.)
+step less: docs/experiments/output_layer.md.)
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 ``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8

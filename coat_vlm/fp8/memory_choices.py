@@ -31,7 +31,7 @@ DECIDED_AFTER = 2
 
 LAUNCH_S = 4.4e-3
 """Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks
-and a language model of 28, on the host of an H200 (docs/lab/2026-11.md, Balance of ranks)."""
+and a language model of 28, on the host of an H200 (docs/experiments/balance.md)."""
 
 FLOPS_PER_S = 850e12
 """Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
@@ -42,7 +42,7 @@ GPU does not wait for them: the CPU is ahead after the first ones of a step."""
 
 HIDDEN_AT_ONCE = 4.0
 """The same for a step of one micro-batch, which begins without a lead: the tower of an 8B model at
-a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/lab/2026-11.md)."""
+a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/experiments/step_8b.md)."""
 
 MEMORY_FACTOR = 1.5
 """Memory of graphs over that of the activations which the blocks save."""

@@ -2,8 +2,8 @@
 
 Graphs hold the activations that their blocks save, also in the optimizer step, with the temporary
 tensors of one block and static copies of its input and output. :data:`OVERHEAD` was measured on an
-H200 (docs/lab/2026-11.md): the graphs of 26 and 24 blocks took 1.20 to 1.33 times the activations,
-and the peak of a step rose by 0.16 to 0.38 of them.
+H200 (docs/experiments/cuda_graphs.md): the graphs of 26 and 24 blocks took 1.20 to 1.33 times the
+activations, and the peak of a step rose by 0.16 to 0.38 of them.
 """
 
 from collections.abc import Sequence

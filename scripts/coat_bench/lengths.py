@@ -1,9 +1,9 @@
 """Samples of many lengths, and the micro-batches of a step that are made of them.
 
-The lengths are made up, as those of "Balance of ranks" in docs/lab/2026-11.md: 20% of the samples
-are text alone, 70% have images of 1 to 13 tiles, 10% are videos of 8 to 64 frames, each uniform;
-the text of a sample is 20 tokens and a log-normal number (median 150, deviation of the logarithm
-1). Every layout gets the same samples.
+The lengths are made up, as those in docs/experiments/balance.md: 20% of the samples are text only,
+70% have images of 1 to 13 tiles, 10% are videos of 8 to 64 frames, each uniform; the text of a
+sample is 20 tokens and a log-normal number (median 150, deviation of the logarithm 1). Every layout
+gets the same samples.
 """
 
 from collections.abc import Callable, Sequence

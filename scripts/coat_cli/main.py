@@ -61,7 +61,7 @@ def _configure_allocator() -> None:
     """Let torch's allocator extend segments of GPU memory; call it before torch is imported.
 
     With segments of fixed sizes a step of 8B parameters, whose tensors take 124 GB, ran out of
-    memory on a GPU of 150 GB (docs/lab/2026-11.md).
+    memory on a GPU of 150 GB (docs/experiments/step_8b.md).
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -47,7 +47,7 @@ _BATCH = 64
 COLUMNS = ("precision", "seed", "measure", "value")
 SIZES = {
     "30m": replace(DECODERS["30m"], steps=0),
-    "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four: docs/lab/2026-11.md
+    "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four
     "350m": replace(
         DECODERS["100m"],
         hidden_size=1024,
@@ -56,7 +56,7 @@ SIZES = {
         num_key_value_heads=8,
         intermediate_size=3584,
         steps=0,
-        lr=8e-4,  # the best of three: docs/lab/2026-11.md
+        lr=8e-4,  # the best of three
     ),
 }
 """Values of ``--size``: those of ``bench decoder``, and a larger one."""

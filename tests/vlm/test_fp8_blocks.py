@@ -43,7 +43,7 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
     errors.pop("self_attn.k_proj.bias", None)
     errors |= {"output": relative(y8, y), "input": relative(dx8, dx)}
     for name, error in errors.items():
-        record_property(name, f"{error:.4f}")  # docs/lab/2026-11.md has the table
+        record_property(name, f"{error:.4f}")  # docs/experiments/fp8_training_loss.md has the table
     assert 1e-3 < errors["output"] <= 0.09
     assert 1e-3 < errors["input"] <= 0.13
     assert max(errors.values()) <= 0.2, errors

@@ -12,7 +12,7 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 
 MAX_PADDING = 0.1
 """Part of a micro-batch that may be padding. Packed sequences use flash attention, with which a
-step at 8B takes 8% more time than with cuDNN's for padded rows (docs/lab/2026-11.md)."""
+step at 8B takes 8% more time than with cuDNN's for padded rows (docs/experiments/balance.md)."""
 
 
 class Batch(TypedDict):
