@@ -13,6 +13,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import AutoTokenizer, PreTrainedModel
 
+from coat_data.folder_lock import FolderLock
 from coat_data.load.collate import MAX_PADDING
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import write_folder
@@ -41,7 +42,7 @@ from coat_vlm.model.processor import (
 )
 from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.run.heartbeat import Heartbeat
-from coat_vlm.run.lock import LOCK, FolderLock, lock_folder
+from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
 from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
 from coat_vlm.train.data import StageData, open_data

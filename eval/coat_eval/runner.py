@@ -192,7 +192,7 @@ def run_benchmark(
         world: this process among the ranks; all ranks call this function.
         model_name: name of the model in the report.
         judge: is asked by rank 0, see :func:`coat_eval.scoring.score_official`.
-        check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
+        check: :meth:`coat_data.folder_lock.FolderLock.check` of the lock that the caller holds.
 
     Returns:
         On rank 0, the report of :func:`coat_eval.scoring.score_set` or

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from datasets import config
 from PIL import Image
 
 from coat_cli.main import main
+from coat_data.folder_lock import LockError
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.lengths import probe_rows
 from coat_data.sample import DataError, Sample
@@ -226,31 +226,20 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
     if number != signal.SIGKILL:
         assert left == []
         return
-    assert [name.rpartition(".")[0].rpartition(".")[0] for name in left] == [f".out.{process.pid}"]
+    assert {name.rpartition(".")[2] for name in left} == {"lock", "new"}
     (tmp_path / "b.json").write_text(json.dumps([talk(0)]))
     ingest(tmp_path / "b.json", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "out"]
 
 
-def test_the_folder_of_a_living_process_or_another_host_is_kept(tmp_path: Path) -> None:
+def test_one_of_two_that_write_one_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([talk(0)]))
-    (tmp_path / ".out.12.new").mkdir()  # of an earlier version: nothing says whose
-    (tmp_path / ".out.13.01234567.new").mkdir()
-    (tmp_path / ".out.13.01234567.new" / ".owner").write_text("another-host")
-    (tmp_path / ".outer.14.new").mkdir()
-    with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
-        warnings.simplefilter("always")
-        living = stack.enter_context(new_folder(tmp_path / "out"))
+    with (
+        new_folder(tmp_path / "out"),
+        pytest.raises(LockError, match=r"in use by coat-vlm data \(which writes .*/out\)"),
+    ):
         ingest(tmp_path / "a.json", tmp_path / "out")
-        assert living.is_dir()
-        with pytest.raises(OSError, match="not empty"):  # the second of two that write one folder
-            stack.close()
-    texts = sorted({str(one.message) for one in warned})
-    assert len(texts) == 2
-    assert f"{tmp_path}/.out.12.new was left by a command that was killed" in texts[0]
-    assert "on another-host; delete it if no other command writes" in texts[1]
-    kept = {".out.12.new", ".out.13.01234567.new", ".outer.14.new", "a.json", "out"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "out"}
 
 
 def test_links_are_checked_at_the_same_time_and_a_silent_host_is_given_up(

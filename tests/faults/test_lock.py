@@ -24,8 +24,9 @@ from fault_runs import (
     write_recipe,
 )
 
+from coat_data.folder_lock import LockError
 from coat_vlm.checkpoint.load import find_latest_checkpoint
-from coat_vlm.run.lock import LockError, lock_folder
+from coat_vlm.run.lock import lock_folder
 
 Start = Callable[..., Run]
 
@@ -40,9 +41,9 @@ def hold_lock(path: Path) -> "subprocess.Popen[str]":
     code = """
 import sys
 from pathlib import Path
-from coat_vlm.run.lock import LockError, lock_folder
+from coat_data.folder_lock import LockError, hold_lock
 try:
-    with lock_folder(Path(sys.argv[1]), "test", limit_s=2.0):
+    with hold_lock(Path(sys.argv[1]), "test", limit_s=2.0):
         print("held", flush=True)
         sys.stdin.read()
 except LockError as error:

@@ -14,10 +14,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from coat_data.containers.json_file import JsonRows, row_spans
 from coat_data.containers.remote_file import cache_folder
+from coat_data.folder_lock import hold_lock
 from coat_data.limits import Limits
 from coat_data.sample import DataError
 
@@ -129,7 +128,8 @@ def _unpack(path: Path, limits: Limits) -> Path:
     key = hashlib.sha256(f"{path} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / f"{key}-{path.stem}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f"{key}.lock")):  # the other ranks of a host wait
+    lock = target.with_name(f"{key}.lock")
+    with hold_lock(lock, f"data (which unpacks {path})", wait=True):
         if not target.is_file():
             partial = target.with_name(f"{key}.new")
             try:

@@ -1,28 +1,22 @@
 """Functions shared by the tools: reading a source, opening media, writing a folder atomically."""
 
-import fcntl
+import glob
 import json
-import os
-import re
 import secrets
 import shutil
-import socket
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from coat_data.containers.media_files import check_regular_file
+from coat_data.folder_lock import hold_lock
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
 from coat_data.media.remote_media import check_video, fetch_media
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
-
-_OWNER = ".owner"
-"""File in a temporary folder, locked by the process that writes it, with the name of its host."""
 
 
 def read_samples(dataset: SampleDataset, job: str) -> Iterator[Sample | DataError]:
@@ -81,7 +75,7 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
 
     After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is
     unchanged. The temporary folder of a process that was killed is removed by the next call for
-    the same ``out_dir``, or named in a warning.
+    the same ``out_dir``.
 
     Args:
         out_dir: folder to make; it must not exist, or be empty.
@@ -91,51 +85,20 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
 
     Raises:
         DataError: ``out_dir`` has files in it or is a file.
+        LockError: another process writes it.
     """
     target = Path(out_dir).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise DataError(
             str(target), "already exists and is not empty", "choose another folder or delete it"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    partial = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.new"
-    partial.mkdir()
-    try:
-        with (partial / _OWNER).open("x", encoding="utf-8") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX)
-            owner.write(socket.gethostname())
-            owner.flush()
+    with hold_lock(target.with_name(f".{target.name}.lock"), f"data (which writes {target})"):
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.new"):  # of a killed one
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
+        partial.mkdir()
+        try:
             yield partial
-            (partial / _OWNER).unlink()
             partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of ``target`` whose process has ended, and warn about others.
-
-    A process of this host has ended if the kernel has released its lock. Whether a process of
-    another host runs is not known here, nor the process of a folder without a lock, which an
-    earlier version may have made.
-    """
-    name = re.compile(rf"\.{re.escape(target.name)}\.\d+(\.[0-9a-f]{{8}})?\.new")
-    for folder in target.parent.iterdir():
-        if not name.fullmatch(folder.name):
-            continue
-        host = "an unknown host"
-        with suppress(FileNotFoundError), (folder / _OWNER).open("r+", encoding="utf-8") as owner:
-            host = owner.read() or host
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue  # its process is alive
-            if host == socket.gethostname():
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-        warnings.warn(
-            f"{folder} was left by a command that was killed, or is being written by one on "
-            f"{host}; delete it if no other command writes {target}",
-            stacklevel=2,
-        )
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
