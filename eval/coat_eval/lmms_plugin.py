@@ -13,14 +13,20 @@ lmms_eval/models/registry_v2.py (``ModelManifest``) and lmms_eval/api/task.py
 (``ConfigurableMessagesTask``); tested with that release. Import needs lmms-eval.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
+from PIL import Image
 
-from coat_data.sample import Sample
-from coat_eval.harness_model import Content, HarnessModel, make_sample, read_generation
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_eval.benchmark import IMAGE_LINE
+from coat_eval.generation import select_device
+from coat_eval.runner import load_adapter
+
+_UNSUPPORTED = "coat_vlm answers tasks with output_type generate_until; choose such a task"
 
 
 def get_manifest() -> Any:
@@ -45,23 +51,31 @@ class CoatVlmForLmmsEval(lmms):
     ) -> None:
         """Load the model; the arguments are those of ``--model_args`` and of the command line.
 
+        Args:
+            pretrained: run folder, model folder or name, see
+                :func:`coat_eval.runner.load_adapter`.
+            precision: precision of this project's checkpoints; default: that of the run folder.
+            device: default: this process's GPU, or the CPU.
+            batch_size: prompts per forward pass. In FP8 a batch shares scales, so answers depend on
+                it.
+            max_batch_size: not supported.
+
         Raises:
-            ValueError: ``max_batch_size`` is given, or see :class:`HarnessModel`.
+            ValueError: a size of batches is not supported, or the model cannot be loaded.
+            FileNotFoundError: a run folder has no finished model.
         """
         super().__init__()
         if max_batch_size is not None:
             raise ValueError("max_batch_size has no effect: batches have batch_size prompts")
-        self._model = HarnessModel(
-            pretrained,
-            precision=precision,
-            device=device,
-            batch_size=int(batch_size) if str(batch_size).isdecimal() else batch_size,
-        )
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size is {batch_size!r}; give a number from 1 on")
+        self._batch_size = int(batch_size)
+        self._adapter = load_adapter(pretrained, select_device(device), precision)
 
     @property
     def device(self) -> Any:
         """Device of the model, on which lmms-eval gathers counts of several processes."""
-        return self._model.device
+        return self._adapter.device
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answer the requests, in their order.
@@ -74,21 +88,21 @@ class CoatVlmForLmmsEval(lmms):
             ValueError: a task asks for sampling or beam search.
             DataError: a medium cannot be read, or a prompt is too long; names task and row.
         """
-        answers = [""] * len(requests)
+        answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
             _, _, options, _, task, _ = request.args
-            tokens, until = read_generation(options, f"task {task}")
-            groups.setdefault((tokens, tuple(until)), []).append(index)
-        size = self._model.batch_size
+            groups.setdefault(_read_options(options, task), []).append(index)
+        encoder = self._adapter.encoder
         for (tokens, until), indices in groups.items():
-            for begin in range(0, len(indices), size):
-                part = indices[begin : begin + size]
-                samples = [self._make_sample(requests[index]) for index in part]
-                found = self._model.answer(samples, tokens, until)
-                for index, text in zip(part, found, strict=True):
-                    answers[index] = text
-        return answers
+            for begin in range(0, len(indices), self._batch_size):
+                part = indices[begin : begin + self._batch_size]
+                encoded = [encoder.encode(self._make_sample(requests[index])) for index in part]
+                texts = self._adapter.answer(encoder.collate(encoded), tokens)
+                for end in until:
+                    texts = [text.partition(end)[0] for text in texts]
+                answers.update(zip(part, texts, strict=True))
+        return [answers[index] for index in range(len(requests))]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raise ValueError: only tasks that generate answers are supported."""
@@ -99,15 +113,47 @@ class CoatVlmForLmmsEval(lmms):
         raise ValueError(_UNSUPPORTED)
 
     def _make_sample(self, request: Any) -> Sample:
+        """Make a conversation; each image or video ends its line, as in LLaVA's prompts."""
         _, make_messages, _, row, task, split = request.args
-        messages = make_messages(self.task_dict[task][split][row])
-        turns = [(one["role"], list(map(_read_content, one["content"]))) for one in messages]
-        return make_sample(turns, f"task {task}, row {row}")
+        where = f"task {task}, row {row}"
+        turns, media = [], []
+        for message in make_messages(self.task_dict[task][split][row]):
+            parts = []
+            for content in message["content"]:
+                kind = content["type"]
+                if kind == "text":
+                    parts.append(Part("text", content["text"]))
+                    continue
+                media.append(_make_media(kind, content["url"], where))
+                parts += [Part(kind), Part("text", IMAGE_LINE)]
+            turns.append(Turn(message["role"], tuple(parts)))
+        return Sample(id=where, turns=tuple(turns), media=tuple(media))
 
 
-_UNSUPPORTED = "coat_vlm answers tasks with output_type generate_until; choose such a task"
+def _make_media(kind: Any, value: Any, where: str) -> Media:
+    """Make a medium of a path or a PIL image; DataError for anything else."""
+    if kind in ("image", "video") and isinstance(value, str):
+        return Media(kind=kind, path=value)
+    if kind == "image" and isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.convert("RGB").save(buffer, "PNG")
+        return Media(kind=kind, data=buffer.getvalue())
+    problem = f"the content {kind!r} of type {type(value).__name__} cannot be asked"
+    raise DataError(where, problem, "use a task with texts, images and videos")
 
 
-def _read_content(content: Mapping[str, Any]) -> Content:
-    kind = content["type"]
-    return kind, content["text" if kind == "text" else "url"]
+def _read_options(options: Mapping[str, Any], task: str) -> tuple[int, tuple[str, ...]]:
+    """Return the number of new tokens (default 128) and the texts that end an answer.
+
+    Raises:
+        ValueError: the options ask for sampling or beam search, which the model does not do.
+    """
+    sampled = options.get("do_sample") and (options.get("temperature") or 1.0) > 0
+    if sampled or (options.get("temperature") or 0.0) > 0 or (options.get("num_beams") or 1) > 1:
+        raise ValueError(
+            f"task {task} asks for {dict(options)}; answers are greedy here: set do_sample to "
+            "false, temperature to 0 and num_beams to 1"
+        )
+    until = options.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    return int(options.get("max_new_tokens") or 128), tuple(filter(None, until))

@@ -27,10 +27,6 @@ NOT_RUN = {
         "coat-vlm data download llava_558k --out data",
         "coat-vlm data download pope --out benchmarks",
     ],
-    "needs lm-eval, and data from the Hub": [
-        "coat-vlm eval-text --model runs/my_vlm/sft/model --tasks wikitext,...",
-        "coat-vlm eval-text --model runs/my_vlm/sft/model --tasks gsm8k,...",
-    ],
     "needs a GPU": [
         "coat-vlm bench layer",
         "coat-vlm bench layer --shape siglip-so400m ...",

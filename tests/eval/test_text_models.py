@@ -1,6 +1,5 @@
-"""Perplexity and text suites, against one forward pass per token and choices ranked by hand."""
+"""Perplexity and last words, against one forward pass per token."""
 
-import builtins
 import json
 import math
 from pathlib import Path
@@ -8,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.text import (
-    find_numbers,
     load_language_model,
-    make_word_problems,
     measure_perplexity,
     read_documents,
-    run_text_suite,
 )
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
@@ -29,10 +24,6 @@ TEXTS = [
     "The cat sat on the mat, and the dog sat on the cat.",
     "A dog.",
     "Rain fell all day \u00fc.",
-]
-SVAMP = [
-    {"Body": "Ann has 3 pens.", "Question": "How many pens?", "Answer": 3.0},
-    {"Body": "Bo had 1,200 nuts.", "Question": "How many are left?", "Answer": 12},
 ]
 
 
@@ -147,102 +138,32 @@ def test_the_language_model_alone_is_the_one_inside(
         load_language_model(tmp_path, precision="coat")
 
 
-def test_without_lm_eval_the_message_says_what_to_install(
-    language: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("lm_eval"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"pip install -e '.\[lm-eval\]'"):
-        run_text_suite(*language, ["copa"])
-
-
-def test_numbers_of_an_answer() -> None:
-    assert find_numbers("It costs $1,200.50, not -3 or 4.0. 5.") == ["1200.5", "-3", "4", "5"]
-    assert find_numbers("none") == []
-    # Half a dollar is no five, and a comma without three digits behind it separates.
-    assert find_numbers(".5 or $.50 or -.25") == ["0.5", "0.5", "-0.25"]
-    assert find_numbers("2,3 and 12,3456, 1,234,567.") == ["2", "3", "12", "3456", "1234567"]
-
-
-def test_word_problems_are_read_from_their_authors_files(tmp_path: Path) -> None:
-    path = tmp_path / "svamp.json"
-    path.write_text(json.dumps(SVAMP))
-    task = make_word_problems("svamp", path)
-    docs = task["custom_dataset"]()["test"].to_list()
-    assert docs[0] == {"question": "Ann has 3 pens. How many pens?", "answer": "3"}
-    for said, first, last in (
-        (" 12 nuts\n", 1.0, 1.0),
-        ("1,200 - 1,188 = 12.0.", 0.0, 1.0),
-        (" 12, of 1200", 1.0, 0.0),
-        ("all", 0.0, 0.0),
-    ):
-        scores = task["process_results"](docs[1], [said])
-        assert scores == {"first_number": first, "last_number": last}
-    rows = [
-        {"question": "Which?", "answer": "Option 1", "type": "Type_3"},
-        {"question": "How many?", "passage": "Two.", "answer": "2", "type": "Type_5"},
-        {"question": "Who?", "answer": {"spans": ["Bo"], "number": ""}, "type": "Type_6"},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    docs = make_word_problems("numglue", path)["custom_dataset"]()["test"].to_list()
-    assert docs == [{"question": "Two. How many?", "answer": "2"}]
-    path.write_text(json.dumps(rows[:1] * 2))
-    with pytest.raises(DataError, match="a question and a number"):
-        make_word_problems("numglue", path)
-
-
 @torch.no_grad()
-def choice_by_hand(model: Any, tokenizer: Any, question: str, choices: list[str]) -> int:
-    """The likeliest continuation, by transformers' loss over its tokens."""
-    scores = []
-    for choice in choices:
-        whole = tokenizer(f"{question} {choice}", add_special_tokens=False).input_ids
-        own = len(whole) - len(tokenizer(question, add_special_tokens=False).input_ids)
-        labels = torch.tensor([whole])
-        labels[:, :-own] = -100
-        scores.append(-float(model(input_ids=torch.tensor([whole]), labels=labels).loss) * own)
-    return max(range(len(choices)), key=scores.__getitem__)
+def test_the_accuracy_of_last_words_is_that_of_greedy_decoding(language: tuple[Any, Any]) -> None:
+    model, tokenizer = language
+    start = tokenizer.bos_token_id or tokenizer.eos_token_id
+    texts = []
+    for text in TEXTS:  # every second text ends with what the model would say
+        ids = torch.tensor([[start, *tokenizer(text, add_special_tokens=False).input_ids]])
+        said = int(model(ids).logits[0, -1].argmax())
+        texts += [text, text + tokenizer.decode([said])]
+    right = 0
+    for text in texts:
+        whole, head = (
+            [start, *tokenizer(own, add_special_tokens=False).input_ids]
+            for own in (text, text.rpartition(" ")[0])
+        )
+        likely = model(torch.tensor([whole])).logits[0].argmax(-1).tolist()
+        right += likely[len(head) - 1 : -1] == whole[len(head) :]
+    for window in (64, 4):
+        found = measure_perplexity(model, tokenizer, texts, window=window, stride=1)
+        if window == 64:
+            assert found["last_word_accuracy"] == pytest.approx(100 * right / len(texts))
+        assert found["documents"] == len(texts)
 
 
-def test_lm_eval_asks_the_language_model(
-    checkpoint: Path, language: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is an optional extra")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    words = ["cat", "dog", "rain", "mat"]
-    rows = [{"q": f"The {a} sat on the {b}, and the", "answer": i % 4}
-            for i, (a, b) in enumerate((a, b) for a in words for b in words)]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = {
-        "task": "words",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": words,
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (tmp_path / "words.yaml").write_text(yaml.safe_dump(task))
-    (tmp_path / "svamp.json").write_text(json.dumps(SVAMP))
-    out = tmp_path / "out.json"
-    arguments = ["--tasks", "words,svamp", "--file", f"svamp={tmp_path / 'svamp.json'}"]
-    arguments += ["--include-path", str(tmp_path), "--out", str(out)]
-    assert main(["eval-text", "--model", str(checkpoint), *arguments]) == 0
-    suite = json.loads(out.read_text())["lm_eval"]
-    right = [choice_by_hand(*language, row["q"], words) == row["answer"] for row in rows]
-    assert suite["results"]["words"]["acc"] == pytest.approx(sum(right) / len(right))
-    assert 0 < sum(right) < len(right)
-    assert suite["n"] == {"words": 16, "svamp": 2}
-    assert suite["results"]["svamp"]["last_number"] in (0.0, 0.5, 1.0)
-    with pytest.raises(ValueError, match="has no task 'wrods'"):
-        run_text_suite(*language, ["wrods"])
-    with pytest.raises(ValueError, match="--file svamp=FILE"):
-        run_text_suite(*language, ["svamp"])
+def test_rows_of_context_and_continuation_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "lambada.jsonl"
+    row = {"context": "I don't care about", "continuation": "signs"}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    assert read_documents(path) == ["I don't care about signs"] * 2

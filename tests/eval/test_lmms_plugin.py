@@ -1,5 +1,6 @@
-"""Models that lmms-eval and VLMEvalKit evaluate, and their logs, scored here."""
+"""Models that lmms-eval evaluates, and its logs, scored here."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from PIL import Image as PilImage
 
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.benchmark import Settings
-from coat_eval.harness_model import HarnessModel, make_sample, read_generation
 from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 from coat_vlm.generate import generate, load
@@ -53,11 +53,6 @@ def expect(model: Path, text: str, path: Path, tokens: int) -> str:
     media = (Media(kind="image", path=str(path)),)
     sample = Sample(id="x", turns=(Turn("user", parts),), media=media)
     return generate(*load(model, "cpu"), [sample], tokens)[0]
-
-
-@pytest.fixture
-def picture(benchmarks: Path) -> Path:
-    return min((benchmarks / "pope" / "val2014").iterdir())
 
 
 def make_popular(benchmarks: Path) -> list[dict[str, Any]]:
@@ -124,87 +119,48 @@ def test_lmms_eval_evaluates_a_model_and_its_log_scores_here(
     assert {item["prediction"] for item in report["items"]} <= set(WORDS)
 
 
-class BaseModel:
-    """What vlmeval/vlm/base.py @23757c4 states of its models, for messages that are lists."""
-
-    INTERLEAVE = False
-    allowed_types: Any = ("text", "image", "video")
-
-    def __init__(self) -> None:
-        self.dump_image_func = None
-
-    def set_dump_image(self, function: Any) -> None:
-        self.dump_image_func = function
-
-    def use_custom_prompt(self, dataset: str) -> bool:
-        return False
-
-    def generate(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
-        for item in message:
-            assert item["type"] in self.allowed_types
-        return self.generate_inner(message, dataset)
-
-    def generate_inner(self, message: Any, dataset: str | None = None) -> str:
-        raise NotImplementedError
-
-
 @pytest.fixture
-def vlmeval(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of VLMEvalKit that the adapter imports, with its dictionary of models."""
-    names = ("vlmeval", "vlmeval.vlm", "vlmeval.vlm.base", "vlmeval.config")
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
-    modules["vlmeval.vlm.base"].BaseModel = BaseModel
-    modules["vlmeval.config"].supported_VLM = {"taken": None}
-    for name, module in modules.items():
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plugin beside what it needs of lmms-eval's interface."""
+    names = ("api", "api.model", "models", "models.registry_v2")
+    modules = {f"lmms_eval.{name}": ModuleType(f"lmms_eval.{name}") for name in names}
+    modules["lmms_eval.api.model"].lmms = type("lmms", (), {})  # type: ignore[attr-defined]
+    modules["lmms_eval.models.registry_v2"].ModelManifest = dict  # type: ignore[attr-defined]
+    for name, module in {"lmms_eval": ModuleType("lmms_eval"), **modules}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "coat_eval.vlmeval_adapter", raising=False)
-    yield modules["vlmeval.config"]
-    sys.modules.pop("coat_eval.vlmeval_adapter", None)
+    monkeypatch.delitem(sys.modules, "coat_eval.lmms_plugin", raising=False)
+    yield importlib.import_module("coat_eval.lmms_plugin")
+    sys.modules.pop("coat_eval.lmms_plugin", None)
 
 
-def test_vlmevalkit_asks_a_registered_model(
-    vlmeval: Any, speaking_model: Path, picture: Path
+def test_the_plugin_answers_messages_up_to_a_text_of_until(
+    plugin: Any, speaking_model: Path, benchmarks: Path
 ) -> None:
-    from coat_eval.vlmeval_adapter import register
-
-    register("my_vlm", str(speaking_model), max_new_tokens=3, device="cpu")
-    with pytest.raises(ValueError, match="has a model named 'taken'"):
-        register("taken", str(speaking_model))
-    model = vlmeval.supported_VLM["my_vlm"]()  # as infer_data makes it
-    assert not getattr(model, "is_api", False)
-    model.set_dump_image(lambda line: line)
-    assert not model.use_custom_prompt("POPE")
-    asked = {"type": "text", "value": QUESTION}
-    image = {"type": "image", "value": str(picture)}
-    text = model.generate(message=[image, asked], dataset="POPE")
-    assert text == expect(speaking_model, QUESTION, picture, 3)
-    system = {"type": "text", "value": "Answer in one word.", "role": "system"}
-    assert isinstance(model.generate(message=[system, image, asked], dataset="POPE"), str)
-    with pytest.raises(DataError, match=r"none\.png"):
-        model.generate(message=[{"type": "image", "value": "none.png"}, asked], dataset="POPE")
-
-
-def test_an_answer_ends_at_a_text_of_until(speaking_model: Path, picture: Path) -> None:
-    model = HarnessModel(str(speaking_model), device="cpu")
+    picture = min((benchmarks / "pope" / "val2014").iterdir())
+    model = plugin.CoatVlmForLmmsEval(str(speaking_model), device="cpu", batch_size="2")
     with PilImage.open(picture) as opened:
-        sample = make_sample([("user", [("image", opened), ("text", QUESTION)])], "row 1")
+        image = {"type": "image", "url": opened.copy()}
+    rows: list[Any] = [image, {"type": "image", "url": str(picture)}, {"type": "audio", "url": "a"}]
+    model.task_dict = {"own": {"test": rows}}
+
+    def ask(row: int, **options: Any) -> SimpleNamespace:
+        def make_messages(content: Any) -> list[dict[str, Any]]:
+            text = {"type": "text", "text": QUESTION}
+            return [{"role": "user", "content": [content, text]}]
+
+        return SimpleNamespace(args=("", make_messages, options, row, "own", "test"))
+
     whole = expect(speaking_model, QUESTION, picture, 6)
-    assert model.answer([sample], 6) == [whole]
     assert len(whole) > 3
-    assert model.answer([sample], 6, [whole[2:4]]) == [whole[: whole.index(whole[2:4])]]
-
-
-def test_what_a_model_cannot_do_is_an_error(speaking_model: Path) -> None:
-    assert read_generation({"max_new_tokens": 16, "until": "\n", "temperature": 0}, "x") == (
-        16,
-        ["\n"],
-    )
-    assert read_generation({"do_sample": False, "num_beams": 1}, "x") == (128, [])
+    end = whole[2:4]
+    asked = [ask(0, max_new_tokens=6), ask(1, max_new_tokens=6, until=end, temperature=0), ask(0)]
+    found = model.generate_until(asked)
+    assert found[:2] == [whole, whole[: whole.index(end)]]
+    assert found[2].startswith(whole)  # 128 tokens
+    with pytest.raises(DataError, match="task own, row 2: the content 'audio' of type str"):
+        model.generate_until([ask(2)])
     for wrong in ({"temperature": 0.7}, {"do_sample": True}, {"num_beams": 3}):
-        with pytest.raises(ValueError, match=r"task x asks for .* answers are greedy"):
-            read_generation(wrong, "task x")
-    for kind, value in (("audio", "a.wav"), ("image", 7), ("text", None)):
-        with pytest.raises(DataError, match=rf"row 7: the content '{kind}' of type"):
-            make_sample([("user", [(kind, value)])], "row 7")  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"task own asks for .* answers are greedy"):
+            model.generate_until([ask(0, **wrong)])
     with pytest.raises(ValueError, match="batch_size is 'auto'; give a number"):
-        HarnessModel(str(speaking_model), batch_size="auto")  # type: ignore[arg-type]
+        plugin.CoatVlmForLmmsEval(str(speaking_model), batch_size="auto")
