@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from coat_cli import bench, chat, compare, data, evaluate, export, lab, plan, show, text, train
+from coat_cli import chat, compare, data, evaluate, export, plan, show, text, train
 from coat_cli.command import add_launcher_rank, complain
 
 USER_ERROR = 2
@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     # DeepSpeed's launcher puts its argument before the command.
     add_launcher_rank(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, plan, evaluate, chat, compare, text, bench, lab, data, export, show):
+    for module in (train, plan, evaluate, chat, compare, text, data, export, show):
         module.add(commands)
     return parser
 

@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 from fault_runs import ENV, TORCHRUN, Run, alive, count_steps, descendants
 
-from coat_bench.models import SIZES
 from coat_datasets.scenes import make_scenes
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.checkpoint.manifest import MANIFEST, read_manifest
@@ -38,6 +37,9 @@ from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.plan.stage import use_published_shapes
 from coat_vlm.run.heartbeat import FOLDER
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+from step_models import SIZES  # noqa: E402
 
 HERE = Path(__file__).parent
 RANKS = 2

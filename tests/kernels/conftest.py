@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coat_bench.check import map_tensors, run_op
 from coat_kernels import E4M3, OPS, Format
+from op_check import map_tensors, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

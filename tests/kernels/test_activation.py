@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import TOLERANCE, assert_same_bits, count_steps_between, relative_rms
 from coat_kernels import (
     ACTIVATIONS,
     E4M3,
@@ -23,6 +22,7 @@ from coat_kernels import (
     reference,
     share_scales,
 )
+from op_check import TOLERANCE, assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Exact = Callable[[Tensor, str], Tensor]

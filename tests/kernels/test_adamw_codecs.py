@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, count_steps_between, relative_rms
 from coat_kernels import (
     CODECS,
     E5M2,
@@ -26,6 +25,7 @@ from coat_kernels import (
 )
 from coat_kernels.master_weights import round_stochastically, split_master
 from coat_kernels.moment_formats import REMOVED_CODECS
+from op_check import assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 SETTINGS: dict[str, Any] = {

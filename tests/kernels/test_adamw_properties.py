@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import OPS, new_moment
+from op_check import assert_same_bits, run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

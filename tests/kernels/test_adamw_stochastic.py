@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, count_steps_between, relative_rms
 from coat_kernels import (
     E5M2,
     Codec,
@@ -22,6 +21,7 @@ from coat_kernels import (
 from coat_kernels.formats import E4M3
 from coat_kernels.master_weights import MOMENT_SALT, random_words, round_stochastically
 from coat_vlm.config.fp8 import Fp8Config
+from op_check import assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 STOCHASTIC = "dre_e4m3_stochastic"

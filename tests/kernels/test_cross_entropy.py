@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, relative_rms
 from coat_kernels import E5M2, GRADIENT_SCALE, OPS, cross_entropy_, logit_gradient, reference
 from coat_kernels.cross_entropy import MAX_COLUMNS
+from op_check import assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]

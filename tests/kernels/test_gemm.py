@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import TOLERANCE, relative_rms
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -17,6 +16,7 @@ from coat_kernels import (
     quantize_tensor,
     scaled_mm,
 )
+from op_check import TOLERANCE, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

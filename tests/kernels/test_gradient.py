@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits
 from coat_kernels import E4M3, E5M2, OPS, quantize_gradient
+from op_check import assert_same_bits
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TWO = [(True, False), (False, True)]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -17,6 +16,7 @@ from coat_kernels import (
     dequantize_group,
     quantize_group,
 )
+from op_check import assert_same_bits, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

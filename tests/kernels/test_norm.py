@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coat_bench.check import TOLERANCE, assert_same_bits, relative_rms
 from coat_kernels import (
     E4M3,
     GroupScaled,
@@ -21,6 +20,7 @@ from coat_kernels import (
     quantize_group,
     reference,
 )
+from op_check import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 EPS = 1e-2

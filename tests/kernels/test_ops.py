@@ -10,8 +10,8 @@ from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_bench.check import QUANTIZED, assert_matches, assert_same_bits, map_tensors, run_op
 from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
+from op_check import QUANTIZED, assert_matches, assert_same_bits, map_tensors, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]

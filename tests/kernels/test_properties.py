@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, count_steps_between, run_op
 from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
+from op_check import assert_same_bits, count_steps_between, run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

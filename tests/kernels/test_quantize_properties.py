@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -20,6 +19,7 @@ from coat_kernels import (
     quantize_layouts,
     quantize_tensor,
 )
+from op_check import assert_same_bits, run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 numpy_strategies = pytest.importorskip("hypothesis.extra.numpy")

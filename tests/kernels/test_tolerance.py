@@ -8,7 +8,9 @@ import torch
 from op_examples import examples
 from torch import Tensor
 
-from coat_bench.check import (
+from coat_kernels import OPS, reference
+from coat_kernels.formats import Format
+from op_check import (
     COPIES_OF_INPUT,
     OFF_BY_ONE,
     QUANTIZED,
@@ -16,8 +18,6 @@ from coat_bench.check import (
     assert_matches,
     run_op,
 )
-from coat_kernels import OPS, reference
-from coat_kernels.formats import Format
 
 
 def noisy(x: Tensor, error: float) -> Tensor:

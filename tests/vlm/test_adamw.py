@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from coat_bench.check import assert_same_bits
 from coat_vlm.optim import CoatAdamW
+from op_check import assert_same_bits
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from coat_bench.check import assert_same_bits
 from coat_kernels import CODECS, encode_moment, join_master
 from coat_vlm.optim import CoatAdamW
+from op_check import assert_same_bits
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
 """Small ones are updated together, the last one alone."""

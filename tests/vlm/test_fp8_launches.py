@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import coat_kernels
-from coat_bench.layer import IMPLEMENTATIONS
-from coat_bench.shapes import LayerShape, build_forward, build_layer
 from coat_kernels.registry import Op
+from layer import IMPLEMENTATIONS
+from layer_shapes import LayerShape, build_forward, build_layer
 
 SHAPES = {
     "llama": LayerShape("small", "llama", 128, 256, 2, 2, 1, 16),

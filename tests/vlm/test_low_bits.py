@@ -10,15 +10,6 @@ import torch
 from torch import Tensor
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench.recipe import (
-    RecipeBench,
-    StageCase,
-    build_stage_model,
-    build_training_step,
-    list_stage_cases,
-    make_batch,
-)
-from coat_bench.step import StepCase
 from coat_data.load.loader import LoadedBatch
 from coat_kernels import join_master
 from coat_kernels.master_weights import split_master
@@ -29,9 +20,13 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.optim.state import LOW_BITS
 from coat_vlm.plan.activations import trace
+from coat_vlm.plan.measure import (
+    StageCase, build_stage_model, build_training_step, make_batch, open_case,
+)
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.checks import describe_lone_zero
 from coat_vlm.train.step import TrainStep, copy_batch_to_device
+from step_models import make_recipe
 
 STEPS = 3
 LR = 1e-3
@@ -45,7 +40,7 @@ def world() -> Iterator[World]:
 
 
 def stage_case(world: World, clip: float, accumulation: int, precision: Any = "coat") -> StageCase:
-    recipe = StepCase(precision, None, True, 0).recipe("tiny", 1)
+    recipe = make_recipe("tiny", 1, precision)
     stage = recipe.stages["sft"]
     trained = {
         name: dataclasses.replace(stage.module(name), lr=LR)
@@ -56,9 +51,7 @@ def stage_case(world: World, clip: float, accumulation: int, precision: Any = "c
         stages={"sft": dataclasses.replace(stage, max_grad_norm=clip, **trained)},
         master_weights="low_bits",
     )
-    bench = RecipeBench(recipe=recipe, images=2, steps=STEPS, accumulation=accumulation)
-    (case,) = list_stage_cases(bench, world)
-    return case
+    return open_case(recipe, "sft", world, images=2, accumulation=accumulation)
 
 
 def batches_of(model: CoatVlm, case: StageCase, accumulation: int) -> list[list[LoadedBatch]]:
@@ -287,8 +280,8 @@ def test_a_plan_counts_the_tensors_of_training(world: World) -> None:
     assert all(p.grad is None for p in parameters)
     tensors = [(key, t) for p in parameters for key, t in optimizer.state[p].items() if t.ndim]
     low_bits = sum(t.nbytes for key, t in tensors if key == LOW_BITS)
-    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(CoatAdamW), low_bits=True)
-    activations = trace(case.frame, 1, case.row.tokens, case.row.images)
+    sizes = count_sizes(case.meta_model, case.stage, measure_state_bytes(CoatAdamW), low_bits=True)
+    activations = trace(case.meta_model, 1, case.row.tokens, case.row.images)
     plan, fp32 = (
         estimate_rank_memory(0, s, 1, activations, accumulates=True)
         for s in (sizes, dataclasses.replace(sizes, low_bits=False))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_bench.shapes import LayerShape, build_forward, build_layer
 from coat_vlm.config import BlockPrecision, Fp8Config, ModuleTraining, StageConfig
 from coat_vlm.fp8 import convert
 from coat_vlm.model.build import create_meta_model
@@ -21,6 +20,7 @@ from coat_vlm.plan.activations import (
     use_flash_attention,
 )
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
+from layer_shapes import LayerShape, build_forward, build_layer
 
 LAYER_ROWS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "layer.csv"
 PRECISIONS: list[BlockPrecision] = ["bf16", "fp8_linear", "coat", "coat_lean"]
@@ -105,7 +105,7 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
 def test_one_layer_takes_what_was_measured_on_an_h200(
     implementation: str, precision: BlockPrecision
 ) -> None:
-    from coat_bench.shapes import find_shape
+    from layer_shapes import find_shape
 
     with LAYER_ROWS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench.recipe import RecipeBench, list_stage_cases, plan_peak
 from coat_bench.step import NAMES, StepCase
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import fp8_blocks

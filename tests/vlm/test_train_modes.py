@@ -8,15 +8,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench.recipe import (
-    RecipeBench,
-    build_stage_model,
-    build_training_step,
-    list_stage_cases,
-    make_batch,
-)
-from coat_bench.step import StepCase
 from coat_vlm.distributed import join_world
+from coat_vlm.plan.measure import build_stage_model, build_training_step, make_batch, open_case
+from step_models import make_recipe
 
 
 def list_modes(model: torch.nn.Module) -> dict[str, set[bool]]:
@@ -26,14 +20,14 @@ def list_modes(model: torch.nn.Module) -> dict[str, set[bool]]:
 
 
 def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
-    recipe = StepCase("bf16", None, True, 0).recipe("tiny", 1)
+    recipe = make_recipe("tiny", 1)
     stage = recipe.stages["sft"]
     frozen = dataclasses.replace(stage.module("vision"), train=False, lr=None)
     stage = dataclasses.replace(stage, vision=frozen)
     recipe = dataclasses.replace(recipe, stages={"sft": stage})
     modes = {"vision_tower": {False}, "projector": {True}, "language_model": {True}}
     with join_world() as world:
-        (case,) = list_stage_cases(RecipeBench(recipe=recipe, images=1, steps=3), world)
+        case = open_case(recipe, "sft", world, images=1)
         model: Any = build_stage_model(case, world.device).eval()
         step = build_training_step(model, case, world, 3)
         seen: list[dict[str, set[bool]]] = []
@@ -50,12 +44,11 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_deepspeed_times_no_micro_batch(zero_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third step on, its timer waited for the GPU twice in each of them."""
-    recipe = StepCase("coat", None, True, zero_stage).recipe("tiny", 1)
-    bench = RecipeBench(recipe=recipe, images=1, steps=4, accumulation=2)
+    recipe = make_recipe("tiny", 1, "coat", zero_stage)
     waits: list[int] = []
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(step.finished))
     with join_world() as world:
-        (case,) = list_stage_cases(bench, world)
+        case = open_case(recipe, "sft", world, images=1, accumulation=2)
         model = build_stage_model(case, world.device)
         step = build_training_step(model, case, world, 4)
         batch = make_batch(model, [case.row], None, seed=0)

@@ -1,4 +1,4 @@
-"""The models of ``coat-vlm bench step``, and the baselines made of them.
+"""The models of ``step.py``, and the baselines made of them.
 
 Weights are random, because time and memory of a step do not depend on them. A sample has a fixed
 number of tokens, including the tokens of its images. Samples of a language model are text only.
@@ -26,19 +26,30 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from coat_bench.layer import convert_to_torchao
-from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_vlm.config import (
+    LanguageConfig,
+    ModelConfig,
+    ModuleTraining,
+    Recipe,
+    StageConfig,
+    VisionConfig,
+)
 from coat_vlm.config.model import TokenizerConfig
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.plan.measure import RowShape, make_sample
+from coat_vlm.plan.zero import ZeroStage
+from harness import choose_precision
+from layer import convert_to_torchao
 
 
 class StepModel(NamedTuple):
     """A measured model and its samples."""
 
     name: str
-    """Name in the rows."""
     model: ModelConfig
     """The model; ``max_length`` is the number of tokens of a sample, including image tokens."""
     images: int
@@ -139,11 +150,89 @@ with a context of 2,048 tokens is the end-to-end setting of COAT's paper (arXiv:
 the keys that do not change the model."""
 
 
+LR = 2e-5
+"""Learning rate, high enough to lower the loss of a repeated batch within a few steps."""
+
+
+def make_recipe(
+    size: str,
+    batch: int,
+    precision: str = "bf16",
+    zero_stage: ZeroStage = 0,
+    lora: int | None = None,
+    **keys: Any,
+) -> Recipe:
+    """Make a recipe that trains a model of :data:`SIZES` in its only stage, ``sft``.
+
+    Args:
+        size: a key of :data:`SIZES`.
+        batch: samples of a micro-batch.
+        precision: one of ``harness.PRECISIONS``.
+        zero_stage: the recipe key.
+        lora: rank of LoRA adapters on the language model; None to train all weights.
+        keys: other recipe keys.
+    """
+    model = SIZES[size].model
+    train, frozen = ModuleTraining(train=True, lr=LR), ModuleTraining(train=False)
+    stage = StageConfig(
+        data=[],
+        vision=frozen if model.vision is None or lora is not None else train,
+        projector=frozen if model.vision is None else train,
+        language=train,
+        lora=None if lora is None else LoraTraining(rank=lora, alpha=2 * lora, dropout=0.0),
+        batch_size=batch,
+        micro_batch_size=batch,
+        max_steps=1,
+        lr_scheduler_type="constant",
+        warmup_ratio=0.0,
+        weight_decay=0.1,
+    )
+    chosen, fp8 = choose_precision(precision)
+    return Recipe(
+        name="bench",
+        output_dir="unused",
+        model=model,
+        stages={"sft": stage},
+        precision=chosen,
+        fp8=fp8,
+        zero_stage=zero_stage,
+        **keys,
+    )
+
+
+_IMAGE_SIDE = 448  # pixels of the square images of a published model
+
+
+def make_step_sample(model: Any, shape: RowShape, generator: torch.Generator) -> EncodedSample:
+    """Make a random sample of a composed or a published model."""
+    if isinstance(model, CoatVlm):
+        return make_sample(model, shape, generator)
+    # As the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches.
+    config, vision = model.config, model.config.vision_config
+    side = _IMAGE_SIDE // vision.patch_size
+    grid = torch.tensor([[1, side, side]]).repeat(shape.images, 1)
+    # Text has any id below the media ids.
+    top = min(config.image_token_id, config.vision_start_token_id)
+    ids = torch.randint(top, (shape.tokens,), generator=generator)
+    image = torch.full((1 + (side // vision.spatial_merge_size) ** 2,), config.image_token_id)
+    image[0] = config.vision_start_token_id
+    images = image.repeat(shape.images)
+    ids[1 : 1 + len(images)] = images
+    is_image = ids == config.image_token_id
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return EncodedSample(
+        input_ids=ids,
+        labels=ids.masked_fill(is_image, IGNORE_INDEX),
+        pixel_values=torch.randn(shape.images * side**2, pixels, generator=generator),
+        extras={"image_grid_thw": grid, model.family.token_types: is_image[None].int()},
+    )
+
+
 class Baseline(NamedTuple):
     """Another implementation of the same model."""
 
     implementation: str
-    """Name in the rows."""
+    """Name in the results."""
     packages: tuple[str, ...]
     """Packages that it needs."""
     parts: Sequence[Callable[[Any], None]]
@@ -186,10 +275,7 @@ def _apply_liger(model: Any, kernels: bool = True) -> None:
 
     Liger 0.8.5 cannot be applied to a published model as a whole: it imports classes that
     transformers 5.23 no longer has. Its kernels for the same layers of the language model can.
-
-    Args:
-        model: changed in place.
-        kernels: False for the loss alone.
+    ``kernels``: False for only the loss.
     """
     from liger_kernel import transformers as liger  # pyright: ignore[reportMissingImports]
 
@@ -285,23 +371,19 @@ BASELINES = {
 }
 BASELINES |= {
     f"{name}_tower": Baseline(
-        f"{one.implementation}_tower", one.packages, [*one.parts, _compile_tower]
+        f"{baseline.implementation}_tower", baseline.packages, [*baseline.parts, _compile_tower]
     )
-    for name, one in BASELINES.items()
-    if _compile in one.parts
+    for name, baseline in BASELINES.items()
+    if _compile in baseline.parts
 }
-"""Values of ``--baselines``. With ``_tower`` the blocks of the vision tower are compiled, too."""
+"""Values of ``--baselines``. With ``_tower`` the blocks of the vision tower are also compiled."""
 
 _PATCHED = (modeling_llama, modeling_qwen2, modeling_qwen2_5_vl, modeling_qwen3_vl)
 """Modules of transformers in which Liger replaces names."""
 
 
 def check_baselines(names: Sequence[str]) -> None:
-    """Check that the packages of the baselines are installed.
-
-    Raises:
-        ValueError: a package is missing.
-    """
+    """Raise ValueError if a package of the baselines is not installed."""
     for name in names:
         packages = BASELINES[name].packages
         missing = [package for package in packages if find_spec(package) is None]
@@ -314,12 +396,7 @@ def check_baselines(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def apply_baseline(name: str, model: PreTrainedModel) -> Iterator[None]:
-    """Turn a model into a baseline; restores the modules of transformers at the end.
-
-    Args:
-        name: a key of :data:`BASELINES`.
-        model: changed in place, permanently.
-    """
+    """Turn a model permanently into a baseline; restores transformers' modules at the end."""
     before = [(module, dict(vars(module))) for module in _PATCHED]
     try:
         for part in BASELINES[name].parts:

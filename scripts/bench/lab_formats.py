@@ -1,6 +1,10 @@
-"""``coat-vlm lab formats``: signal to quantization noise ratios, and models converted to formats.
+"""Measures quantization noise of number formats, and models converted to them after training.
 
-Each row of the CSV file is one value of one format with one kind of scales:
+Formats are eXmY floats and intN integers, scales none, tensor, channel, token or groupN, then :mse
+and :static (number_formats.py); data normal, tN (Student's t with N degrees of freedom) or outliers
+(0.1% of normal values times 30). Of a run, the last stage's linear layers are measured, and the
+model's losses with weights and inputs of all linear layers but the output layer converted. Each
+line of the CSV file is one value of one format with one kind of scales:
 
     source     measure                 value
     normal...  SQNR                    dB, of 1,048,576 drawn values in rows of 4,096
@@ -23,8 +27,10 @@ The integrals have closed forms for the normal distribution and for Student's t 
 number of degrees of freedom (its distribution function: Abramowitz and Stegun 26.7.3 and 26.7.4).
 """
 
+import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +38,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from coat_bench.rows import Row, format_table, get_origin
-from coat_lab.number_formats import (
+from harness import (
+    VersionedResult,
+    append_results,
+    at_least,
+    format_table,
+    get_origin,
+    make_parser,
+    run_script,
+    say,
+)
+from number_formats import (
     NumberFormat,
     Scaling,
     find_scale,
@@ -46,7 +60,7 @@ from coat_lab.number_formats import (
     quantize,
     sqnr,
 )
-from coat_lab.run_tensors import (
+from run_tensors import (
     capture,
     converted,
     list_tensors,
@@ -54,15 +68,13 @@ from coat_lab.run_tensors import (
     measure_losses,
     open_run,
 )
-from coat_vlm.report.plots import COLORS
 
 SHAPE = (256, 4096)
 UNCHANGED = "fp32"
-_MARKERS = "os^Dv<>p"
 
 
 @dataclass(slots=True)
-class FormatRow(Row):
+class FormatResult(VersionedResult):
     """One value of one format; the columns of the CSV file."""
 
     source: str
@@ -83,7 +95,7 @@ def study_formats(
     *,
     num_batches: int = 8,
     evaluate: bool = False,
-) -> Iterator[FormatRow]:
+) -> Iterator[FormatResult]:
     """Measure every format with every kind of scales.
 
     Args:
@@ -115,14 +127,14 @@ def study_formats(
                 expected = expected_sqnr(fmt, distribution, scale.item(), x.abs().max().item())
                 measured |= {} if expected is None else {"expected SQNR": expected}
             for measure, value in measured.items():
-                yield FormatRow(
+                yield FormatResult(
                     *where, distribution.name, measure, "", fmt.name, scaling.name, value
                 )
     for folder in runs:
         for measure, layer, fmt_name, scaling_name, value in _study_run(
             folder, pairs, num_batches, evaluate=evaluate
         ):
-            yield FormatRow(*where, folder.name, measure, layer, fmt_name, scaling_name, value)
+            yield FormatResult(*where, folder.name, measure, layer, fmt_name, scaling_name, value)
 
 
 def _study_run(
@@ -164,12 +176,17 @@ def _layer_sqnr(
     return sqnr(x, quantize(x, fmt, scaling, kind, scale))
 
 
-def format_rows(rows: Sequence[FormatRow]) -> str:
+def format_formats(results: Sequence[FormatResult]) -> str:
     """Format the table of the module's docstring."""
-    columns = list(dict.fromkeys((row.source, row.measure) for row in rows))
-    values = _average(rows)
+    columns = list(dict.fromkeys((result.source, result.measure) for result in results))
+    groups: dict[tuple[str, str, str, str], list[float]] = {}
+    for r in results:
+        groups.setdefault((r.source, r.measure, r.format, r.scales), []).append(r.value)
+    # Means over layers; exact layers are left out.
+    finite = {key: [v for v in group if math.isfinite(v)] for key, group in groups.items()}
+    values = {key: float(np.mean(group)) if group else math.inf for key, group in finite.items()}
     lines = []
-    for fmt, scales in dict.fromkeys((row.format, row.scales) for row in rows):
+    for fmt, scales in dict.fromkeys((result.format, result.scales) for result in results):
         cells = []
         for source, measure in columns:
             value = values.get((source, measure, fmt, scales))
@@ -181,48 +198,6 @@ def format_rows(rows: Sequence[FormatRow]) -> str:
                 cells[-1] += f" ({value - base:+.4f})"
         lines.append([fmt, scales or "-", *cells])
     return format_table(["format", "scales", *(f"{s}: {m}" for s, m in columns)], lines)
-
-
-def _average(rows: Sequence[FormatRow]) -> dict[tuple[str, str, str, str], float]:
-    """Return means over layers by source, measure, format and scales; exact layers are left out."""
-    groups: dict[tuple[str, str, str, str], list[float]] = {}
-    for row in rows:
-        key = (row.source, row.measure, row.format, row.scales)
-        groups.setdefault(key, []).append(row.value)
-    finite = {key: [v for v in found if math.isfinite(v)] for key, found in groups.items()}
-    return {key: float(np.mean(found)) if found else math.inf for key, found in finite.items()}
-
-
-def draw_rows(rows: Sequence[FormatRow], out: Path) -> None:
-    """Draw a panel per source and measure: the formats from left to right, a line per scaling.
-
-    Args:
-        rows: what to draw.
-        out: the SVG to write.
-    """
-    values = _average(rows)
-    measured = [row for row in rows if row.format != UNCHANGED]
-    panels = list(dict.fromkeys((row.source, row.measure) for row in measured))
-    formats = list(dict.fromkeys(row.format for row in measured))
-    scales = list(dict.fromkeys(row.scales for row in measured))
-    width = min(3, len(panels))
-    height = -(-len(panels) // width)
-    figure = Figure(figsize=(3.6 * width, 2.9 * height), layout="constrained")
-    for number, (source, measure) in enumerate(panels):
-        axes = figure.add_subplot(height, width, number + 1)
-        for place, name in enumerate(scales):
-            line = [values.get((source, measure, fmt, name), math.nan) for fmt in formats]
-            color, marker = COLORS[place % len(COLORS)], _MARKERS[place % len(_MARKERS)]
-            axes.plot(formats, line, marker=marker, color=color, linewidth=0.9, label=name)
-        base = values.get((source, measure, UNCHANGED, ""))
-        if base is not None:
-            axes.axhline(base, color="black", linewidth=0.7, linestyle=":", label=UNCHANGED)
-        axes.set_title(f"{source}: {measure}", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(linewidth=0.3)
-        if number == 0:
-            axes.legend(frameon=False, fontsize=7)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
 OUTLIERS = (1e-3, 30.0)
@@ -326,3 +301,44 @@ def _t_cdf(nu: int, x: Tensor) -> Tensor:
         term = term * cos.square() * (k - 1) / k
     inside = 2 / math.pi * (angle + sin * total) if nu % 2 else sin * total
     return (1 + inside) / 2
+
+
+EXAMPLES = """\
+  python scripts/bench/lab_formats.py --formats int8 e4m3 --scales tensor group128 group128:mse
+  python scripts/bench/lab_formats.py --runs runs/bf16 runs/coat --data --formats int8 \\
+      --scales token tensor:static --eval
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    formats = ["int8", "e3m4", "e4m3", "e5m2"]
+    add("--formats", nargs="+", default=formats, help=f"default {' '.join(formats)}")
+    add("--scales", nargs="+", default=["tensor"], help="default tensor")
+    add("--data", nargs="*", default=["normal", "t4"], help="distributions; default normal t4")
+    add("--runs", type=Path, nargs="+", default=[], metavar="RUN", help="finished run folders")
+    add("--batches", type=at_least(1), default=8, help="of each loss of a run; default 8")
+    add("--eval", action="store_true", help="also answer eval_samples of each of a run's eval_sets")
+    add("--csv", type=Path, help="append the results to this file")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print all formats."""
+    if not (args.data or args.runs):
+        raise ValueError("nothing to measure: give --data normal t4, --runs RUN, or both")
+    if args.eval and not args.runs:
+        raise ValueError("--eval answers a run's evaluation sets; give --runs RUN")
+    study = study_formats(
+        args.formats, args.scales, args.data, args.runs,
+        num_batches=args.batches, evaluate=args.eval,
+    )  # fmt: skip
+    results = list(study)
+    append_results(args.csv, results)
+    say(format_formats(results))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

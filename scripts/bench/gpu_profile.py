@@ -6,9 +6,8 @@ mainly because the CPU has not launched the next kernel yet. NCCL kernels count 
 wait for other ranks. The profiler costs CPU time per operator and launch, so idle time is also
 given for the step without the profiler.
 
-Kernels are classified by name. Our kernels are listed one by one, so a new kernel must be added to
-:data:`OURS`. The patterns for all other kernels are the names of cuBLASLt, CUTLASS, cuDNN, torch's
-flash attention, ATen, Liger, DeepSpeed, torchao and NCCL in traces of Hopper GPUs.
+Kernels are classified by name: those of ``coat_kernels``, and those of cuBLASLt, CUTLASS, cuDNN,
+torch's flash attention, ATen, Liger, DeepSpeed, torchao and NCCL in traces of Hopper GPUs.
 """
 
 import re
@@ -22,8 +21,8 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from coat_bench.rows import format_rows_as_table
 from coat_vlm.fp8.weights import QUANTIZATION
+from harness import format_results
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """Calls in which the CPU waits for the GPU."""
@@ -34,72 +33,43 @@ KERNELS = 25
 OPERATORS = 15
 """Number of lines in the table of operators."""
 
-FP8_GEMMS = "FP8 GEMMs"
-OTHER_GEMMS = "GEMMs in BF16, FP16 or FP32"
-ATTENTION = "attention"
-WEIGHTS = "quantization of weights"
-LOSS = "loss"
-NORMS = "other norms"
-OPTIMIZER = "optimizer and clipping"
-COPIES = "copies and memsets"
-NCCL = "NCCL"
-ELEMENTWISE = "other element-wise ops and sums"
-OTHER = "unknown"
-
-QUANTIZE, GROUPS = "FP8: quantize", "FP8: quantize by group"
-LOW_RANK = "LoRA: projections, gradients of B"
-FP8_NORM, ACTIVATION, ROPE = "FP8: norm", "FP8: activation", "FP8: rotation"
-
-OURS: dict[str, str] = {
-    "_amax_kernel": QUANTIZE,
-    "quantize_tensor_kernel": QUANTIZE,
-    "_transpose_quantized_kernel": QUANTIZE,
-    "_dequantize_tensor_kernel": QUANTIZE,
-    "_quantize_group_kernel": GROUPS,
-    "_dequantize_group_kernel": GROUPS,
-    "_norm_stats_kernel": FP8_NORM,
-    "_norm_apply_kernel": FP8_NORM,
-    "_norm_bwd_kernel": FP8_NORM,
-    "_activation_stats_kernel": ACTIVATION,
-    "_activation_apply_kernel": ACTIVATION,
-    "_activation_bwd_stats_kernel": ACTIVATION,
-    "_activation_bwd_apply_kernel": ACTIVATION,
-    "_activation_again_kernel": ACTIVATION,
-    "_rope_kernel": ROPE,
-    "_rope_gradient_stats_kernel": ROPE,
-    "_rope_gradient_kernel": ROPE,
-    "_head_norm_kernel": ROPE,
-    "_head_norm_bwd_kernel": ROPE,
-    "_low_rank_project_kernel": LOW_RANK,
-    "_low_rank_gradient_kernel": LOW_RANK,
-    "_cross_entropy_kernel": LOSS,
-    "_logit_gradient_kernel": LOSS,
-    "adamw_kernel": OPTIMIZER,
-    "adamw_scalars_kernel": OPTIMIZER,
-}
-"""The kernels of ``coat_kernels``."""
+QUANTIZE, OPTIMIZER, WEIGHTS = "FP8: quantize", "optimizer and clipping", "quantization of weights"
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    (NCCL, r"^nccl"),
-    (COPIES, r"^Memcpy|^Memset|direct_copy|copy_kernel|CatArrayBatchedCopy|FillFunctor"),
-    # Before the GEMMs: attention kernels use CUTLASS, too.
-    (ATTENTION, r"flash|fmha|sdpa|attention"),
+    # coat_kernels
+    ("FP8: quantize by group", r"^_(de)?quantize_group_kernel$"),
+    (QUANTIZE, r"^(_amax|_transpose_quantized|(_de)?quantize_tensor)_kernel$"),
+    ("FP8: norm", r"^_norm_\w+_kernel$"),
+    ("FP8: activation", r"^_activation_\w+_kernel$"),
+    ("FP8: rotation", r"^(_rope|_rope_gradient\w*|_head_norm|_head_norm_bwd)_kernel$"),
+    ("LoRA: projections, gradients of B", r"^_low_rank_\w+_kernel$"),
+    ("loss", r"^(_cross_entropy|_logit_gradient)_kernel$"),
+    (OPTIMIZER, r"^adamw_(scalars_)?kernel$"),
+    # other libraries
+    ("NCCL", r"^nccl"),
+    (
+        "copies and memsets",
+        r"^Memcpy|^Memset|direct_copy|copy_kernel|CatArrayBatchedCopy|FillFunctor",
+    ),
+    # Before the GEMMs: attention kernels also use CUTLASS.
+    ("attention", r"flash|fmha|sdpa|attention"),
     # cuBLASLt's letters of operand dtypes: q E4M3, r E5M2, t BF16, h FP16, s FP32.
-    (FP8_GEMMS, r"nvjet_(sm\d+_)?[qr][qr]|gemm_e[45]m[23]|cutlass.*e[45]m[23]|cutlass.*f8"),
-    (OTHER_GEMMS, r"nvjet_|gemm|gemv|splitk|cutlass|cublas"),
-    (LOSS, r"cross_entropy|nll_loss|soft_?max|element_mul"),
+    ("FP8 GEMMs", r"nvjet_(sm\d+_)?[qr][qr]|gemm_e[45]m[23]|cutlass.*e[45]m[23]|cutlass.*f8"),
+    ("GEMMs in BF16, FP16 or FP32", r"nvjet_|gemm|gemv|splitk|cutlass|cublas"),
+    ("loss", r"cross_entropy|nll_loss|soft_?max|element_mul"),
     (OPTIMIZER, r"multi_tensor_apply|adam|lpnorm"),
-    (NORMS, r"layer_?norm|rms_?norm|GammaBeta"),
-    (ELEMENTWISE, r"elementwise|reduce|^triton_|index|embedding|gather|scatter|_rope|swiglu|scan"),
+    ("other norms", r"layer_?norm|rms_?norm|GammaBeta"),
+    (
+        "other element-wise ops and sums",
+        r"elementwise|reduce|^triton_|index|embedding|gather|scatter|_rope|swiglu|scan",
+    ),
 )
 
 
 def classify_kernel(name: str) -> str:
     """Return the kind of a kernel, copy or memset; ``unknown`` if no pattern matches its name."""
-    if name in OURS:
-        return OURS[name]
     matching = (kind for kind, pattern in _PATTERNS if re.search(pattern, name, re.IGNORECASE))
-    return next(matching, OTHER)
+    return next(matching, "unknown")
 
 
 class Interval(NamedTuple):
@@ -158,12 +128,12 @@ class StepProfile:
 
     def sum_waits(self) -> Total:
         """Sum the CPU's waits for the GPU, including the profiler's wait at the end of the step."""
-        found = [total for total in self.operators if total.name in WAITS]
-        return Total("", sum(total.calls for total in found), sum(total.ms for total in found))
+        waits = [total for total in self.operators if total.name in WAITS]
+        return Total("", sum(total.calls for total in waits), sum(total.ms for total in waits))
 
     def _classify(self, interval: Interval) -> str:
         kind = classify_kernel(interval.name)
-        if interval.name not in OURS or kind == OPTIMIZER:
+        if not kind.startswith(("FP8: ", "LoRA: ")):
             return kind
         if kind == QUANTIZE and any(
             mark.stream == interval.stream
@@ -180,17 +150,12 @@ def _sum_by_name(timed: Iterable[tuple[str, float]]) -> list[Total]:
     for name, ms in timed:
         calls, total = sums.get(name, (0, 0.0))
         sums[name] = (calls + 1, total + ms)
-    found = [Total(name, calls, ms) for name, (calls, ms) in sums.items()]
-    return sorted(found, key=lambda total: -total.ms)
+    totals = [Total(name, calls, ms) for name, (calls, ms) in sums.items()]
+    return sorted(totals, key=lambda total: -total.ms)
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> StepProfile:
-    """Run a step once under torch's profiler.
-
-    Args:
-        step: the step, compiled and warmed up.
-        device: its device.
-    """
+    """Run a step, which is compiled and warmed up, once under torch's profiler."""
     activities = [ProfilerActivity.CPU]
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -234,48 +199,41 @@ def collect_profile(
     return StepProfile(wall_ms, gpu, weights, operators)
 
 
-def format_profile(found: StepProfile, median_ms: float | None = None) -> str:
-    """Format the tables of a profile in Markdown.
-
-    Args:
-        found: the profile.
-        median_ms: median time of a step without the profiler, if it was measured.
-    """
-    unprofiled = "" if median_ms is None else f", {median_ms:.1f} ms without the profiler"
-    lines = [f"{found.wall_ms:.1f} ms a step{unprofiled}"]
-    operators = format_rows_as_table(
-        found.operators[:OPERATORS],
+def format_profile(result: StepProfile, median_ms: float) -> str:
+    """Format the tables of a profile; ``median_ms`` is a step's time without the profiler."""
+    lines = [f"{result.wall_ms:.1f} ms a step, {median_ms:.1f} ms without the profiler"]
+    operators = format_results(
+        result.operators[:OPERATORS],
         {
             "operator (own CPU time)": lambda total: _shorten(total.name),
             "calls": lambda total: str(total.calls),
             "ms": lambda total: f"{total.ms:.3f}",
         },
     )
-    if not found.gpu:
+    if not result.gpu:
         return "\n".join([*lines, "the GPU ran nothing; CPU operators:", "", operators])
-    idle = f"{found.wall_ms - found.busy_ms:.1f} ms idle"
-    if median_ms is not None:
-        idle += f" (without the profiler {max(0.0, median_ms - found.busy_ms):.1f} ms)"
-    waits, transfers = found.sum_waits(), len(found.gpu) - found.launches
+    idle = f"{result.wall_ms - result.busy_ms:.1f} ms idle"
+    idle += f" (without the profiler {max(0.0, median_ms - result.busy_ms):.1f} ms)"
+    waits, transfers = result.sum_waits(), len(result.gpu) - result.launches
     lines += [
-        f"GPU: {found.busy_ms:.1f} ms busy, {idle}",
-        f"{found.launches} kernels, {transfers} copies and memsets launched",
-        f"the CPU waited for the GPU {waits.calls} times (at the end, too), {waits.ms:.1f} ms",
+        f"GPU: {result.busy_ms:.1f} ms busy, {idle}",
+        f"{result.launches} kernels, {transfers} copies and memsets launched",
+        f"the CPU waited for the GPU {waits.calls} times (including the end), {waits.ms:.1f} ms",
         "",
-        format_gpu_tables(found),
+        format_gpu_tables(result),
         "",
         operators,
     ]
     return "\n".join(lines)
 
 
-def format_gpu_tables(found: StepProfile) -> str:
+def format_gpu_tables(result: StepProfile) -> str:
     """Format the GPU time by kind, and the longest kernels, in Markdown."""
-    whole = sum(interval.ms for interval in found.gpu) or 1.0
-    kernels = _sum_by_name((interval.name, interval.ms) for interval in found.gpu)
+    whole = sum(interval.ms for interval in result.gpu) or 1.0
+    kernels = _sum_by_name((interval.name, interval.ms) for interval in result.gpu)
     named = [total._replace(name=_shorten(total.name)) for total in kernels[:KERNELS]]
     return "\n\n".join(
-        format_rows_as_table(
+        format_results(
             totals,
             {
                 head: lambda total: total.name,
@@ -284,7 +242,7 @@ def format_gpu_tables(found: StepProfile) -> str:
                 "share": lambda total: f"{total.ms / whole:.1%}",
             },
         )
-        for head, totals in (("GPU time", found.sum_by_kind()), ("kernel", named))
+        for head, totals in (("GPU time", result.sum_by_kind()), ("kernel", named))
     )
 
 

@@ -1,15 +1,15 @@
-"""``coat-vlm lab fork``: the cost of roundings to FP8 in training loss and weight gradients.
+"""Measures what roundings to FP8 cost in training loss and weight gradients.
 
-The decoder of ``coat-vlm bench decoder`` is trained in BF16 for ``--at`` steps. From there each
-variant trains ``--more`` further steps on the same batches, from the same weights, FP32 master
-weights and AdamW states (torch's AdamW). Two separate runs differ by about 0.4% in loss in any
-precision, because small differences grow; runs that share all but 40 steps differ by about 0.01%.
-Compare rows of one process only: another process reaches other weights, because sums on a GPU have
-no fixed order.
+The decoder is trained in BF16 for --at steps. From there each variant trains --more further steps
+on the same batches, from the same weights, FP32 master weights and AdamW states (torch's AdamW).
+Two separate runs differ by about 0.4% in loss in any precision, because small differences grow;
+runs that share all but 40 steps differ by about 0.01%. Compare lines of one process only: another
+process reaches other weights, because sums on a GPU have no fixed order.
 
 A variant rounds operands of linear layers of the decoder's blocks to E4M3, with one scale per
-tensor, and multiplies the dequantized operands in BF16. A variant is OPERANDS@PARTS@FIRST-LAST,
-several joined with /; a layer that several of them name gets the operands of all.
+tensor, and multiplies the dequantized operands in BF16 (FP32 on a CPU). It is
+OPERANDS@PARTS@FIRST-LAST, several joined with /; a layer that several of them name gets the
+operands of all.
 
     OPERANDS    x, w    forward GEMM: the input, the weight
                 d, v    grad-input GEMM: the output's gradient, the weight
@@ -17,25 +17,22 @@ several joined with /; a layer that several of them name gets the operands of al
     PARTS       q, k, v, o (attention), gate, up, down (MLP), joined with +; all by default
     FIRST-LAST  blocks, counted from 0; all by default
 
-    xw                              all forward GEMMs
-    xw@gate+up+down@1-3/xw@@4-11    the MLP's in blocks 1 to 3, and all in blocks 4 to 11
-
-An FP8 precision of ``bench decoder --precisions`` is a variant too, here with torch's AdamW: coat,
-or coat_lean,bf16_forward_first=0. The variant without rounding is always the first.
+An FP8 precision is also a variant, with torch's AdamW: coat, or coat,bf16_forward_first=0. The
+first variant is always without rounding; columns in percent are differences to it.
 
 mean_loss is the mean training loss of the further steps, last_loss the mean of the last ten, and
 text_loss the loss of the resulting weights in BF16 on the first 64 sequences of the training text.
-The columns in percent are differences to the variant without rounding. gradient_error is measured
-at the fork: the relative RMS error of the gradients of the blocks' weight matrices, against FP32
-(0.015 in BF16). It shows errors that random inputs and untrained models hide. A CPU uses FP32 for
-BF16.
+gradient_error is measured at the fork: the relative RMS error of the gradients of the blocks'
+weight matrices, against FP32 (0.015 in BF16).
 """
 
+import argparse
 import copy
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +41,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, append_rows, format_number, format_table, get_origin, read_rows
+import decoder
 from coat_kernels import dequantize_tensor, quantize_tensor
-from coat_lab import decoder
-from coat_lab.decoder import Corpus, DecoderBench, MasterWeights, train_steps, training_loss
-from coat_vlm.config import FP8_PRECISIONS
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
+from decoder import SIZES, Corpus, DecoderBench, MasterWeights, train_steps, training_loss
+from harness import (
+    PRECISIONS,
+    VersionedResult,
+    append_results,
+    format_number,
+    format_table,
+    get_origin,
+    make_parser,
+    read_results,
+    run_script,
+    say,
+)
 
 OPERANDS = "xwdvga"
 PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
@@ -59,16 +66,14 @@ Rounding = Callable[[str, Tensor], Tensor]
 LAST = 10
 """Number of steps that ``last_loss`` averages."""
 TEXT_SEQUENCES = 64
-_TINY = replace(decoder.SIZES["30m"], hidden_size=64, num_layers=2, intermediate_size=128)
-SIZES = decoder.SIZES | {"tiny": replace(_TINY, vocab_size=300, tokens=32, batch_size=8, steps=30)}
 
 
 @dataclass(slots=True)
-class ForkRow(Row):
+class ForkResult(VersionedResult):
     """Losses of a variant after ``at`` BF16 steps and ``more`` of its own; columns of the CSV."""
 
     process: int
-    """Number within the file; the first row of a process is the variant without rounding."""
+    """Number within the file; the first line of a process is the variant without rounding."""
     size: str
     seed: int
     at: int
@@ -81,7 +86,6 @@ class ForkRow(Row):
     last_percent: float
     text_percent: float
     gradient_error: float | None
-    """None in rows of before it was measured."""
 
 
 class RoundedLinear(nn.Linear):
@@ -145,7 +149,7 @@ def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozen
         first, last = map(int, ends.groups()) if ends else (1, 0)
         if not operands or set(operands) - set(OPERANDS):
             problem = f"operands {operands!r}: allowed are letters of {OPERANDS}, or as the whole "
-            problem += f"variant a precision, one of {', '.join(FP8_PRECISIONS)}"
+            problem += f"variant a precision, one of {', '.join(PRECISIONS)}"
         elif set(parts) - set(PARTS):
             problem = f"parts {named!r}: allowed are {', '.join(PARTS)}, joined with +"
         elif not first <= last < num_blocks:
@@ -159,17 +163,8 @@ def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozen
 
 
 def apply_variant(model: Any, variant: str, rounding: Rounding = round_to_e4m3) -> None:
-    """Give the decoder a variant's arithmetic, in place; its parameters do not change.
-
-    Args:
-        model: the decoder.
-        variant: see the module's docstring.
-        rounding: rounds operands; not used for a precision.
-
-    Raises:
-        ValueError: there is no such variant.
-    """
-    if variant.partition(",")[0] in FP8_PRECISIONS:
+    """Give the decoder a variant's arithmetic, in place; ``rounding`` is not for a precision."""
+    if variant.partition(",")[0] in PRECISIONS:
         decoder.parse_arithmetic(variant).apply(model)
         return
     for (block, part), operands in parse_variant(variant, len(model.model.layers)).items():
@@ -242,59 +237,69 @@ def fork(
     at: int = 250,
     more: int = 40,
     csv: Path | None = None,
-) -> list[ForkRow]:
-    """Measure variants; each row is appended to the file when it is measured.
-
-    Args:
-        texts: UTF-8 text files to train on.
-        size: a key of :data:`SIZES`.
-        variants: see the module's docstring; the variant without rounding is added in front.
-        seed: seed of the initial weights and of the batches.
-        at: steps in BF16.
-        more: further steps.
-        csv: file to append the rows to, as its next process.
+) -> list[ForkResult]:
+    """Measure variants; each result is appended to the file, as its next process.
 
     Raises:
         ValueError: see :func:`train_variants`; or the file has other columns.
     """
-    there = [] if csv is None or not csv.exists() else read_rows(csv, ForkRow, "--csv")
-    process = max((row.process for row in there), default=0) + 1
-    where, bench = get_origin(), SIZES[size]
+    previous = [] if csv is None or not csv.exists() else read_results(csv, ForkResult)
+    process = max((result.process for result in previous), default=0) + 1
+    origin, bench = get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
     measured = train_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
-    nothing, rows = None, []
+    unrounded, results = None, []
     for variant, (*losses, error) in zip(variants, measured, strict=True):
-        nothing = nothing or losses
-        percent = [100 * (loss / base - 1) for loss, base in zip(losses, nothing, strict=True)]
-        rows.append(
-            ForkRow(
-                *where,
-                process,
-                size,
-                seed,
-                at,
-                more,
-                variant,
-                *losses,
-                *percent,
-                gradient_error=error,
-            )
-        )
-        append_rows(csv, rows[-1:])
-    return rows
+        unrounded = unrounded or losses
+        percent = [100 * (loss / base - 1) for loss, base in zip(losses, unrounded, strict=True)]
+        numbers = (process, size, seed, at, more, variant, *losses, *percent)
+        results.append(ForkResult(*origin, *numbers, gradient_error=error))
+        append_results(csv, results[-1:])
+    return results
 
 
-def format_rows(rows: Sequence[ForkRow]) -> str:
-    """Format rows as a Markdown table with one line per variant."""
+def format_fork(results: Sequence[ForkResult]) -> str:
+    """Format a Markdown table with one line per variant."""
     return format_table(
         ["variant", "mean", "last", "text", "mean", "last", "text", "gradient error"],
         [
             [
-                row.variant or "nothing rounded",
-                *(f"{x:.4f}" for x in (row.mean_loss, row.last_loss, row.text_loss)),
-                *(f"{x:+.3f}%" for x in (row.mean_percent, row.last_percent, row.text_percent)),
-                format_number(row.gradient_error, 4),
+                r.variant or "nothing rounded",
+                *(f"{x:.4f}" for x in (r.mean_loss, r.last_loss, r.text_loss)),
+                *(f"{x:+.3f}%" for x in (r.mean_percent, r.last_percent, r.text_percent)),
+                format_number(r.gradient_error, 4),
             ]
-            for row in rows
+            for r in results
         ],
     )
+
+
+EXAMPLES = """\
+  python scripts/bench/lab_fork.py --text wiki.txt --size tiny --at 10 --more 10     # on a CPU
+  python scripts/bench/lab_fork.py --text wiki.txt --variants xw dvga xw@@0-1
+  python scripts/bench/lab_fork.py --text wiki.txt --variants xw@gate+up+down@1-3/xw@@4-11 coat
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
+    add("--variants", nargs="+", default=["xw"], metavar="VARIANT", help="default xw")
+    add("--size", choices=SIZES, default="100m", help="of the decoder; default 100m")
+    add("--at", type=int, default=250, help="steps in BF16; default 250")
+    add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
+    add("--seed", type=int, default=0, help="seed of initial weights and batches; default 0")
+    add("--csv", type=Path, help="append the results to this file, as the next process of it")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print all variants."""
+    settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
+    say(format_fork(fork(*settings)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

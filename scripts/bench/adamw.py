@@ -1,16 +1,19 @@
-"""``coat-vlm bench adamw``: one optimizer step on as many parameters as a model has.
+"""Measures one optimizer step on as many parameters as a model has.
 
-29 tensors with 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
-embedding. ``CoatAdamW`` is compared with torch's fused AdamW and, if installed, torchao's 8-bit
-optimizers. ``CoatAdamW`` gets a speed only if two steps on a sample agree with
-``coat_kernels.reference``. Times are those of a CUDA graph of ``step()`` (``clock.py``), or of the
-call if a step cannot be captured. Caches are not flushed: a step moves gigabytes.
+29 tensors with 940,572,672 parameters: four decoder layers of Llama-2-7B's shape and an embedding.
+``CoatAdamW`` is compared with torch's fused AdamW and, if installed, torchao's 8-bit optimizers. It
+gets a speed only if two steps on a sample agree with ``coat_kernels.reference``. Times are those of
+a CUDA graph of ``step()``, or of the call if a step cannot be captured. Caches are not flushed: a
+step moves gigabytes.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,17 +21,21 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from triton.errors import TritonError
 
-from coat_bench.check import relative_rms
-from coat_bench.clock import measure_median_us
-from coat_bench.rows import (
-    Row,
+from coat_vlm.optim import CoatAdamW
+from harness import (
+    VersionedResult,
+    append_results,
     format_error,
     format_number,
-    format_rows_as_table,
+    format_results,
     get_origin,
+    make_parser,
+    measure_median_us,
     require_gpu,
+    run_script,
+    say,
 )
-from coat_vlm.optim import CoatAdamW
+from op_check import relative_rms
 
 DEVICE = torch.device("cuda")
 SIZES = (
@@ -57,7 +64,7 @@ class Implementation(NamedTuple):
 
 
 @dataclass(slots=True)
-class AdamwRow(Row):
+class AdamwResult(VersionedResult):
     """One measurement; the columns of ``adamw.csv``."""
 
     implementation: str
@@ -106,40 +113,37 @@ def list_implementations() -> list[Implementation]:
     return found
 
 
-def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
-    """Measure all optimizers in FP32 and BF16.
-
-    Args:
-        sizes: elements of each tensor.
+def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwResult]:
+    """Measure all optimizers in FP32 and BF16 on tensors of these numbers of elements.
 
     Raises:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of a step is")
-    where, rows = get_origin(), []
+    origin, results = get_origin(), []
     pairs: list[tuple[Implementation, Dtype]] = [
         (each, dtype) for each in list_implementations() for dtype in each.dtypes
     ]
     for implementation, dtype in tqdm(pairs, desc="adamw", unit="optimizer"):
-        row = AdamwRow(*where, implementation.name, implementation.codec, dtype, sum(sizes))
-        rows.append(row)
+        result = AdamwResult(*origin, implementation.name, implementation.codec, dtype, sum(sizes))
+        results.append(result)
         try:
             if implementation.name.startswith("coat"):
-                row.problem = find_disagreement(implementation, dtype)
-            if not row.problem:
+                result.problem = find_disagreement(implementation, dtype)
+            if not result.problem:
                 params = make_parameters(sizes, dtype, DEVICE)
                 for p in params:
                     p.grad = torch.randn_like(p) * 1e-2
                 optimizer = implementation.make(params)
                 optimizer.step()
-                row.state_bytes_per_param = count_state_bytes(optimizer) / row.params
-                row.ms = measure_step_ms(optimizer.step)
-                row.ps_per_param = 1e9 * row.ms / row.params
+                result.state_bytes_per_param = count_state_bytes(optimizer) / result.params
+                result.ms = measure_step_ms(optimizer.step)
+                result.ps_per_param = 1e9 * result.ms / result.params
         except (RuntimeError, ValueError, TypeError, TritonError) as error:  # others may run
-            row.problem = format_error(error)
+            result.problem = format_error(error)
         params = optimizer = None  # frees their memory
         torch.cuda.empty_cache()
-    return rows
+    return results
 
 
 def find_disagreement(implementation: Implementation, dtype: Dtype) -> str:
@@ -206,17 +210,35 @@ def measure_step_ms(step: Callable[[], Any]) -> float:
     return ms
 
 
-def format_rows(rows: Sequence[AdamwRow]) -> str:
-    """Format rows as a Markdown table with one line per optimizer and dtype."""
-    return format_rows_as_table(
-        rows,
+def format_optimizers(results: Sequence[AdamwResult]) -> str:
+    """Format a Markdown table with one line per optimizer and dtype."""
+    return format_results(
+        results,
         {
-            "implementation": lambda row: row.implementation,
-            "codec": lambda row: row.codec,
-            "parameters": lambda row: row.param_dtype,
-            "ms": lambda row: format_number(row.ms, 2),
-            "ps/parameter": lambda row: format_number(row.ps_per_param, 2),
-            "state B/parameter": lambda row: format_number(row.state_bytes_per_param, 3),
-            "note": lambda row: row.problem,
+            "implementation": lambda result: result.implementation,
+            "codec": lambda result: result.codec,
+            "parameters": lambda result: result.param_dtype,
+            "ms": lambda result: format_number(result.ms, 2),
+            "ps/parameter": lambda result: format_number(result.ps_per_param, 2),
+            "state B/parameter": lambda result: format_number(result.state_bytes_per_param, 3),
+            "note": lambda result: result.problem,
         },
     )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
+    parser.add_argument("--csv", type=Path, help="append the results to this file")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print all optimizers."""
+    results = bench_adamw()
+    say(f"\n{results[0].params:,} parameters\n\n{format_optimizers(results)}")
+    append_results(args.csv, results)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

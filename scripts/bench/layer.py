@@ -1,33 +1,51 @@
-"""``coat-vlm bench layer``: one block of a known model in our precisions and as baselines.
+"""Measures time, memory and error of one layer, for our precisions and the baselines.
 
-All implementations have the same weights and the same input in one process. A block whose error
-against the BF16 original exceeds :data:`LIMITS` gets no speed.
+All implementations have the same weights and the same input in one process. A layer whose error
+against the BF16 original exceeds the limits gets no speed. Memory is counted beyond the BF16
+parameters. The time includes one quantization of the weights; "cached weights" is the time of a
+further micro-batch, which reuses the quantized weights.
 """
 
+import argparse
 import contextlib
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coat_bench.profile import format_gpu_tables, profile_step
-from coat_bench.rows import (
-    Row,
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert, reused_weights, saved_bytes
+from gpu_profile import format_gpu_tables, profile_step
+from harness import (
+    VersionedResult,
+    append_results,
+    at_least,
+    choose_precision,
     format_error,
     format_number,
-    format_rows_as_table,
+    format_results,
     get_origin,
+    make_parser,
     require_gpu,
+    run_script,
+    say,
 )
-from coat_bench.shapes import Forward, LayerShape, build_forward, build_layer
-from coat_vlm.config import Fp8Config, Fp8Precision
-from coat_vlm.fp8 import convert, reused_weights, saved_bytes
+from layer_shapes import (
+    SHAPES,
+    Forward,
+    LayerShape,
+    build_forward,
+    build_layer,
+    find_shape,
+)
 
 LIMITS = (0.09, 0.13)
 """Largest relative errors of the output and of the input gradient."""
@@ -35,24 +53,20 @@ LIMITS = (0.09, 0.13)
 REFERENCE = "hf_eager"
 """The implementation that the others are compared with."""
 
-OURS = "coat_"
-"""Prefix of the names of our implementations."""
-
-_MIB = 2**20
-
 ATTENTIONS = ("default", "cudnn", "flash")
 """Backends of SDPA; ``default`` leaves the choice to SDPA."""
 
+_MIB = 2**20
+
 
 @dataclass(slots=True)
-class LayerRow(Row):
+class LayerResult(VersionedResult):
     """One measurement; the columns of ``layer.csv``."""
 
     shape: str
     tokens: int
     implementation: str
     attention: str
-    """One of :data:`ATTENTIONS`."""
     fwd_ms: float | None = None
     fwdbwd_ms: float | None = None
     fwdbwd_cached_ms: float | None = None
@@ -67,8 +81,8 @@ class LayerRow(Row):
     """Why there is no speed."""
 
 
-class Result(NamedTuple):
-    """Output and input gradient of a block, each [batch, length, hidden] on the CPU."""
+class Pass(NamedTuple):
+    """Output and input gradient of a block, each [batch, length, hidden] FP32 on the CPU."""
 
     output: Tensor
     input_gradient: Tensor
@@ -112,10 +126,11 @@ def convert_to_torchao(module: nn.Module, recipe: str = "tensorwise") -> nn.Modu
     return convert_to_float8_training(module, config=config)
 
 
-def _convert_to(precision: Fp8Precision) -> Callable[[nn.Module], nn.Module]:
+def _convert_to(name: str) -> Callable[[nn.Module], nn.Module]:
     def prepare(layer: nn.Module) -> nn.Module:
+        precision, fp8 = choose_precision(name)
         block = nn.ModuleList([layer])  # the block's own class is replaced
-        convert(block, Fp8Config().resolved(precision))
+        convert(block, (fp8 or Fp8Config()).resolved(precision))  # pyright: ignore[reportArgumentType]
         return layer
 
     return prepare
@@ -150,25 +165,20 @@ def bench_layer(
     shape: LayerShape,
     implementations: Sequence[str],
     attention: str = "default",
-    on_profile: Callable[[str, str], None] | None = None,
-) -> list[LayerRow]:
+    profile: bool = False,
+) -> list[LayerResult]:
     """Measure implementations of one block, the reference first.
 
     Args:
         shape: the block and its input.
         implementations: keys of :data:`IMPLEMENTATIONS`; the reference is added in front.
-        attention: the backend of SDPA, for all.
-        on_profile: called with an implementation's name and its table of GPU kernels.
+        attention: one of :data:`ATTENTIONS`, for all.
+        profile: also print each implementation's GPU time by kind and by kernel.
 
     Raises:
-        ValueError: there is no GPU, an implementation is unknown, or its package is missing.
+        ValueError: there is no GPU, or a package is missing.
     """
     names = [REFERENCE, *(name for name in implementations if name != REFERENCE)]
-    unknown = [name for name in names if name not in IMPLEMENTATIONS]
-    if unknown:
-        raise ValueError(
-            f"no implementation is called {', '.join(unknown)}; use {', '.join(IMPLEMENTATIONS)}"
-        )
     missing = sorted({str(IMPLEMENTATIONS[n][0]) for n in names if n not in list_available()})
     if missing:
         raise ValueError(
@@ -178,58 +188,51 @@ def bench_layer(
     require_gpu("speed and memory of a layer are")
     device, dtype = torch.device("cuda"), torch.bfloat16
     original = build_layer(shape, torch.device("cpu"), dtype)
-    where = get_origin()
-    rows: list[LayerRow] = []
-    exact: Result | None = None
+    origin = get_origin()
+    results: list[LayerResult] = []
+    exact: Pass | None = None
     with use_attention(attention):
         for name in names:
             torch.compiler.reset()
-            row = LayerRow(*where, shape.name, shape.tokens, name, attention, length=shape.length)
-            rows.append(row)
+            result = LayerResult(
+                *origin, shape.name, shape.tokens, name, attention, length=shape.length
+            )
+            results.append(result)
             try:
                 layer = IMPLEMENTATIONS[name][1](copy.deepcopy(original).to(device))
                 forward = build_forward(shape, layer, device)
-                result = run_passes(layer, forward, *make_inputs(shape, device, dtype))
-                exact = exact or result
-                row.problem = find_disagreement(row, result, exact)
-                if not row.problem:
-                    measure(row, layer, forward, shape)
-                    if name.startswith(OURS):
+                first = run_pass(layer, forward, *make_inputs(shape, device, dtype))
+                exact = exact or first
+                result.problem = find_disagreement(result, first, exact)
+                if not result.problem:
+                    measure(result, layer, forward, shape)
+                    if name.startswith("coat_"):
                         # With FP8 weights from an earlier micro-batch of the step.
                         with reused_weights():
-                            row.fwdbwd_cached_ms = measure_times_ms(layer, forward, shape)[1]
-                            row.weight_cache_mib = saved_bytes() / _MIB
-                    if on_profile is not None:
-                        on_profile(name, format_kernel_table(layer, forward, shape))
+                            result.fwdbwd_cached_ms = measure_times_ms(layer, forward, shape)[1]
+                            result.weight_cache_mib = saved_bytes() / _MIB
+                    if profile:
+                        say(f"\n{name}: {format_kernel_table(layer, forward, shape)}")
             except (RuntimeError, ValueError) as error:  # others may run
                 if name == REFERENCE:
                     raise
-                row.problem = format_error(error)
+                result.problem = format_error(error)
             layer = forward = None
-    return rows
+    return results
 
 
-def find_disagreement(row: LayerRow, result: Result, exact: Result) -> str:
-    """Write a result's errors into its row; returns the problem if they exceed the limits."""
-    row.rel_err_out = relative_error(result.output, exact.output)
-    row.rel_err_grad = relative_error(result.input_gradient, exact.input_gradient)
-    if row.rel_err_out <= LIMITS[0] and row.rel_err_grad <= LIMITS[1]:  # False if NaN
+def find_disagreement(result: LayerResult, actual: Pass, exact: Pass) -> str:
+    """Store the errors in the result; returns the problem if they exceed the limits, or ""."""
+    result.rel_err_out = relative_error(actual.output, exact.output)
+    result.rel_err_grad = relative_error(actual.input_gradient, exact.input_gradient)
+    if result.rel_err_out <= LIMITS[0] and result.rel_err_grad <= LIMITS[1]:  # False if NaN
         return ""
     return f"not correct: errors above {LIMITS[0]} (output) or {LIMITS[1]} (gradient)"
 
 
 @contextlib.contextmanager
 def use_attention(name: str) -> Iterator[None]:
-    """Restrict SDPA to one backend, and restore SDPA and its backends afterwards.
-
-    Args:
-        name: one of :data:`ATTENTIONS`; ``default`` changes nothing.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention {name!r} is not known; use one of {', '.join(ATTENTIONS)}")
+    """Restrict SDPA to one of :data:`ATTENTIONS`, and restore SDPA and its backends afterwards."""
     backends = torch.backends.cuda
     before = (backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled())
     sdpa = F.scaled_dot_product_attention
@@ -257,36 +260,31 @@ def make_inputs(
     return x.requires_grad_(), grad_output
 
 
-def run_passes(layer: nn.Module, forward: Forward, x: Tensor, grad_output: Tensor) -> Result:
+def run_pass(layer: nn.Module, forward: Forward, x: Tensor, grad_output: Tensor) -> Pass:
     """Run one forward and backward pass; clears the gradients."""
     y = forward(x)
     y.backward(grad_output)
     assert x.grad is not None
-    result = Result(y.detach().float().cpu(), x.grad.float().cpu())
+    result = Pass(y.detach().float().cpu(), x.grad.float().cpu())
     _clear_gradients(layer, x)
     return result
 
 
-def relative_error(result: Tensor, exact: Tensor) -> float:
+def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Return the relative difference to ``exact`` in the Frobenius norm; NaN stays NaN."""
-    return ((result - exact).norm() / exact.norm()).item()
+    return ((actual - exact).norm() / exact.norm()).item()
 
 
-def measure(row: LayerRow, layer: nn.Module, forward: Forward, shape: LayerShape) -> None:
-    """Write time and memory of a layer on its GPU into a row.
-
-    Raises:
-        RuntimeError: out of memory.
-    """
-    parameter = next(layer.parameters())
-    x, grad_output = make_inputs(shape, parameter.device, parameter.dtype)
+def measure(result: LayerResult, layer: nn.Module, forward: Forward, shape: LayerShape) -> None:
+    """Store time and memory of a layer on its GPU in the result."""
+    x, grad_output = _inputs_of(layer, shape)
     for _ in range(2):  # compilation and warm-up
         forward(x).backward(grad_output)
         _clear_gradients(layer, x)
     del x, grad_output
     saved, peak = _measure_memory(layer, forward, shape)
-    row.saved_mib, row.peak_mib = saved / _MIB, peak / _MIB
-    row.fwd_ms, row.fwdbwd_ms = measure_times_ms(layer, forward, shape)
+    result.saved_mib, result.peak_mib = saved / _MIB, peak / _MIB
+    result.fwd_ms, result.fwdbwd_ms = measure_times_ms(layer, forward, shape)
 
 
 def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> tuple[float, float]:
@@ -296,8 +294,7 @@ def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> t
     """
     from triton.testing import do_bench
 
-    parameter = next(layer.parameters())
-    x, grad_output = make_inputs(shape, parameter.device, parameter.dtype)
+    x, grad_output = _inputs_of(layer, shape)
     gradients = [x, *layer.parameters()]
 
     def both() -> None:
@@ -311,13 +308,12 @@ def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> t
 
 def format_kernel_table(layer: nn.Module, forward: Forward, shape: LayerShape) -> str:
     """Profile a forward and backward pass; formats its GPU time by kind and by kernel."""
-    parameter = next(layer.parameters())
-    x, grad_output = make_inputs(shape, parameter.device, parameter.dtype)
+    x, grad_output = _inputs_of(layer, shape)
     forward(x).backward(grad_output)
     _clear_gradients(layer, x)
-    found = profile_step(lambda: forward(x).backward(grad_output), parameter.device)
+    profile = profile_step(lambda: forward(x).backward(grad_output), x.device)
     _clear_gradients(layer, x)
-    return f"{found.busy_ms:.2f} ms on the GPU\n\n{format_gpu_tables(found)}"
+    return f"{profile.busy_ms:.2f} ms on the GPU\n\n{format_gpu_tables(profile)}"
 
 
 def _measure_memory(layer: nn.Module, forward: Forward, shape: LayerShape) -> tuple[int, int]:
@@ -325,11 +321,10 @@ def _measure_memory(layer: nn.Module, forward: Forward, shape: LayerShape) -> tu
 
     Both count from the state in which only the parameters are allocated.
     """
-    parameter = next(layer.parameters())
     gc.collect()
     torch.cuda.synchronize()
     resident = torch.cuda.memory_allocated()
-    x, grad_output = make_inputs(shape, parameter.device, parameter.dtype)
+    x, grad_output = _inputs_of(layer, shape)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = forward(x)
@@ -341,31 +336,78 @@ def _measure_memory(layer: nn.Module, forward: Forward, shape: LayerShape) -> tu
     return saved, peak
 
 
+def _inputs_of(layer: nn.Module, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    parameter = next(layer.parameters())
+    return make_inputs(shape, parameter.device, parameter.dtype)
+
+
 def _clear_gradients(layer: nn.Module, x: Tensor) -> None:
     x.grad = None
     layer.zero_grad(set_to_none=True)
 
 
-def format_rows(rows: Sequence[LayerRow]) -> str:
-    """Format rows as a Markdown table; speeds are relative to the first implementation."""
-    first = rows[0].fwdbwd_ms
+def format_layers(results: Sequence[LayerResult]) -> str:
+    """Format a Markdown table; speeds are relative to the first implementation."""
+    first = results[0].fwdbwd_ms
 
-    def speed(row: LayerRow) -> str:
-        return format_number(first / row.fwdbwd_ms if first and row.fwdbwd_ms else None, 2, "x")
+    def speed(result: LayerResult) -> str:
+        ms = result.fwdbwd_ms
+        return format_number(first / ms if first and ms else None, 2, "x")
 
-    return format_rows_as_table(
-        rows,
+    return format_results(
+        results,
         {
-            "implementation": lambda row: row.implementation,
-            "fwd ms": lambda row: format_number(row.fwd_ms, 2),
-            "fwd+bwd ms": lambda row: format_number(row.fwdbwd_ms, 2),
+            "implementation": lambda result: result.implementation,
+            "fwd ms": lambda result: format_number(result.fwd_ms, 2),
+            "fwd+bwd ms": lambda result: format_number(result.fwdbwd_ms, 2),
             "speed": speed,
-            "cached weights ms": lambda row: format_number(row.fwdbwd_cached_ms, 2),
-            "saved MiB": lambda row: format_number(row.saved_mib, 0),
-            "peak MiB": lambda row: format_number(row.peak_mib, 0),
-            "cached weights MiB": lambda row: format_number(row.weight_cache_mib, 0),
-            "error: output": lambda row: format_number(row.rel_err_out, 4),
-            "input gradient": lambda row: format_number(row.rel_err_grad, 4),
-            "note": lambda row: row.problem,
+            "cached weights ms": lambda result: format_number(result.fwdbwd_cached_ms, 2),
+            "saved MiB": lambda result: format_number(result.saved_mib, 0),
+            "peak MiB": lambda result: format_number(result.peak_mib, 0),
+            "cached weights MiB": lambda result: format_number(result.weight_cache_mib, 0),
+            "error: output": lambda result: format_number(result.rel_err_out, 4),
+            "input gradient": lambda result: format_number(result.rel_err_grad, 4),
+            "note": lambda result: result.problem,
         },
     )
+
+
+EXAMPLES = """\
+  python scripts/bench/layer.py                                  # Llama-2-7B's layer
+  python scripts/bench/layer.py --shape siglip-so400m --attention cudnn --csv layer.csv
+  python scripts/bench/layer.py --shape qwen2.5-7b --batch 1 --length 8192
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
+    add("--batch", type=at_least(1), help="sequences or images; default: the shape's")
+    add("--length", type=at_least(1), help="tokens or patches of each; default: the shape's")
+    add(
+        "--implementations",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        help="in addition to hf_eager; default: all whose packages are installed",
+    )
+    add("--attention", choices=ATTENTIONS, default="default", help="default: chosen by SDPA")
+    add("--csv", type=Path, help="append the results to this file")
+    add("--profile", action="store_true", help="also print the GPU time by kind and by kernel")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print each shape."""
+    for name in args.shape:
+        shape = find_shape(name, args.batch, args.length)
+        implementations = args.implementations or list_available()
+        results = bench_layer(shape, implementations, args.attention, args.profile)
+        size = f"{shape.batch} x {shape.length:,} tokens"
+        say(f"\n{shape.name}, {size}, attention: {args.attention}\n\n{format_layers(results)}")
+        append_results(args.csv, results)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

@@ -1,4 +1,4 @@
-"""Cases of ``coat-vlm bench kernels``: each op with the arguments of a training step.
+"""Cases of ``ops.py``: each op with the arguments of a training step.
 
 ``t`` is the number of tokens, ``h`` of hidden channels, ``f`` of MLP channels. Matrices are BF16.
 """
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_bench.shapes import LayerShape
 from coat_kernels import E5M2, OPS, encode_moment
 from coat_kernels.formats import pad_length
 from coat_vlm.config import Fp8Config
+from layer_shapes import LayerShape
 
 GROUP_SIZE = Fp8Config().group_size
 
@@ -42,11 +42,7 @@ class Case:
 
 
 class Draw:
-    """Makes seeded random tensors on a device.
-
-    Args:
-        device: where the tensors are made.
-    """
+    """Makes seeded random tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

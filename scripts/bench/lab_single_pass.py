@@ -1,16 +1,21 @@
-"""``coat-vlm lab single-pass``: a decoder that reads every text once, in BF16 and in FP8.
+"""Compares precisions on a decoder that reads every text once.
 
-Model, optimizer and training step are those of :mod:`coat_lab.decoder`. The training documents are
-joined and cut into rows of equal length. The seed decides the initial weights and the order of the
-rows; every precision gets the same ones. What is left at the end of the text is not used.
+The training documents are joined and cut into sequences of equal length; what is left at the end is
+not used. The seed decides the initial weights and the order of the sequences; every precision gets
+the same ones. Texts are rows with a field text, and a field source for losses by source: JSON lines
+or Parquet, also compressed. A tokenizer is trained on them. Questions have llm-foundry's layouts:
+query, choices, gold; context_options, continuation, gold; or context and continuation.
+
+The table has each measure of the first precision, and the differences of the others: losses in
+percent, accuracies in points, with several seeds paired by seed with 95% intervals (Student's t).
+The same command continues with the runs that OUT does not contain.
 """
 
-import csv
+import argparse
 import math
-import multiprocessing
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,35 +24,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from coat_bench.rows import format_table
-from coat_lab.corpus import Corpus, read_corpus, read_questions, score_questions
-from coat_lab.curves import DecoderCurve, read_curves, write_csv, write_curves
-from coat_lab.decoder import SIZES as DECODERS
-from coat_lab.decoder import (
-    DecoderBench,
-    check_settings,
-    parse_arithmetic,
-    start_run,
-    text_loss,
-    train_steps,
-    use_gpu_in_turn,
-)
+from corpus import Corpus, read_corpus, read_questions, score_questions
+from decoder import SIZES as DECODERS
+from decoder import DecoderBench, parse_arithmetic, start_run, text_loss, train_steps
+from harness import at_least, format_table, make_parser, run_script, say
+from sweep import Record, sweep
 
-CURVES = "single_pass.csv"
-RESULTS = "single_pass_results.csv"
-SETTINGS = "single_pass.json"
 LAST_SHARE = 0.05
 """The training loss of a run is the mean over this last share of its steps."""
 EVALUATIONS = 10
 """Held-out losses per run, evenly spaced."""
 _BATCH = 64
 """Sequences per forward pass when questions are scored."""
-COLUMNS = ("precision", "seed", "measure", "value")
 SIZES = {
+    "tiny": replace(DECODERS["tiny"], steps=0),
     "30m": replace(DECODERS["30m"], steps=0),
-    "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four
+    "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four in BF16
     "350m": replace(
         DECODERS["100m"],
         hidden_size=1024,
@@ -56,12 +49,12 @@ SIZES = {
         num_key_value_heads=8,
         intermediate_size=3584,
         steps=0,
-        lr=8e-4,  # the best of three
+        lr=8e-4,  # the best of three in BF16
     ),
 }
-"""Values of ``--size``: those of ``bench decoder``, and a larger one."""
+"""Values of ``--size``; ``steps``: 0 reads the whole text."""
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5% quantiles of Student's t with 1 to 9 degrees of freedom; the last one for more, too."""
+"""97.5% quantiles of Student's t with 1 to 9 degrees of freedom; the last one also for more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,33 +66,12 @@ class SinglePass:
     questions: tuple[Path, ...]
     """Files of questions; the accuracy on each is named by the file."""
     bench: DecoderBench
-    """``steps``: 0 reads the whole text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One trained model."""
-
-    curve: DecoderCurve
-    results: dict[str, float]
-    """``tokens per second``, ``training loss``, ``held-out loss``, ``SOURCE, held-out loss`` and
-    ``FILE, accuracy`` in percent."""
 
 
 def train_all(
     setup: SinglePass, precisions: Sequence[str], seeds: Sequence[int], jobs: int, out: Path
-) -> Iterator[str]:
-    """Train every precision with every seed and write the results after each run.
-
-    Args:
-        setup: texts and model.
-        precisions: names for :func:`coat_lab.decoder.parse_arithmetic`.
-        seeds: seeds of the initial weights and of the order of the rows.
-        jobs: runs at the same time, in processes of their own, on all GPUs in turn.
-        out: folder of the results. Runs in it are not repeated.
-
-    Yields:
-        A line for every run that ended; the last line is a table of all runs in the folder.
+) -> dict[tuple[str, int], dict[str, float]]:
+    """Train every precision with every seed; returns the measures of each run.
 
     Raises:
         ValueError: a precision is unknown, the text is too short, two files of questions have the
@@ -115,51 +87,21 @@ def train_all(
             "which their accuracies are distinguished; rename one"
         )
     out.mkdir(parents=True, exist_ok=True)
-    _check_settings(setup, out)
     corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
-    _count_steps(corpus, setup.bench)
+    count_steps(corpus, setup.bench)
     for file in setup.questions:
         read_questions(file)
-    done = read_runs(out)
-    precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
-    todo = [(p, s) for s in seeds for p in precisions if (p, s) not in done]
-    failed: list[str] = []
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
-        runs = {
-            pool.submit(train_one, setup, out, p, s, number, bar=jobs == 1): (p, s)
-            for number, (p, s) in enumerate(todo)
-        }
-        for future in as_completed(runs):
-            name = "{}, seed {}".format(*runs[future])
-            if (error := future.exception()) is not None:
-                failed.append(f"{name}: {error}")
-                yield f"{name}: {error}"
-                continue
-            done[runs[future]] = run = future.result()
-            _write_runs(out, list(done.values()))
-            yield f"{name}: held-out loss {run.results['held-out loss']:.4f}"
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
-    yield format_runs([done[p, s] for p in precisions for s in seeds])
+    settings: Record = {"bench": asdict(setup.bench)}
+    for name in ("training", "held_out", "questions"):
+        files = getattr(setup, name)
+        settings[name] = [{"name": file.name, "bytes": file.stat().st_size} for file in files]
+    keys = [(p, s) for s in dict.fromkeys(seeds) for p in dict.fromkeys(precisions)]
+    runs = {f"{p}, seed {s}": (setup, out, p, s) for p, s in keys}
+    records = sweep(out, settings, runs, train_one, jobs)
+    return {key: records[name]["measures"] for key, name in zip(keys, runs, strict=True)}
 
 
-def _check_settings(setup: SinglePass, out: Path) -> None:
-    settings = {
-        "bench": {**asdict(setup.bench), "betas": list(setup.bench.betas)},
-        **{
-            name: [{"name": file.name, "bytes": file.stat().st_size} for file in files]
-            for name, files in (
-                ("training", setup.training),
-                ("held_out", setup.held_out),
-                ("questions", setup.questions),
-            )
-        },
-    }
-    check_settings(out / SETTINGS, settings, "runs")
-
-
-def _count_steps(corpus: Corpus, bench: DecoderBench) -> int:
+def count_steps(corpus: Corpus, bench: DecoderBench) -> int:
     """Return the number of steps; ValueError if the text has too few tokens for them."""
     per_step = bench.tokens * bench.batch_size
     available = len(corpus.training) // per_step
@@ -178,43 +120,44 @@ def _count_steps(corpus: Corpus, bench: DecoderBench) -> int:
     return bench.steps or available
 
 
-def train_one(
-    setup: SinglePass, out: Path, precision: str, seed: int, number: int, *, bar: bool
-) -> Run:
-    """Train and evaluate run ``number``; arguments of :func:`train_all`, which made the tokens."""
-    use_gpu_in_turn(number)
+def train_one(setup: SinglePass, out: Path, precision: str, seed: int) -> Record:
+    """Train and evaluate a run; ``out`` has the tokens.
+
+    Returns:
+        ``training``: a loss per step, ``held_out``: step -> loss, and ``measures``: tokens per
+        second, training loss, held-out loss, also by source, and accuracies in percent.
+    """
     corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
-    bench = replace(setup.bench, steps=_count_steps(corpus, setup.bench))
-    questions = {file.stem: read_questions(file) for file in setup.questions}
+    bench = replace(setup.bench, steps=count_steps(corpus, setup.bench))
     model, master_weights = start_run(precision, bench, seed)
     held_out = torch.cat(list(corpus.held_out.values())).long()
-    curve, every = DecoderCurve(precision, seed), max(1, bench.steps // EVALUATIONS)
-    losses = train_steps(model, master_weights, shuffled_batches(corpus, bench, seed), bench)
+    every = max(1, bench.steps // EVALUATIONS)
+    training: list[float] = []
+    curve: dict[int, float] = {}
     started, evaluated_s = time.perf_counter(), 0.0
-    name = f"{precision}, seed {seed}"
-    for step, loss in enumerate(tqdm(losses, name, bench.steps, unit="step", disable=not bar), 1):
-        curve.training.append(loss)
+    batches = shuffled_batches(corpus, bench, seed)
+    for step, loss in enumerate(train_steps(model, master_weights, batches, bench), 1):
+        training.append(loss)
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss of step {step} is {loss}")
         if step % every == 0 or step == bench.steps:
             before = time.perf_counter()
-            curve.held_out[step] = text_loss(model, held_out, bench)
+            curve[step] = text_loss(model, held_out, bench)
             evaluated_s += time.perf_counter() - before
     seconds = time.perf_counter() - started - evaluated_s
     last = max(1, round(LAST_SHARE * bench.steps))
-    results = {
+    measures = {
         "tokens per second": bench.steps * bench.batch_size * bench.tokens / seconds,
-        "training loss": float(np.mean(curve.training[-last:])),
-        "held-out loss": curve.held_out[bench.steps],
+        "training loss": float(np.mean(training[-last:])),
+        "held-out loss": curve[bench.steps],
     }
     for source, ids in corpus.held_out.items():
-        results[f"{source}, held-out loss"] = text_loss(model, ids.long(), bench)
-
+        measures[f"{source}, held-out loss"] = text_loss(model, ids.long(), bench)
     score = partial(score_continuations, model)
-    for name, rows in questions.items():
-        share = score_questions(rows, score, corpus.tokenizer, bench.tokens)
-        results[f"{name}, accuracy"] = share
-    return Run(curve, results)
+    for file in setup.questions:
+        share = score_questions(read_questions(file), score, corpus.tokenizer, bench.tokens)
+        measures[f"{file.stem}, accuracy"] = share
+    return {"training": training, "held_out": curve, "measures": measures}
 
 
 def shuffled_batches(corpus: Corpus, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
@@ -259,46 +202,15 @@ def score_continuations(
     yield from scores
 
 
-def _write_runs(out: Path, runs: Sequence[Run]) -> None:
-    write_curves(out / CURVES, [run.curve for run in runs])
-    rows = (
-        (run.curve.precision, run.curve.seed, *result)
-        for run in runs
-        for result in run.results.items()
-    )
-    write_csv(out / RESULTS, COLUMNS, rows)
-
-
-def read_runs(out: Path) -> dict[tuple[str, int], Run]:
-    """Read the runs in a folder of :func:`train_all`, by precision and seed.
-
-    A run whose curve was saved without its results, by a process that was killed, is left out.
-    """
-    if not (out / RESULTS).is_file():
-        return {}
-    runs = {(c.precision, c.seed): Run(c, {}) for c in read_curves(out / CURVES)}
-    with (out / RESULTS).open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            runs[row["precision"], int(row["seed"])].results[row["measure"]] = float(row["value"])
-    return {key: run for key, run in runs.items() if run.results}
-
-
-def format_runs(runs: Sequence[Run]) -> str:
-    """Format one Markdown table: each measure, and its differences to the first precision.
-
-    Losses differ in percent of the first precision's, accuracies in points. With several seeds the
-    differences are paired by seed and have a 95% interval (Student's t).
-    """
-    by_precision: dict[str, list[Run]] = {}
-    for run in runs:
-        by_precision.setdefault(run.curve.precision, []).append(run)
-    first, *others = by_precision
+def format_runs(runs: dict[tuple[str, int], dict[str, float]]) -> str:
+    """Format one Markdown table: each measure, and its differences to the first precision."""
+    first, *others = dict.fromkeys(precision for precision, _ in runs)
     head = ["measure", first, *(f"{name}: difference" for name in others)]
     lines: list[list[str]] = []
-    for measure in by_precision[first][0].results:
+    for measure in next(iter(runs.values())):
         values = {
-            name: np.array([run.results[measure] for run in group])
-            for name, group in by_precision.items()
+            name: np.array([m[measure] for (precision, _), m in runs.items() if precision == name])
+            for name in (first, *others)
         }
         base = values[first]
         percent = not measure.endswith("accuracy")
@@ -310,9 +222,6 @@ def format_runs(runs: Sequence[Run]) -> str:
             unit = "%" if percent else " points"
             cells.append(f"{difference.mean():+.2f}{unit}{_format_interval(difference)}")
         lines.append([measure, *cells])
-        if measure == "held-out loss":
-            cells = [f"{np.exp(values[name]).mean():.3f}" for name in by_precision]
-            lines.append(["held-out perplexity", *cells])
     return format_table(head, lines)
 
 
@@ -323,3 +232,48 @@ def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> st
         return ""
     half = _T[min(n - 1, len(_T)) - 1] * float(differences.std(ddof=1)) / math.sqrt(n)
     return f" +- {half:.2f}"
+
+
+EXAMPLES = """\
+  python scripts/bench/lab_single_pass.py --text train.jsonl.xz --held-out validation.jsonl.xz \\
+      --size 100m --precisions bf16 coat coat_lean --seeds 0 1 2 --jobs 3 \\
+      --questions copa.jsonl piqa.jsonl --out runs/once
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="training documents")
+    add("--held-out", type=Path, nargs="+", required=True, metavar="FILE", help="other documents")
+    add("--questions", type=Path, nargs="*", default=[], metavar="FILE", help="default none")
+    add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
+    add("--precisions", nargs="+", default=["bf16", "coat"], metavar="NAME",
+        help="settings may follow one, as in coat,optimizer=adamw; default bf16 coat")  # fmt: skip
+    add("--seeds", type=int, nargs="+", default=[0], help="default 0")
+    add("--steps", type=at_least(0), default=0, help="fewer steps than the whole text")
+    add("--lr", type=float, help="peak learning rate; default: depends on --size")
+    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of tokens and runs")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train and print all runs."""
+    bench = replace(SIZES[args.size], steps=args.steps)
+    if args.lr is not None:
+        bench = replace(bench, lr=args.lr)
+    if not 0 < bench.lr < math.inf:
+        raise ValueError(f"--lr {bench.lr}: must be positive and finite")
+    setup = SinglePass(
+        training=tuple(args.text),
+        held_out=tuple(args.held_out),
+        questions=tuple(args.questions),
+        bench=bench,
+    )
+    say(format_runs(train_all(setup, args.precisions, args.seeds, args.jobs, args.out)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

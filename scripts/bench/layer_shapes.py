@@ -47,17 +47,8 @@ SHAPES = {
 
 
 def find_shape(name: str, batch: int | None = None, length: int | None = None) -> LayerShape:
-    """Return the shape of that name, with another batch or length if given.
-
-    Raises:
-        ValueError: there is no such shape, or batch or length is not positive.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"no shape is called {name!r}; use one of {', '.join(SHAPES)}")
+    """Return a shape of :data:`SHAPES`, with another batch or length if given."""
     shape = SHAPES[name]
-    for what, size in (("batch", batch), ("length", length)):
-        if size is not None and size < 1:
-            raise ValueError(f"{what} is {size}; give 1 or more")
     return replace(shape, batch=batch or shape.batch, length=length or shape.length)
 
 

@@ -20,7 +20,6 @@ from coat_data.load.collate import Batch
 from coat_data.mixture.sampler import SamplerState
 from coat_eval.own_model import find_final_model
 from coat_eval.runner import make_eval_subsets
-from coat_lab.number_formats import NumberFormat, Scaling, find_scale, quantize
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards
@@ -36,6 +35,7 @@ from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.model_setup import select_stages
 from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
+from number_formats import NumberFormat, Scaling, find_scale, quantize
 
 ROWS = 2048
 """Rows of inputs and gradients that are saved of each layer."""

@@ -1,4 +1,4 @@
-"""``coat-vlm bench gemm``: the GEMMs of one block, in BF16 and in FP8.
+"""Measures the GEMMs of one block in BF16 and FP8.
 
     forward          y = x W^T              x [M, K],       W [N, K]
     input gradient   grad_x = grad_y W      grad_y [M, N],  W [N, K]
@@ -6,22 +6,22 @@
 
 In FP8, x and W are E4M3 and grad_y is E5M2, with one scale per tensor. The transposed operands,
 whose inner dimension Hopper needs contiguous, are made before the time is measured. Results are
-BF16. A wrong product gets no speed, see :data:`IMPLEMENTATIONS`.
+BF16. Training uses fp8_fast, which accumulates with fewer bits, for all three GEMMs; fp8 is there
+for comparison. The error is relative to an FP32 GEMM of the BF16 operands. A GEMM that differs from
+FP32 on its own operands is not timed. Times are medians on the GPU without CPU launch overhead, with
+flushed caches. The last line is the whole block: all operations over the sum of the times.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from coat_bench.cases import Draw
-from coat_bench.check import TOLERANCE, relative_rms
-from coat_bench.clock import measure_median_us
-from coat_bench.kernels import DEVICE
-from coat_bench.rows import Row, format_error, format_number, format_table, get_origin, require_gpu
-from coat_bench.shapes import LayerShape
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -31,7 +31,24 @@ from coat_kernels import (
     reference,
     scaled_mm,
 )
+from harness import (
+    VersionedResult,
+    append_results,
+    format_error,
+    format_number,
+    format_table,
+    get_origin,
+    make_parser,
+    measure_median_us,
+    require_gpu,
+    run_script,
+    say,
+)
+from layer_shapes import SHAPES, LayerShape
+from op_cases import Draw
+from op_check import TOLERANCE, relative_rms
 
+DEVICE = torch.device("cuda")
 CHECKED_ROWS = 256
 """Number of rows of a product that are compared with FP32."""
 
@@ -54,7 +71,7 @@ class Gemm:
 
 
 @dataclass(slots=True)
-class GemmRow(Row):
+class GemmResult(VersionedResult):
     """One measurement; the columns of ``gemm.csv``."""
 
     shape: str
@@ -147,41 +164,36 @@ def _make_operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, Ten
     return (x.t(), columns) if transposed else (x, rows)
 
 
-def bench_gemm(shape: LayerShape) -> list[GemmRow]:
+def bench_gemm(shape: LayerShape) -> list[GemmResult]:
     """Measure every GEMM of a block in every implementation.
 
     Raises:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of GEMMs is")
-    where, rows = get_origin(), []
+    origin, results = get_origin(), []
     for gemm in tqdm(list_gemms(shape), desc=shape.name, unit="gemm"):
         operands = make_operands(gemm, DEVICE)
         size = (gemm.rows, gemm.columns, gemm.inner)
         for name, (implementation, _) in IMPLEMENTATIONS.items():
-            row = GemmRow(*where, shape.name, gemm.layer, gemm.kind, *size, name)
-            rows.append(row)
+            result = GemmResult(*origin, shape.name, gemm.layer, gemm.kind, *size, name)
+            results.append(result)
             try:
-                row.rel_err, row.problem = check_product(name, implementation(operands), operands)
-                if not row.problem:
-                    row.us = measure_median_us(lambda run=implementation, at=operands: run(at))
-                    row.tflops = gemm.flops / row.us / 1e6
+                product = implementation(operands)
+                result.rel_err, result.problem = check_product(name, product, operands)
+                if not result.problem:
+                    result.us = measure_median_us(lambda run=implementation, at=operands: run(at))
+                    result.tflops = gemm.flops / result.us / 1e6
             except (RuntimeError, ValueError) as error:  # the GPU may not support one
-                row.problem = format_error(error)
-    return rows
+                result.problem = format_error(error)
+    return results
 
 
 def check_product(implementation: str, product: Tensor, operands: Operands) -> tuple[float, str]:
     """Compare the first rows of a product with FP32.
 
-    Args:
-        implementation: a key of :data:`IMPLEMENTATIONS`.
-        product: its result.
-        operands: its operands.
-
     Returns:
-        The relative RMS error against the product of the BF16 operands; the problem, empty if there
-        is none.
+        The relative RMS error against the product of the BF16 operands; the problem, or "".
     """
     first = product[:CHECKED_ROWS]
     exact = operands.a[:CHECKED_ROWS].float() @ operands.b.float().t()
@@ -196,32 +208,56 @@ def check_product(implementation: str, product: Tensor, operands: Operands) -> t
     return relative_rms(first, exact), problem
 
 
-def format_rows(rows: Sequence[GemmRow]) -> str:
-    """Format rows as a Markdown table with one line per GEMM and columns per implementation.
-
-    The last line is the whole block: the sum of all operations divided by the sum of all times.
-    """
+def format_gemms(results: Sequence[GemmResult]) -> str:
+    """Format a Markdown table with one line per GEMM, and one of the whole block."""
     names = list(IMPLEMENTATIONS)
     head = ["GEMM", "M x N x K", *(f"{name} TFLOP/s" for name in names)]
     head += [*(f"{name} error" for name in names), "note"]
-    by_gemm: dict[str, dict[str, GemmRow]] = {}
-    for row in rows:
-        by_gemm.setdefault(f"{row.layer}, {row.kind}", {})[row.implementation] = row
+    by_gemm: dict[str, dict[str, GemmResult]] = {}
+    for result in results:
+        by_gemm.setdefault(f"{result.layer}, {result.kind}", {})[result.implementation] = result
     lines = [
         [
             title,
-            "{0.rows} x {0.columns} x {0.inner}".format(found[names[0]]),
-            *(format_number(found[name].tflops, 0) for name in names),
-            *(format_number(found[name].rel_err, 4) for name in names),
-            "; ".join(f"{name}: {row.problem}" for name, row in found.items() if row.problem),
+            "{0.rows} x {0.columns} x {0.inner}".format(group[names[0]]),
+            *(format_number(group[name].tflops, 0) for name in names),
+            *(format_number(group[name].rel_err, 4) for name in names),
+            "; ".join(f"{name}: {r.problem}" for name, r in group.items() if r.problem),
         ]
-        for title, found in by_gemm.items()
+        for title, group in by_gemm.items()
     ]
     whole = []
     for name in names:
-        own = [row for row in rows if row.implementation == name]
-        operations = sum(2 * row.rows * row.columns * row.inner for row in own)
-        times = [row.us for row in own if row.us is not None]
-        complete = times and len(times) == len(own)
+        chosen = [result for result in results if result.implementation == name]
+        operations = sum(2 * r.rows * r.columns * r.inner for r in chosen)
+        times = [result.us for result in chosen if result.us is not None]
+        complete = times and len(times) == len(chosen)
         whole.append(format_number(operations / sum(times) / 1e6 if complete else None, 0))
     return format_table(head, [*lines, ["block", "", *whole, *([""] * len(names)), ""]])
+
+
+EXAMPLES = """\
+  python scripts/bench/gemm.py                                   # Llama-2-7B's block
+  python scripts/bench/gemm.py --shape qwen2.5-7b siglip-so400m --csv gemm.csv
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
+    add("--csv", type=Path, help="append the results to this file")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print each shape."""
+    for name in args.shape:
+        results = bench_gemm(SHAPES[name])
+        say(f"\n{name}\n\n{format_gemms(results)}")
+        append_results(args.csv, results)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

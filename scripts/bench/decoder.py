@@ -1,43 +1,35 @@
-"""``coat-vlm bench decoder``: training losses of a small decoder in BF16 and in FP8.
+"""The small decoder of the studies: Qwen2's architecture, plain PyTorch, random weights.
 
 The loop is plain PyTorch around :func:`coat_vlm.fp8.convert` and :class:`coat_vlm.optim.CoatAdamW`:
-BF16 weights, FP32 master weights, the same initial weights and batches for every precision. The
-held-out loss is measured on the last tenth of the text. With an output folder the losses of a run
-are written when the run ends, and the same command continues with the missing runs.
+BF16 weights (FP32 on a CPU), FP32 master weights, the same initial weights and batches for every
+precision.
 """
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from pydantic import TypeAdapter
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from coat_bench.rows import get_origin
-from coat_lab.curves import DecoderCurve, read_curves, write_curves
-from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
+from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks
 from coat_vlm.model.loss import loss_for_logits
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.optim import CoatAdamW, lr_factor
+from harness import PRECISIONS, choose_precision
 
 HELD_OUT = 0.1
 """Share of the text, at its end, that is held out."""
-CURVES = "decoder.csv"
-SETTINGS = "decoder.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderBench:
-    """The model and its training; the defaults are the size ``30m`` of :data:`SIZES`."""
+    """The model and its training; the defaults are the size ``30m``."""
 
     hidden_size: int = 512
     num_layers: int = 8
@@ -58,6 +50,15 @@ class DecoderBench:
 
 
 SIZES = {
+    "tiny": DecoderBench(
+        hidden_size=64,
+        num_layers=2,
+        intermediate_size=128,
+        vocab_size=300,
+        tokens=32,
+        batch_size=8,
+        steps=30,
+    ),
     "30m": DecoderBench(),
     "100m": DecoderBench(
         hidden_size=768,
@@ -70,11 +71,10 @@ SIZES = {
         lr=6e-4,
     ),
 }
-"""Values of ``--size``; ``coat-vlm bench decoder --help`` has their parameter counts."""
+"""Values of ``--size``: 27.3M parameters (30m) and 99.5M (100m)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Token ids of a text, int64 [tokens]."""
 
     training: Tensor
@@ -82,111 +82,32 @@ class Corpus:
     """The text's last tenth."""
 
 
-def bench_decoder(
-    texts: Sequence[Path],
-    precisions: Sequence[str],
-    seeds: Sequence[int],
-    bench: DecoderBench,
-    out: Path | None = None,
-) -> Iterator[list[DecoderCurve]]:
-    """Train in every precision with every seed, the precisions of one seed after another.
-
-    Args:
-        texts: UTF-8 text files, concatenated.
-        precisions: names for :func:`parse_arithmetic`.
-        seeds: seeds of the initial weights and of the batches.
-        bench: the model and the training.
-        out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs in it are not
-            repeated.
-
-    Yields:
-        The curves so far after every run, in the order of ``precisions``.
-
-    Raises:
-        ValueError: a precision is unknown, a text is too short, or ``out`` has curves of other
-            settings.
-        OSError: a text cannot be read, or ``out`` cannot be written.
-    """
-    for precision in precisions:
-        parse_arithmetic(precision)
-    done = {} if out is None else _open_folder(out, texts, bench)
-    corpus = read_corpus(texts, bench)
-    precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
-    for run in ((precision, seed) for seed in seeds for precision in precisions):
-        if run not in done:
-            done[run] = train_decoder(corpus, run[0], bench, run[1])
-            if out is not None:
-                write_curves(out / CURVES, list(done.values()))
-        yield [done[key] for key in product(precisions, seeds) if key in done]
-
-
-def _open_folder(
-    out: Path, texts: Sequence[Path], bench: DecoderBench
-) -> dict[tuple[str, int], DecoderCurve]:
-    """Create the folder, or check that it has these settings; returns its complete curves."""
-    settings = {
-        "bench": {**asdict(bench), "betas": list(bench.betas)},
-        "texts": [
-            {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
-            for text in texts
-        ],
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    check_settings(out / SETTINGS, settings, "curves")
-    curves = read_curves(out / CURVES)
-    return {(c.precision, c.seed): c for c in curves if len(c.training) == bench.steps}
-
-
-def check_settings(path: Path, settings: Mapping[str, Any], what: str) -> None:
-    """Write the settings of a folder's runs to a JSON file, or compare them with it.
-
-    Args:
-        path: the file.
-        settings: plain JSON.
-        what: what the folder contains, for the message.
-
-    Raises:
-        ValueError: the file has other settings.
-    """
-    if not path.is_file():
-        _, commit, device, version, _ = get_origin()
-        where = {"commit": commit, "device": device, "torch": version}
-        text = json.dumps({"settings": settings, "made with": where}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
-        return
-    there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-    if there != settings:
-        raise ValueError(
-            f"{path}: its {what} were made with {there}, the settings are now {settings}; write to "
-            "another folder"
-        )
-
-
 def parse_arithmetic(name: str) -> Arithmetic:
     """Return the arithmetic of a precision on this machine's device.
 
     Args:
-        name: ``bf16``, ``fp32``, ``fp8_linear``, ``coat`` or ``coat_lean``. Keys of
-            :class:`coat_vlm.config.Fp8Config` may follow an FP8 precision, to measure the cost of a
-            part of FP8: ``coat,optimizer=adamw,skip_last=1``.
+        name: ``fp32`` or one of ``harness.PRECISIONS``. Keys of a recipe's ``fp8`` section may
+            follow an FP8 precision: ``coat,optimizer=adamw``.
 
     Raises:
         ValueError: there is no such precision or key, or a key has no effect in it.
     """
     first, *settings = name.split(",")
     try:
-        precision = TypeAdapter(Precision).validate_python(first)
-        for setting in settings:
-            if "=" not in setting:
-                raise ValueError(f"{setting} is no setting, which has the form key=value")  # noqa: TRY301
-        given = {key: yaml.safe_load(text) for key, text in (s.split("=", 1) for s in settings)}
-        if given and precision not in FP8_PRECISIONS:
-            raise ValueError(f"{', '.join(given)}: no effect, {precision} is not FP8")  # noqa: TRY301
-        fp8 = TypeAdapter(Fp8Config).validate_python(given) if given else None
+        if first not in ("fp32", *PRECISIONS):
+            raise ValueError(f"there is no precision {first}")  # noqa: TRY301
+        precision, fp8 = ("fp32", None) if first == "fp32" else choose_precision(first)
+        given = {key: yaml.safe_load(text) for key, _, text in (s.partition("=") for s in settings)}
+        if given and precision in ("fp32", "bf16"):
+            raise ValueError(f"{', '.join(given)}: no effect, {first} is not FP8")  # noqa: TRY301
+        if given:
+            adapter = TypeAdapter(Fp8Config)
+            given = adapter.dump_python(fp8, exclude_defaults=True) | given if fp8 else given
+            fp8 = adapter.validate_python(given)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"precision {name!r}: {error}; give fp32, bf16, fp8_linear, coat or coat_lean, FP8 "
-            "followed by keys of a recipe's fp8 section: coat,optimizer=adamw"
+            f"precision {name!r}: {error}; give fp32, {', '.join(PRECISIONS)}, FP8 followed by keys "
+            "of a recipe's fp8 section: coat,optimizer=adamw"
         ) from error
     return arithmetic_of(precision, fp8, get_device())
 
@@ -194,39 +115,6 @@ def parse_arithmetic(name: str) -> Arithmetic:
 def get_device() -> torch.device:
     """Return this machine's GPU, or the CPU if it has none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def use_gpu_in_turn(number: int) -> None:
-    """Make one of this machine's GPUs the current one, in turn by the number of a run."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
-
-
-def train_decoder(
-    corpus: Corpus, precision: str, bench: DecoderBench, seed: int = 0
-) -> DecoderCurve:
-    """Train on the text in one precision and return the losses.
-
-    Args:
-        corpus: from :func:`read_corpus`.
-        precision: a name for :func:`parse_arithmetic`.
-        bench: the model and the training.
-        seed: seed of the initial weights and of the batches.
-
-    Raises:
-        ValueError: there is no such precision, or FP8 does not fit the model.
-    """
-    model, master_weights = start_run(precision, bench, seed)
-    curve = DecoderCurve(precision, seed)
-    batches = islice(draw_batches(corpus, bench, seed), bench.steps)
-    losses = train_steps(model, master_weights, batches, bench)
-    for step, loss in enumerate(
-        tqdm(losses, f"{precision}, seed {seed}", bench.steps, unit="step"), start=1
-    ):
-        curve.training.append(loss)
-        if step % bench.eval_steps == 0 or step == bench.steps:
-            curve.held_out[step] = text_loss(model, corpus.held_out, bench)
-    return curve
 
 
 def start_run(precision: str, bench: DecoderBench, seed: int) -> tuple[Any, "MasterWeights"]:
@@ -278,10 +166,8 @@ def training_loss(model: Any, ids: Tensor) -> Tensor:
 class MasterWeights:
     """FP32 master weights of a model, and the optimizer that updates them.
 
-    Args:
-        model: the model; each step copies the master weights into its weights.
-        bench: learning rate, betas and weight decay.
-        fp8: chooses :class:`CoatAdamW`; torch's AdamW by default.
+    Each step copies the master weights into the model's. ``fp8`` chooses :class:`CoatAdamW`;
+    torch's AdamW by default.
     """
 
     def __init__(self, model: nn.Module, bench: DecoderBench, fp8: Fp8Config | None = None) -> None:
@@ -311,15 +197,10 @@ class MasterWeights:
 
 
 def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:
-    """Read and tokenize texts; the tokenizer is trained on the training part.
-
-    Args:
-        texts: UTF-8 text files, concatenated.
-        bench: vocabulary size and tokens per sequence.
+    """Tokenize concatenated UTF-8 texts; the tokenizer is trained on the training part.
 
     Raises:
         ValueError: there are too few tokens for a sequence.
-        OSError: a text cannot be read.
     """
     parts = [text.read_text(encoding="utf-8") for text in texts]
     ended = [part if part.endswith("\n") else part + "\n" for part in parts[:-1]]

@@ -1,0 +1,390 @@
+"""Measures the training step of a recipe's stages: ``coat-vlm plan RECIPE --measure``.
+
+Training's code builds and runs a stage, with three differences: weights are random and generated on
+the model's device; rows are generated once and copied to the GPU in every step; a step has at most
+two micro-batches per rank.
+
+A row has the shape that a plan assumes: one token of text, random images, and random text up to
+``model.max_length`` or the length of a packed row. All text except the first token is supervised,
+which is the most expensive case. Training's collation makes the batch.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
+from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from coat_data.load.collate import collate, collate_packed
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.loader import LoadedBatch, check_batch_sizes
+from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.config.stage import PackingConfig
+from coat_vlm.distributed import World
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, graph_blocks
+from coat_vlm.model import CoatVlm
+from coat_vlm.model.family_model import trainable_class
+from coat_vlm.model.sequence_parallel import join_sequence_group
+from coat_vlm.plan.activations import image_groups
+from coat_vlm.plan.graphs import add_graphs
+from coat_vlm.plan.stage import (
+    StagePlan,
+    count_images_per_row,
+    find_vocab_size,
+    row_tokens,
+    use_published_shapes,
+)
+from coat_vlm.train.bad_samples import BadSamples
+from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_clips
+from coat_vlm.train.model_setup import build_planned_model, prepare_model
+from coat_vlm.train.step import TrainStep
+from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.tracking import Metrics
+
+STEPS, WARMUP = 5, 3
+_NO_RUN = Path("no run folder")  # nothing is read from it or written to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """Shape of a row, as a plan counts it."""
+
+    tokens: int
+    """Tokens, including image tokens."""
+    groups: tuple[int, ...]
+    """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
+    pooled: bool = False
+    """Whether frames are pooled; the batch then contains the groups."""
+
+    @property
+    def images(self) -> int:
+        """Number of images, tiles or frames that pass the vision tower."""
+        return sum(self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCase:
+    """A measured stage."""
+
+    name: StageName
+    recipe: Recipe
+    """The recipe, with shapes in place of names of published models."""
+    stage: StageConfig
+    """The stage, with the batch size of this number of ranks."""
+    meta_model: Any
+    config: PretrainedConfig
+    """The model's configuration, with a token id for images."""
+    row: RowShape
+    accumulation: int
+    """Micro-batches of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Measured steps; the same on every rank, except ``entries``."""
+
+    ms: float
+    """Median time of a step on the slowest GPU."""
+    peak_gb: float | None
+    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
+    entries: list[dict[str, Any]]
+    """Entries of metrics.jsonl of all steps, including the warm-up."""
+
+
+def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
+    """Measure a planned stage, and format a Markdown table of it next to the plan.
+
+    Args:
+        recipe: the recipe of the plan.
+        plan: the stage's plan, for the number of processes of ``world``.
+        world: the processes of the run; all must call this.
+
+    Raises:
+        ValueError: the stage does not fit this machine.
+        RuntimeError: out of memory.
+    """
+    case = open_case(recipe, plan.name, world, images=plan.images, tokens=plan.tokens)
+    stage = case.stage
+    model = build_stage_model(case, world.device)
+    first = case.recipe.seed + world.rank // stage.sequence_parallel * case.accumulation
+    batches = [
+        make_batch(model, [case.row] * stage.micro_batch_size, stage.packing, first + number)
+        for number in range(case.accumulation)
+    ]
+    step = build_training_step(model, case, world)
+    try:
+        torch.manual_seed(recipe.seed + world.rank)
+        timing = take_steps(step, batches, case.name, world)
+        shared = step.spare_memory.nbytes if step.spare_memory.shares_weights else 0
+        skipped = step.skipped_steps
+    finally:
+        release_engine(step.engine, model)
+    heading = (
+        f"measured, stage {case.name}: {world.size} rank(s) x {case.accumulation} micro-batch(es) x "
+        f"{stage.micro_batch_size} row(s) of {case.row.tokens:,} tokens with {case.row.images} "
+        "image(s), random weights"
+    )
+    if skipped:
+        return f"{heading}\nno speed: gradients were NaN or infinite in {skipped} step(s)"
+    last, seconds = timing.entries[-1], timing.ms / 1e3 * world.size
+    cells = {
+        "tokens a step": f"{last['tokens']:,}",
+        "supervised": f"{last['supervised_tokens']:,}",
+        "ms/step": f"{timing.ms:.1f}",
+        "tokens/s per GPU": f"{last['tokens'] / seconds:,.0f}",
+        "vision tokens/s per GPU": f"{last['vision_tokens'] / seconds:,.0f}",
+    }
+    if "tflop" in last:
+        cells["TFLOP/s per GPU"] = f"{sum(last['tflop'].values()) / seconds:.3g}"
+    if timing.peak_gb is not None:
+        planned = (expected_peak(plan) + shared) / 1e9
+        cells["peak GB"] = f"{timing.peak_gb:.2f}"
+        cells["plan GB"] = f"{planned:.4g} ({100 * (planned / timing.peak_gb - 1):+.1f}%)"
+    lines = (cells.keys(), ["---"] * len(cells), cells.values())
+    return "\n".join([heading, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def expected_peak(plan: StagePlan) -> float:
+    """Return the bytes of a rank's peak at the recipe's ZeRO stage, including CUDA graphs."""
+    return add_graphs(plan.memory[plan.recipe_zero], [*plan.find_captured().values()]).peak
+
+
+def open_case(
+    recipe: Recipe,
+    name: StageName,
+    world: World,
+    *,
+    images: int | None = None,
+    tokens: int | None = None,
+    accumulation: int | None = None,
+) -> StageCase:
+    """Build a stage's model on ``meta`` and the shape of its rows.
+
+    Args:
+        recipe: any recipe.
+        name: the stage.
+        world: the processes of the run.
+        images: tiles or frames of a row. Default: as for a plan.
+        tokens: tokens of a row. Default: ``model.max_length``, or the length of a packed row.
+        accumulation: micro-batches of a step. Default: the recipe's, at most two.
+
+    Raises:
+        ValueError: images that do not fit, or a model that cannot be built.
+    """
+    recipe = use_published_shapes(recipe)
+    if recipe.init_from is None and recipe.model.image.mode == "dynamic_s2":
+        raise ValueError(
+            "model.image.mode: dynamic_s2: rows of several scales are not measured; measure the "
+            "same model with model.image.mode=dynamic"
+        )
+    given = recipe.init_from is not None or recipe.model.pretrained is not None
+    vocab_size = None if given else find_vocab_size(recipe)
+    stage = recipe.stages[name]
+    replicas = stage.count_replicas(world.size)
+    per_pass = stage.micro_batch_size * replicas
+    accumulation = accumulation or min(2, max(1, stage.batch_size // per_pass))
+    check_batch_sizes(per_pass * accumulation, stage.micro_batch_size, 0, replicas)
+    stage = replace(
+        stage, batch_size=per_pass * accumulation, max_steps=WARMUP + STEPS, epochs=None
+    )
+    meta = torch.device("meta")
+    model = build_planned_model(recipe, stage, arithmetic_of_recipe(recipe, meta), vocab_size)
+    config: Any = copy.deepcopy(model.config)
+    tokens = tokens or row_tokens(recipe, stage)
+    groups, pool = (1,) * (images or 0), None
+    if isinstance(model, CoatVlm):
+        if config.s2_scales is not None:
+            raise ValueError(
+                f"init_from={recipe.init_from!r} is a model of images at several scales, which are "
+                "not measured; measure one of model.image.mode=dynamic with init_from=null"
+            )
+        if model.vision_tower is not None and vocab_size is not None:
+            config.image_token_id = vocab_size - 1  # the tokenizer's last
+        if images is None:
+            images, _ = count_images_per_row(recipe, stage, tokens, config)
+        pool = recipe.model.video.pool_frames
+        groups = tuple(image_groups(model, tokens, images, pool or 1))
+    return StageCase(
+        name=name,
+        recipe=recipe,
+        stage=stage,
+        meta_model=model,
+        config=config,
+        row=RowShape(tokens=tokens, groups=groups, pooled=pool is not None),
+        accumulation=accumulation,
+    )
+
+
+def build_stage_model(case: StageCase, device: torch.device) -> Any:
+    """Build the model of a stage with random weights on a device, ready for the engine.
+
+    The weights are the same at every call on the same kind of device. They are generated on this
+    device: 8B parameters take seconds on a GPU, minutes on a CPU.
+
+    Raises:
+        ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
+    """
+    recipe = case.recipe
+    arithmetic = arithmetic_of_recipe(recipe, device)
+    config: Any = copy.deepcopy(case.config)
+    for part in (config, config.text_config, config.vision_config):
+        if part is not None:
+            part.dtype = arithmetic.dtype
+    before = torch.get_default_dtype()
+    torch.manual_seed(recipe.seed)
+    torch.set_default_dtype(arithmetic.dtype)
+    try:
+        with device:
+            composed = isinstance(case.meta_model, CoatVlm)
+            model = CoatVlm(config) if composed else trainable_class(config.model_type)(config)
+    finally:
+        torch.set_default_dtype(before)
+    prepare_model(model, recipe, case.stage, arithmetic)
+    return model
+
+
+def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
+    """Make a random row for a composed model, from a generator on the CPU."""
+    config: Any = model.config
+    tower = model.vision_tower
+    # Text has any id except the image id.
+    top = config.text_config.vocab_size - (tower is not None)
+    ids = torch.randint(top, (shape.tokens,), generator=generator)
+    labels = ids
+    positions = groups = None
+    size = 0
+    if tower is not None:
+        size = tower.image_size
+        ids += ids >= config.image_token_id
+        labels = ids.clone()
+        positions = torch.arange(1, 1 + len(shape.groups) * config.tokens_per_image)
+        ids[positions] = config.image_token_id
+        labels[positions] = IGNORE_INDEX
+        groups = torch.tensor(shape.groups, dtype=torch.int64) if shape.pooled else None
+    return EncodedSample(
+        input_ids=ids,
+        labels=labels,
+        pixel_values=torch.randn(shape.images, 3, size, size, generator=generator),
+        frame_groups=groups,
+        image_positions=positions,
+    )
+
+
+def make_batch(
+    model: Any,
+    shapes: Sequence[RowShape],
+    packing: PackingConfig | None,
+    seed: int,
+    make_sample: Callable[..., EncodedSample] = make_sample,
+) -> LoadedBatch:
+    """Make a micro-batch of random rows on the CPU; with packing they become one packed row."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = [make_sample(model, shape, generator) for shape in shapes]
+    if packing is not None:
+        batch = collate_packed(samples, pad_token_id=0, align=packing.align)
+    else:
+        batch = collate(samples, pad_token_id=0)
+    return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))
+
+
+def build_training_step(
+    model: PreTrainedModel, case: StageCase, world: World, total_steps: int = WARMUP + STEPS
+) -> TrainStep:
+    """Build the training step of a stage, with DeepSpeed's engine around the model."""
+    recipe, stage = case.recipe, case.stage
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
+    ranks = stage.sequence_parallel
+    throughput = Throughput(model, world, ranks)  # before DeepSpeed splits the weights
+    # No source is read, so the sampler has no rows and no state.
+    sampler: Any = SimpleNamespace(
+        step=lambda state: ([], state), count_by_source=lambda _: np.zeros(0, dtype=np.int64)
+    )
+    engine = build_engine(model, recipe, stage, arithmetic, world)
+    return TrainStep(
+        name=case.name,
+        stage=stage,
+        engine=engine,
+        model=model,
+        world=world,
+        total_steps=total_steps,
+        sampler=sampler,
+        row_tokens=None if stage.packing is None else case.row.tokens,
+        clip_here=training_loop_clips(recipe, arithmetic),
+        overlaps=steps_overlap(recipe, stage, arithmetic, world),
+        spare_memory=SpareMemory.of(model, arithmetic, world.device),
+        sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
+        metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
+        throughput=throughput,
+        bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
+        phases=PhaseClock(world.device, enabled=False),
+        memory=PeakMemory(world.device),
+    )
+
+
+def release_engine(engine: DeepSpeedEngine, model: PreTrainedModel) -> None:
+    """Remove DeepSpeed's hooks from a model and free the memory of both, which become unusable.
+
+    ZeRO-3 of deepspeed 0.19.8 never frees a model: a list in its module and classes of its hooks
+    refer to it. Therefore the objects that they refer to are emptied.
+    """
+    graph_blocks(model, enabled=False)
+    wrapper: Any = engine.optimizer
+    inner: Any = engine.basic_optimizer
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for parameter in model.parameters():
+        parameter.grad = None
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
+    inner.state.clear()
+    for group in inner.param_groups:
+        group["params"] = []
+    for held in (wrapper, inner):
+        vars(held).clear()
+
+
+def take_steps(
+    step: Any,
+    batches: list[LoadedBatch],
+    title: str,
+    world: World,
+    steps: int = STEPS,
+    warmup: int = WARMUP,
+) -> Timing:
+    """Take steps on the same micro-batches.
+
+    Args:
+        step: a :class:`TrainStep`, or what has its ``on_row`` and ``__call__``.
+        batches: the micro-batches of each step.
+        title: of the progress bar.
+        world: the processes of the run; all must call this.
+        steps: measured steps.
+        warmup: steps before them.
+    """
+    entries: list[dict[str, Any]] = []
+    step.on_row = lambda entry, _: entries.append(entry)
+    for number in tqdm(range(warmup + steps), title, unit="step", disable=not world.is_main):
+        if number == warmup:
+            world.barrier()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+                torch.cuda.reset_peak_memory_stats(world.device)
+        wait = number in (warmup - 1, warmup + steps - 1)
+        step(batches, time.perf_counter(), wait=wait)
+    measured = entries[warmup:]
+    seconds = world.gather([entry["step_s"] for entry in measured])
+    ms = 1e3 * median(max(ranks) for ranks in zip(*seconds, strict=True))
+    if world.device.type != "cuda":
+        return Timing(ms, None, entries)
+    peaks = world.gather(max(entry["peak_memory_mb"] for entry in measured))
+    return Timing(ms, max(peaks) / 1e3, entries)

@@ -1,0 +1,301 @@
+"""Measures long rows of a recipe's stage, and the longest row that fits a GPU.
+
+Weights and data are random. Without --longest the training step is measured on full rows, whose
+tokens several ranks share with sequence_parallel. --longest runs forward and backward passes
+without an optimizer on one GPU, on a row of --images images and text. Memory is nearly linear in
+the tokens: two short rows tell how it grows, and longer ones are tried until a multiple of N tokens
+fits and the next one does not. Each try is one pass and one line of --csv.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from coat_vlm.config import Recipe
+from coat_vlm.config.load import load_recipe
+from coat_vlm.distributed import World, join_world
+from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
+from coat_vlm.model import count_parameters
+from coat_vlm.plan.measure import (
+    StageCase,
+    build_stage_model,
+    build_training_step,
+    make_batch,
+    open_case,
+    release_engine,
+    take_steps,
+)
+from coat_vlm.train.model_setup import refuse_pairs, require_composed, set_train_mode
+from harness import (
+    Result,
+    append_results,
+    at_least,
+    format_number,
+    format_results,
+    free_memory,
+    get_origin,
+    is_out_of_memory,
+    make_parser,
+    run_script,
+    say,
+)
+from step import NAMES, Passes
+
+FILLED = 0.99
+"""Part of a GPU's free memory that the search expects tensors to fill."""
+
+_GROWTH = 4
+"""Largest ratio of an attempt to the longest row that fitted: short rows tell little."""
+
+_CREEP = 0.02
+"""Least growth of attempts until one does not fit."""
+
+
+@dataclass(slots=True)
+class LongResult(Result):
+    """One measurement; the columns of ``long.csv``."""
+
+    gpus: int
+    zero: int
+    """ZeRO stage; 0 also without an optimizer."""
+    sequence_parallel: int
+    model: str
+    """Name of the recipe, and the number of parameters."""
+    implementation: str
+    """Name of ``step.csv``, then recomputation."""
+    tokens: int
+    """Tokens of a step on all GPUs, including image tokens."""
+    frames: int
+    """Frames and tiles of images of a step on all GPUs."""
+    ms: float | None = None
+    """Median time of a step on the slowest GPU."""
+    tok_s: float | None = None
+    """Tokens per second of all GPUs together."""
+    peak_gb: float | None = None
+    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
+    note: str = ""
+    """What was measured; OOM if there is no speed for this reason."""
+
+
+def measure_step(case: StageCase, world: World, steps: int, warmup: int) -> LongResult:
+    """Measure the training step of a stage on full rows."""
+    result, stage = start_result(case, world), case.stage
+    rows = stage.batch_size
+    result.zero = case.recipe.zero_stage
+    result.tokens, result.frames = rows * case.row.tokens, rows * case.row.images
+    model = build_stage_model(case, world.device)
+    first = case.recipe.seed + world.rank // stage.sequence_parallel
+    batch = make_batch(model, [case.row] * stage.micro_batch_size, stage.packing, first)
+    step = build_training_step(model, case, world, warmup + steps)
+    try:
+        torch.manual_seed(case.recipe.seed + world.rank)
+        timing = take_steps(step, [batch], case.name, world, steps, warmup)
+        skipped = step.skipped_steps
+    finally:
+        release_engine(step.engine, model)
+    if skipped:
+        result.note = f"gradients were NaN or infinite in {skipped} step(s)"
+        return result
+    result.ms, result.peak_gb = timing.ms, timing.peak_gb
+    result.tok_s = result.tokens / (timing.ms / 1e3)
+    losses = [entry["loss"] for entry in timing.entries]
+    norm = timing.entries[0]["grad_norm"]
+    result.note = f"training step: {rows} rows"
+    result.note += "" if norm is None else f"; gradient norm {norm:.6g}"
+    result.note += f"; loss {losses[0]:.6f} -> {losses[-1]:.6f}"
+    return result
+
+
+def start_result(case: StageCase, world: World) -> LongResult:
+    """Return a result without measurements."""
+    recipe, stage = case.recipe, case.stage
+    words = [NAMES.get(recipe.precision, recipe.precision)]
+    words += ["recomputation"] if stage.gradient_checkpointing else []
+    return LongResult(
+        *get_origin()[:3],
+        gpus=world.size,
+        zero=0,
+        sequence_parallel=stage.sequence_parallel,
+        model=f"{recipe.name}, {count_parameters(case.meta_model) / 1e9:.3g}B",
+        implementation=", ".join(words),
+        tokens=0,
+        frames=0,
+    )
+
+
+def bench_longest(
+    case: StageCase, step: int, world: World, on_result: Callable[[LongResult], None]
+) -> list[LongResult]:
+    """Find the longest row of which one GPU runs a forward and a backward pass.
+
+    Args:
+        case: the stage.
+        step: the length is a multiple of this number of tokens.
+        world: this process alone.
+        on_result: called with each tried row; the note of one that does not fit is OOM.
+
+    Raises:
+        ValueError: there are several processes, no GPU, or two steps of tokens do not fit.
+    """
+    if world.size > 1:
+        raise ValueError(f"--longest is for one process, and there are {world.size}; start one")
+    usable = measure_usable_gb(world.device)
+    model = build_stage_model(case, world.device)
+    set_train_mode(model, case.stage)
+    store_frozen_weights(model)
+    arithmetic = arithmetic_of_recipe(case.recipe, world.device)
+    run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device)
+    results: list[LongResult] = []
+    entry: dict[str, float] = {}
+    run.on_row = lambda measured, _: entry.update(measured)
+
+    def attempt(tokens: int) -> float | None:
+        result = start_result(case, world)
+        result.tokens, result.frames = tokens, case.row.images
+        results.append(result)
+        result.note = "OOM: forward and backward"
+        batch = make_batch(model, [replace(case.row, tokens=tokens)], None, case.recipe.seed)
+        try:
+            run.memory.reset()
+            run([batch], time.perf_counter())
+            result.ms, result.peak_gb = 1e3 * entry["step_s"], entry["peak_memory_mb"] / 1e3
+            result.tok_s = tokens / entry["step_s"]
+            result.note = f"forward and backward; loss {entry['loss']:.4f}"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+        model.zero_grad(set_to_none=True)
+        free_memory(world.device)
+        on_result(result)
+        return result.peak_gb
+
+    search_longest(attempt, step, usable)
+    return results
+
+
+def measure_usable_gb(device: torch.device) -> float:
+    """Return the memory that tensors may use on a GPU, in 10^9 bytes; ValueError on a CPU."""
+    if device.type != "cuda":
+        raise ValueError("--longest: there is no GPU; the longest row is found on a GPU")
+    free, _ = torch.cuda.mem_get_info(device)
+    return FILLED * (free + torch.cuda.memory_reserved(device)) / 1e9
+
+
+def search_longest(attempt: Callable[[int], float | None], step: int, usable: float) -> int:
+    """Find the largest multiple of a number of tokens that fits, with few attempts.
+
+    Args:
+        attempt: maps tokens to the peak memory; None if they do not fit.
+        step: the number of tokens.
+        usable: memory that is expected to suffice, in the unit of the peaks.
+
+    Raises:
+        ValueError: two steps of tokens do not fit.
+    """
+    peaks: dict[int, float] = {}
+    failed: int | None = None
+    tokens = step
+    while True:
+        peak = attempt(tokens)
+        if peak is None:
+            failed = tokens
+        else:
+            peaks[tokens] = peak
+        if len(peaks) < 2:
+            if failed is not None:
+                raise ValueError(f"--longest {step}: {failed} tokens do not fit; lower it")
+            tokens += step
+            continue
+        before, best = sorted(peaks)[-2:]
+        if failed is not None and failed <= best + step:
+            return best
+        slope = (peaks[best] - peaks[before]) / (best - before)
+        expected = best + (usable - peaks[best]) / max(slope, 1e-9)
+        tokens = int(min(expected, _GROWTH * best) // step * step)
+        if failed is None:
+            tokens = max(tokens, best + max(1, int(_CREEP * best) // step) * step)
+        elif not best < tokens < failed:
+            tokens = (best + failed) // (2 * step) * step
+
+
+EXAMPLES = """\
+  torchrun --nproc-per-node 2 scripts/bench/long.py vila_long_video --images 512 --csv long.csv \\
+      init_from=null model.max_length=131072 stages.sft.sequence_parallel=2
+  python scripts/bench/long.py my_recipe.yaml --stage sft --longest 2048 --images 1
+  python scripts/bench/long.py quickstart --stage sft --steps 1 --warmup 1
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
+    add("overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted")
+    add("--stage", help="default: the only stage of the recipe")
+    add(
+        "--images",
+        type=at_least(0),
+        metavar="N",
+        help="image tiles and video frames per row; default: counted in the data, else 1",
+    )
+    add("--longest", type=at_least(1), metavar="N", help="find the longest row, in multiples of N")
+    add("--steps", type=at_least(1), default=2, help="measured steps; default 2")
+    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
+    add("--csv", type=Path, help="append the results to this file")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the stage and print a table."""
+    recipe = load_recipe(args.recipe, args.overrides, unset_variables=True, say=say)
+    name = _choose_stage(recipe, args.stage)
+    require_composed(recipe, "long.py")
+    refuse_pairs(name, recipe.stages[name], "long.py")
+
+    with join_world() as world:
+
+        def keep(result: LongResult) -> None:
+            if world.is_main:
+                append_results(args.csv, [result])
+            say(f"{result.implementation}: {result.tokens:,} tokens, {result.note}")
+
+        case = open_case(recipe, name, world, images=args.images, accumulation=1)
+        if args.longest is not None:
+            results = bench_longest(case, args.longest, world, keep)
+        else:
+            results = [measure_step(case, world, args.steps, args.warmup)]
+            keep(results[0])
+        table = format_results(
+            results,
+            {
+                "implementation": lambda result: result.implementation,
+                "tokens": lambda result: f"{result.tokens:,}",
+                "frames": lambda result: f"{result.frames:,}",
+                "ms": lambda result: format_number(result.ms, 1),
+                "tokens/s": lambda result: format_number(result.tok_s, 0),
+                "peak GB": lambda result: format_number(result.peak_gb, 2),
+                "note": lambda result: result.note,
+            },
+        )
+        say(f"\n{results[0].model}, {world.size} x {results[0].gpu}\n\n{table}")
+
+
+def _choose_stage(recipe: Recipe, stage: str | None) -> str:
+    names = list(recipe.stages)
+    if stage is None and len(names) == 1:
+        return names[0]
+    if stage not in names:
+        raise ValueError(f"--stage {stage}: give one of the stages, {' or '.join(names)}")
+    return stage
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))

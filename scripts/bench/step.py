@@ -1,0 +1,519 @@
+"""Measures the training step of a full model, on one GPU or several.
+
+Each implementation is built from the same random weights, compared with BF16, run for a few steps
+of one batch size, and freed. Every micro-batch of a step is the same batch of random rows.
+
+--precisions are ours (bf16 included; its loss does not store logits). --baselines are transformers'
+BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
+(torchao), each of them with Liger's kernels (liger, liger_compile, liger_torchao), torchao's with
+only Liger's loss (liger_loss_torchao), and the compiled ones with a compiled tower (..._tower).
+
+--optimizer none measures the forward and backward pass in one process and frees the gradients
+between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the
+precision's default optimizer and attention kernels. --lora freezes the tower and trains the
+projector and LoRA adapters on all linear layers of the language model. For a recipe with other keys
+use coat-vlm plan RECIPE --measure.
+
+A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
+factor of 1.5: with random weights every loss is near the logarithm of the vocabulary size, so a
+wrong scale shows in the norm. With an optimizer, the loss of the repeated batch must also fall.
+Times are medians of whole steps, peaks are the memory that PyTorch allocated; the note has the
+memory in use on the GPU after the steps, by all processes. A batch that does not fit is reported as
+OOM, and no larger one is tried; with several processes the run ends there.
+
+--profile runs one more step of each model under torch's profiler and prints the time in which the
+GPU worked and waited for the CPU, the number of kernels, their time by kind, the longest kernels
+and the longest CPU operations.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_data.load.loader import LoadedBatch
+from coat_data.mixture.sampler import SamplerState
+from coat_vlm.distributed import World, join_world
+from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
+from coat_vlm.plan.measure import (
+    StageCase,
+    build_stage_model,
+    build_training_step,
+    make_batch,
+    open_case,
+    release_engine,
+    take_steps,
+)
+from coat_vlm.plan.zero import ZeroStage
+from coat_vlm.train.model_setup import set_train_mode
+from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.throughput import PeakMemory
+from gpu_profile import format_profile, profile_step
+from harness import (
+    PRECISIONS,
+    Result,
+    append_results,
+    at_least,
+    format_error,
+    format_number,
+    format_results,
+    free_memory,
+    get_origin,
+    make_parser,
+    note_leftover_memory,
+    note_memory,
+    run_script,
+    say,
+)
+from layer import use_attention
+from step_models import (
+    BASELINES,
+    SIZES,
+    apply_baseline,
+    check_baselines,
+    make_recipe,
+    make_step_sample,
+)
+
+LOSS_TOLERANCE = 0.01
+"""Largest relative difference to BF16's loss at the same weights."""
+
+NORM_FACTOR = 1.5
+"""Largest ratio of the gradient norms to BF16's, or of its inverse. Rounding to FP8 increases the
+norm in every block; a wrong scale changes it by a factor of two at least."""
+
+STEP_TOLERANCE = 0.05
+"""Largest relative difference to the losses of the BF16 run in the same steps."""
+
+NAMES = {
+    "bf16": "bf16",
+    "fp8_linear": "coat_fp8_linear",
+    "coat": "coat_paper",
+    "coat_lean": "coat_lean",
+}
+"""Precision -> implementation in the results, with the names of the layer benchmark."""
+
+
+@dataclass(slots=True)
+class StepResult(Result):
+    """One measurement; the columns of ``step.csv``."""
+
+    gpus: int
+    zero: int
+    """ZeRO stage; 0 also without an optimizer."""
+    model: str
+    implementation: str
+    """Our FP8 ones begin with ``coat_``; ``bf16`` is our BF16, ``hf_eager`` transformers'."""
+    checkpointing: bool
+    optimizer: str
+    """``none`` for only forward and backward passes."""
+    batch: int
+    """Samples of a micro-batch on one GPU."""
+    tokens: int
+    """Tokens of a step over all micro-batches and GPUs, including image tokens."""
+    ms: float | None = None
+    """Median time of a step on the slowest GPU."""
+    tok_s: float | None = None
+    """Tokens per second of all GPUs together."""
+    peak_gb: float | None = None
+    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
+    note: str = ""
+    problem: str = ""
+    """Why there is no speed."""
+
+
+class Implementation(NamedTuple):
+    """A precision or a baseline, with or without its optimizer, at one ZeRO stage."""
+
+    name: str
+    """One of ``harness.PRECISIONS``, or a key of ``BASELINES``."""
+    trains: bool
+    """Whether there is an optimizer."""
+    zero_stage: ZeroStage
+
+    @property
+    def label(self) -> str:
+        """Name in the results."""
+        return NAMES.get(self.name) or BASELINES[self.name].implementation
+
+
+class Reference(NamedTuple):
+    """BF16's results with the initial weights."""
+
+    grad_norm: float
+    """Norm of all gradients on the first sample."""
+    losses: dict[int, float]
+    """Batch size -> loss; always contains the first sample alone (batch size 1)."""
+
+
+def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implementation]:
+    """List what is measured by ZeRO stage, then optimizer, then model.
+
+    Raises:
+        ValueError: the options do not fit each other or this machine.
+    """
+    check_baselines(args.baselines)
+    if "none" in args.optimizer and ranks > 1:
+        raise ValueError(
+            f"--optimizer none is a step of one process without communication, and there are "
+            f"{ranks} processes; start one, or use --optimizer own"
+        )
+    if args.zero and set(args.optimizer) == {"none"}:
+        raise ValueError("--zero has no effect without an optimizer: add --optimizer own")
+    if args.batch != sorted(set(args.batch)):
+        raise ValueError(f"--batch {args.batch}: give ascending numbers")
+    if args.lora is not None and args.baselines:
+        raise ValueError("--lora is for --precisions, without --baselines; leave one of them out")
+    names = [*args.precisions, *args.baselines]
+    if not names:
+        raise ValueError("nothing to measure; give --precisions or --baselines")
+    listed = [
+        Implementation(name, optimizer != "none", zero if optimizer != "none" else 0)
+        for zero, optimizer, name in product(args.zero or (0,), args.optimizer, names)
+    ]
+    return list(dict.fromkeys(listed))
+
+
+def run_pass(model: Any, loaded: LoadedBatch) -> tuple[float, float]:
+    """Return the loss and the norm of all gradients; clears the gradients."""
+    device = next(model.parameters()).device
+    loss = model(**copy_batch_to_device(loaded.batch, device), skip_logits=True).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+    model.zero_grad(set_to_none=True)
+    return loss.item(), norm
+
+
+def measure_reference(model: Any, batches: Sequence[LoadedBatch]) -> Reference:
+    """Run BF16, in training mode, on the first sample alone and then on the measured batches."""
+    loss, norm = run_pass(model, batches[0])
+    losses = {1: loss}
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for loaded in batches[1:]:
+            inputs = copy_batch_to_device(loaded.batch, device)
+            losses[loaded.num_samples] = model(**inputs, skip_logits=True).loss.item()
+    return Reference(norm, losses)
+
+
+def find_disagreement(model: Any, sample: LoadedBatch, reference: Reference) -> str:
+    """Compare a pass over the first sample with BF16; returns the problem, or ""."""
+    loss, norm = run_pass(model, sample)
+    problem = check_losses([loss], reference.losses[1])
+    factor = norm / reference.grad_norm
+    if not problem and not 1 / NORM_FACTOR <= factor <= NORM_FACTOR:  # also NaN
+        return (
+            f"not correct: the gradients' norm is {norm:.4g}, BF16's {reference.grad_norm:.4g}; "
+            f"a factor of {NORM_FACTOR} is allowed"
+        )
+    return problem
+
+
+def check_losses(losses: Sequence[float], exact: float) -> str:
+    """Compare losses with BF16's; returns the problem, or ""."""
+    for loss in losses:
+        if not abs(loss - exact) <= LOSS_TOLERANCE * abs(exact):  # also NaN
+            return (
+                f"not correct: the loss is {loss:.4f}, BF16's {exact:.4f}; "
+                f"{LOSS_TOLERANCE:.0%} is allowed"
+            )
+    return ""
+
+
+def check_training(losses: Sequence[float], exact: Sequence[float] | None) -> str:
+    """Check the losses of steps on one repeated batch, also against those of a BF16 run."""
+    listed = ", ".join(f"{loss:.4f}" for loss in losses)
+    if not all(math.isfinite(loss) for loss in losses):
+        return f"not correct: losses {listed}"
+    if losses[-1] >= losses[0]:
+        return f"not correct: training does not lower the loss of its batch: {listed}"
+    for step, (loss, other) in enumerate(zip(losses, exact or (), strict=False), start=1):
+        if abs(loss - other) > STEP_TOLERANCE * abs(other):
+            return (
+                f"not correct: the loss of step {step} is {loss:.4f}, BF16's {other:.4f}; "
+                f"{STEP_TOLERANCE:.0%} is allowed"
+            )
+    return ""
+
+
+class Passes:
+    """Forward and backward pass of every micro-batch, with the interface of a training step."""
+
+    def __init__(self, model: Any, spare_memory: SpareMemory, device: torch.device) -> None:
+        self._model, self._spare_memory, self._device = model, spare_memory, device
+        self.memory = PeakMemory(device)
+        self.on_row: Any = None
+
+    def __call__(
+        self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
+    ) -> bool:
+        """Run the passes and free the gradients; calls ``on_row`` with loss, seconds and memory."""
+        del wait  # without an optimizer step each step waits for its loss, as a baseline's does
+        loss = torch.zeros(())
+        with self._spare_memory.share_weights(len(micro_batches)):
+            for loaded in micro_batches:
+                inputs = copy_batch_to_device(loaded.batch, self._device)
+                loss = self._model(**inputs, skip_logits=True).loss
+                (loss / len(micro_batches)).backward()
+        self._model.zero_grad(set_to_none=True)
+        self._spare_memory.after_step()
+        entry = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
+        self.on_row(entry | {"peak_memory_mb": self.memory.read()}, SamplerState())
+        return False
+
+
+@dataclass(slots=True)
+class StepRun:
+    """State that the measurements of a run share."""
+
+    args: argparse.Namespace
+    world: World
+    reference: Reference | None = None
+    trained: dict[int, list[float]] = field(default_factory=dict)
+    """Batch size -> BF16's losses in its first steps through DeepSpeed."""
+
+    def measure(self, implementation: Implementation, batch: int) -> StepResult:
+        """Measure one batch size, and free its memory."""
+        args, world = self.args, self.world
+        case = self.open_case(implementation, batch)
+        recipe, size = case.recipe, SIZES[args.size]
+        low_bits = recipe.has_low_bits(gpu=world.device.type == "cuda")
+        optimizer = f"{recipe.optimizer}{'_low_bits' if low_bits else ''}"
+        attention = recipe.cudnn_attention if implementation.trains else "default"
+        result = StepResult(
+            *get_origin()[:3],
+            gpus=world.size,
+            zero=implementation.zero_stage,
+            model=size.name,
+            implementation=implementation.label,
+            checkpointing=False,
+            optimizer=optimizer if implementation.trains else "none",
+            batch=batch,
+            tokens=size.model.max_length * batch * args.accumulation * world.size,
+            note=f"attention {attention}, accumulation {args.accumulation}"
+            + ("" if args.lora is None else f"; LoRA rank {args.lora}"),
+        )
+        try:
+            if self.reference is None:
+                self.reference = self._measure_reference()
+            self._measure(result, implementation, case, self.reference)
+        except Exception as error:  # the result reports the error, and the next one runs
+            if world.size > 1:  # the other ranks wait for this one, so all must end
+                error.add_note(
+                    f"in {result.implementation} with optimizer {result.optimizer}, ZeRO-"
+                    f"{result.zero}: leave it or its largest --batch out; only a single process "
+                    "continues after a failure"
+                )
+                raise
+            result.problem = format_error(error)
+            traceback.clear_frames(error.__traceback__)  # frees the model
+        free_memory(world.device)
+        return result
+
+    def open_case(self, implementation: Implementation, batch: int) -> StageCase:
+        """Build the stage that trains the implementation's model."""
+        precision = implementation.name if implementation.name in NAMES else "bf16"
+        recipe = make_recipe(
+            self.args.size, batch, precision, implementation.zero_stage, self.args.lora
+        )
+        images, accumulation = SIZES[self.args.size].images, self.args.accumulation
+        return open_case(recipe, "sft", self.world, images=images, accumulation=accumulation)
+
+    def _measure_reference(self) -> Reference:
+        case = self.open_case(Implementation("bf16", False, 0), 1)
+        model = build_stage_model(case, self.world.device)
+        set_train_mode(model, case.stage)
+        batches = [self._batch(model, case, size) for size in dict.fromkeys((1, *self.args.batch))]
+        reference = measure_reference(model, batches)
+        del model
+        free_memory(self.world.device)
+        return reference
+
+    def _batch(self, model: Any, case: StageCase, size: int) -> LoadedBatch:
+        return make_batch(model, [case.row] * size, None, self.world.rank, make_step_sample)
+
+    def _measure(
+        self,
+        result: StepResult,
+        implementation: Implementation,
+        case: StageCase,
+        reference: Reference,
+    ) -> None:
+        """Store the measurements, or the problem, in the result."""
+        args, world = self.args, self.world
+        result.note += note_leftover_memory(world.device)
+        model = build_stage_model(case, world.device)
+        set_train_mode(model, case.stage)
+        sample, loaded = (self._batch(model, case, batch) for batch in (1, result.batch))
+        with contextlib.ExitStack() as stack:
+            if implementation.name in BASELINES:
+                stack.enter_context(apply_baseline(implementation.name, model))
+            problem = find_disagreement(model, sample, reference)
+            if world.any(bool(problem)):
+                result.problem = problem or "not correct on another rank"
+                return
+            step: Any
+            if implementation.trains:
+                step = build_training_step(model, case, world, args.warmup + args.steps)
+                stack.callback(release_engine, step.engine, model)
+            else:
+                arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, world.device)
+                store_frozen_weights(model)
+                if implementation.name in NAMES and arithmetic.fp8 is not None:
+                    graph_blocks(model, arithmetic.fp8.cuda_graphs)
+                    stack.callback(graph_blocks, model, enabled=False)
+                step = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device)
+                # A failed pass leaves gradients.
+                stack.callback(model.zero_grad, set_to_none=True)
+                inputs: Any = copy_batch_to_device(loaded.batch, world.device)
+                loaded = replace(loaded, batch=inputs)
+            batches = [loaded] * args.accumulation
+            title = f"{result.implementation}, {result.optimizer}, batch {result.batch}"
+            timing = take_steps(step, batches, title, world, args.steps, args.warmup)
+            losses = [math.nan if e["loss"] is None else e["loss"] for e in timing.entries]
+            if implementation.trains:
+                problem = check_training(losses, self.trained.get(result.batch))
+            else:
+                problem = check_losses(losses, reference.losses[result.batch])
+            if world.any(bool(problem)):
+                result.problem = problem or "not correct on another rank"
+                return
+            if implementation.trains and implementation.name == "bf16":
+                self.trained.setdefault(result.batch, losses)
+            result.ms, result.peak_gb = timing.ms, timing.peak_gb
+            result.tok_s = result.tokens / (timing.ms / 1e3)
+            result.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{note_memory(world.device)}"
+            if args.profile:
+                profile = profile_step(lambda: step(batches, time.perf_counter()), world.device)
+                say(f"\n{title}, ZeRO-{result.zero}: {format_profile(profile, timing.ms)}\n")
+
+
+def format_steps(results: Sequence[StepResult]) -> str:
+    """Format a Markdown table with a line per implementation, optimizer, ZeRO stage and batch."""
+    return format_results(
+        results,
+        {
+            "implementation": lambda result: result.implementation,
+            "optimizer": lambda result: result.optimizer,
+            "ZeRO": lambda result: "-" if result.optimizer == "none" else str(result.zero),
+            "batch": lambda result: str(result.batch),
+            "tokens": lambda result: f"{result.tokens:,}",
+            "ms": lambda result: format_number(result.ms, 1),
+            "tokens/s": lambda result: format_number(result.tok_s, 0),
+            "peak GB": lambda result: format_number(result.peak_gb, 2),
+            "note": lambda result: result.problem or result.note,
+        },
+    )
+
+
+def limit_memory(device: torch.device, gib: float) -> None:
+    """Limit torch's allocator on a GPU to ``gib`` * 2^30 bytes; ValueError if it has less."""
+    if device.type != "cuda":
+        raise ValueError(f"--cap-gib {gib}: there is no GPU; leave the option out")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if not 0 < gib * 2**30 <= total:
+        raise ValueError(
+            f"--cap-gib {gib}: the GPU has {total / 2**30:.1f} GiB; give a number up to that"
+        )
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+
+
+EXAMPLES = """\
+  python scripts/bench/step.py --csv tiny.csv                    # a tiny model, on any machine
+  python scripts/bench/step.py --size 8b --csv step.csv
+  python scripts/bench/step.py --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8
+  python scripts/bench/step.py --size 8b --precisions coat --optimizer own --batch 4 --profile
+  python scripts/bench/step.py --size 8b --precisions coat coat_lean --optimizer own \\
+      --accumulation 8 --cap-gib 77                              # an 8B model on a GPU of 80 GB
+  python scripts/bench/step.py --size qwen2.5-7b --lora 64 --precisions coat --optimizer own
+  torchrun --nproc-per-node 2 scripts/bench/step.py --size llama-2-7b --optimizer own \\
+      --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4    # the setting of COAT's paper
+
+sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448 pixels:
+  1b, 2b, 8b, 14b      SigLIP-so400m and a language model of the shape of Qwen2.5-0.5B, 1.5B, 7B,
+                       14B: 0.90B, 1.95B, 8.04B and 15.2B parameters
+  qwen2.5-vl-7b, qwen3-vl-8b    the published models (the recipe key model.pretrained)
+  qwen2.5-7b           no tower, 4,096 tokens of text
+  llama-2-7b           no tower, 2,048 tokens of text, as in COAT's paper
+  tiny, tiny-llm       0.2M parameters, 32 tokens, with and without a tower, for tests on a CPU
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the script's parser."""
+    parser = make_parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="tiny", metavar="SIZE", help="the model; default tiny")
+    add(
+        "--precisions",
+        nargs="*",
+        choices=PRECISIONS,
+        default=["bf16", "coat", "coat_lean"],
+        metavar="NAME",
+        help=f"{', '.join(PRECISIONS)}; default bf16 coat coat_lean",
+    )
+    add(
+        "--baselines",
+        nargs="*",
+        choices=BASELINES,
+        default=[],
+        metavar="NAME",
+        help=f"{', '.join(BASELINES)}; default none",
+    )
+    add(
+        "--optimizer",
+        nargs="+",
+        choices=("none", "own"),
+        default=["none"],
+        help="measured with every model; default none",
+    )
+    add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="ZeRO stages; default 0")
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters; default: all weights")
+    add("--cap-gib", type=float, metavar="GIB", help="limit torch's allocator on each GPU")
+    add(
+        "--batch",
+        nargs="+",
+        type=at_least(1),
+        default=[1],
+        metavar="N",
+        help="samples per micro-batch on one GPU, ascending; default 1",
+    )
+    add("--accumulation", type=at_least(1), default=1, help="micro-batches per step; default 1")
+    add("--steps", type=at_least(1), default=5, help="measured steps; default 5")
+    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
+    add("--profile", action="store_true", help="also profile one more step of each model")
+    add("--csv", type=Path, help="append each result to this file")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure all implementations, one after the other."""
+    with join_world() as world:
+        if args.cap_gib is not None:
+            limit_memory(world.device, args.cap_gib)
+        run, results = StepRun(args, world), []
+        for implementation in list_implementations(args, world.size):
+            with use_attention("default"):  # restores what the engine sets
+                for batch in args.batch:
+                    results.append(run.measure(implementation, batch))
+                    if world.is_main:
+                        append_results(args.csv, results[-1:])
+                    if results[-1].problem:
+                        break
+        title = f"{results[0].model}, {world.size} x {results[0].gpu}"
+        say(f"\n{title}\n\n{format_steps(results)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(build_parser(), main))
