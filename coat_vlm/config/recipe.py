@@ -127,7 +127,7 @@ class Recipe:
     may be absent."""
     cudnn_attention: Literal["auto"] | bool = "auto"
     """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
-    faster than the flash kernel (``coat-vlm bench recipe`` measures both). ``auto``: except where
+    faster than the flash kernel (``coat-vlm plan --measure`` measures both). ``auto``: except where
     its gradients may be NaN, in attention with a mask or that is not causal, over a number of
     tokens that leaves 64 modulo 128 (coat_vlm/model/cudnn.py). ``true``: everywhere. ``false``:
     nowhere."""

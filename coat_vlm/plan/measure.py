@@ -130,7 +130,7 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     finally:
         release_engine(step.engine, model)
     heading = (
-        f"measured, stage {case.name}: {world.size} rank(s) x {case.accumulation} micro-batch(es) x "
+        f"measured, stage {case.name}: {world.size} GPU(s), {case.accumulation} micro-batch(es) of "
         f"{stage.micro_batch_size} row(s) of {case.row.tokens:,} tokens with {case.row.images} "
         "image(s), random weights"
     )

@@ -5,7 +5,7 @@
 - ZeRO stages 1 and 2 check the gradients twice: first each parameter for infinities and NaNs, with
   nine kernels each, then the norm, which is non-finite if a gradient is or if the squares overflow.
   Either check skips the step. The first one is removed. In a step of a VLM of 0.9B parameters it
-  launched 6,400 of 16,000 kernels, for which the GPU waited (``coat-vlm bench step --size 1b
+  launched 6,400 of 16,000 kernels, for which the GPU waited (``scripts/bench/step.py --size 1b
   --optimizer own --zero 1 --batch 4 --profile``, commit 03afbd2). Stage 3 has this check only in
   FP16, and stages 1 and 2 do not have it in FP32.
 - Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters: it checks for

@@ -7,7 +7,7 @@ write transposed data: forward GEMM ``x [M, K], w [N, K]``; grad-input GEMM ``dy
 N]``; grad-weight GEMM ``dy^T [N, M'], x^T [K, M']`` with tokens padded with zeros to M'. The kernel
 is cuBLASLt's, through ``aten::_scaled_mm``. Partial sums are promoted to FP32. With fast
 accumulation the tensor cores sum all of K with fewer bits, which takes 3 to 7% less time
-(``coat-vlm bench gemm``). On a CPU FP8 values are multiplied in FP32. A bias is rounded to the
+(``scripts/bench/gemm.py``). On a CPU FP8 values are multiplied in FP32. A bias is rounded to the
 result's dtype, the only dtype that cuBLASLt's epilogue supports.
 
 Reference: ``reference.scaled_mm``.

@@ -106,8 +106,8 @@ def parse_arithmetic(name: str) -> Arithmetic:
             fp8 = adapter.validate_python(given)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"precision {name!r}: {error}; give fp32, {', '.join(PRECISIONS)}, FP8 followed by keys "
-            "of a recipe's fp8 section: coat,optimizer=adamw"
+            f"precision {name!r}: {error}; give fp32, {', '.join(PRECISIONS)}, FP8 followed by "
+            "keys of a recipe's fp8 section: coat,optimizer=adamw"
         ) from error
     return arithmetic_of(precision, fp8, get_device())
 

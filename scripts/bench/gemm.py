@@ -7,9 +7,9 @@
 In FP8, x and W are E4M3 and grad_y is E5M2, with one scale per tensor. The transposed operands,
 whose inner dimension Hopper needs contiguous, are made before the time is measured. Results are
 BF16. Training uses fp8_fast, which accumulates with fewer bits, for all three GEMMs; fp8 is there
-for comparison. The error is relative to an FP32 GEMM of the BF16 operands. A GEMM that differs from
-FP32 on its own operands is not timed. Times are medians on the GPU without CPU launch overhead, with
-flushed caches. The last line is the whole block: all operations over the sum of the times.
+for comparison. The error is relative to an FP32 GEMM of the BF16 operands; a GEMM that differs from
+FP32 on its own operands is not timed. Times are medians on the GPU without CPU launch overhead,
+with flushed caches. The last line is the whole block: all operations over the sum of the times.
 """
 
 import argparse

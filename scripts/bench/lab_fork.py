@@ -248,10 +248,10 @@ def fork(
     origin, bench = get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
     measured = train_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
-    unrounded, results = None, []
+    base_losses, results = None, []
     for variant, (*losses, error) in zip(variants, measured, strict=True):
-        unrounded = unrounded or losses
-        percent = [100 * (loss / base - 1) for loss, base in zip(losses, unrounded, strict=True)]
+        base_losses = base_losses or losses
+        percent = [100 * (loss / base - 1) for loss, base in zip(losses, base_losses, strict=True)]
         numbers = (process, size, seed, at, more, variant, *losses, *percent)
         results.append(ForkResult(*origin, *numbers, gradient_error=error))
         append_results(csv, results[-1:])

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
@@ -31,7 +30,7 @@ from coat_vlm.plan.measure import (
     release_engine,
     take_steps,
 )
-from coat_vlm.train.model_setup import refuse_pairs, require_composed, set_train_mode
+from coat_vlm.train.model_setup import refuse_pairs, require_composed, select_stages, set_train_mode
 from harness import (
     Result,
     append_results,
@@ -256,7 +255,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Measure the stage and print a table."""
     recipe = load_recipe(args.recipe, args.overrides, unset_variables=True, say=say)
-    name = _choose_stage(recipe, args.stage)
+    name, *others = select_stages(recipe, args.stage)
+    if others:
+        raise ValueError(f"--stage: give one of the stages, {' or '.join(recipe.stages)}")
     require_composed(recipe, "long.py")
     refuse_pairs(name, recipe.stages[name], "long.py")
 
@@ -286,15 +287,6 @@ def main(args: argparse.Namespace) -> None:
             },
         )
         say(f"\n{results[0].model}, {world.size} x {results[0].gpu}\n\n{table}")
-
-
-def _choose_stage(recipe: Recipe, stage: str | None) -> str:
-    names = list(recipe.stages)
-    if stage is None and len(names) == 1:
-        return names[0]
-    if stage not in names:
-        raise ValueError(f"--stage {stage}: give one of the stages, {' or '.join(names)}")
-    return stage
 
 
 if __name__ == "__main__":

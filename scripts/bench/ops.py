@@ -2,9 +2,9 @@
 
 Each op is first compared with its reference on a smaller input; an op that differs is not timed.
 Times are medians on the GPU without CPU launch overhead (a CUDA graph of the op is replayed), with
-flushed caches. The bytes of an op are its arguments, counted once (twice for gradients in FP8, which
-take two passes), and its results; 100% is a copy of 1 GiB in the same process. gemm.py measures
-GEMMs.
+flushed caches. The bytes of an op are its arguments, counted once (twice for gradients in FP8,
+which take two passes), and its results; 100% is a copy of 1 GiB in the same process. gemm.py
+measures GEMMs.
 """
 
 import argparse

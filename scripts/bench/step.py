@@ -176,10 +176,10 @@ def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implement
     names = [*args.precisions, *args.baselines]
     if not names:
         raise ValueError("nothing to measure; give --precisions or --baselines")
-    listed = [
-        Implementation(name, optimizer != "none", zero if optimizer != "none" else 0)
-        for zero, optimizer, name in product(args.zero or (0,), args.optimizer, names)
-    ]
+    listed: list[Implementation] = []
+    for zero, optimizer, name in product(args.zero or (0,), args.optimizer, names):
+        trains = optimizer != "none"
+        listed.append(Implementation(name, trains, zero if trains else 0))
     return list(dict.fromkeys(listed))
 
 

@@ -1,6 +1,7 @@
 """``coat-vlm plan``."""
 
 import argparse
+import os
 
 from coat_cli.command import PRECISIONS, Commands, add_recipe, at_least, command, read_recipe, say
 
@@ -18,15 +19,24 @@ def add(commands: Commands) -> None:
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
   coat-vlm plan my_recipe.yaml --gpus 8 precision=coat_lean stages.sft.micro_batch_size=2
+  coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
+  torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2
   coat-vlm plan my_recipe.yaml --gpus 4 --zero 2,3 --images 5 --stage sft
 
 The estimate assumes full rows: every row has model.max_length tokens, and all tokens but those of
 images are supervised. The model runs once on shapes alone, which takes no memory and, for an 8B
 model, seconds to minutes (long rows with recomputation).
+
+--measure also takes a few steps of training with random weights and data on the GPUs of this
+launch, and prints their speed and their peak memory next to the plan's. init_from must be a folder
+(its weights are not read) or null. A step has at most two micro-batches per GPU, which are the same
+in every step; loading data is not part of it.
 """,
     )
     add_recipe(parser)
-    parser.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help="GPUs; default 1")
+    parser.add_argument(
+        "--gpus", type=at_least(1), metavar="N", help="GPUs; default 1, or as many as torchrun's"
+    )
     parser.add_argument(
         "--gpu-memory", type=_positive_number, metavar="GB",
         help="memory of each GPU as it is sold; default: that of this machine's GPU, else "
@@ -46,15 +56,23 @@ model, seconds to minutes (long rows with recomputation).
     )  # fmt: skip
     parser.add_argument("--stage", help="plan this stage only: align, pretrain, sft or dpo")
     parser.add_argument("--precision", choices=PRECISIONS, help="same as precision=...")
+    parser.add_argument("--measure", action="store_true", help="also measure a few steps")
 
 
 def _plan(args: argparse.Namespace) -> int:
     recipe = read_recipe(args, unset_variables=True)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = args.gpus or processes
+    if args.measure and ranks != processes:
+        raise ValueError(
+            f"--gpus {ranks} --measure: there are {processes} processes; start {ranks} with "
+            "torchrun, or leave out --gpus"
+        )
     from coat_vlm.plan import format_plan, plan_recipe
 
     plans = plan_recipe(
         recipe,
-        ranks=args.gpus,
+        ranks=ranks,
         gpu_bytes=1e9 * (args.gpu_memory or _local_gpu_gb()),
         zero_stages=args.zero,
         images=args.images,
@@ -62,6 +80,13 @@ def _plan(args: argparse.Namespace) -> int:
         only_stage=args.stage,
     )
     say(format_plan(plans))
+    if args.measure:
+        from coat_vlm.distributed import join_world
+        from coat_vlm.plan.measure import measure_stage
+
+        with join_world() as world:
+            for plan in plans:
+                say(f"\n{measure_stage(recipe, plan, world)}")
     return 0
 
 

@@ -38,9 +38,6 @@ from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_t
 from coat_vlm.plan.stage import use_published_shapes
 from coat_vlm.run.heartbeat import FOLDER
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-from step_models import SIZES  # noqa: E402
-
 HERE = Path(__file__).parent
 RANKS = 2
 VOCABULARY = 400
@@ -68,6 +65,9 @@ def build_recipe(size: str, data: Path) -> Recipe:
         vision=trains, projector=trains, language=trains,
         batch_size=8, micro_batch_size=2, max_steps=END, save_steps=SAVES,
     )  # fmt: skip
+    sys.path.append(str(HERE.parents[1] / "scripts" / "bench"))
+    from step_models import SIZES
+
     tokenizer = TokenizerConfig(train_vocab_size=VOCABULARY)
     recipe = Recipe(
         name=f"large-{size}",

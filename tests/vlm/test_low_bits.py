@@ -21,7 +21,11 @@ from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.optim.state import LOW_BITS
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.measure import (
-    StageCase, build_stage_model, build_training_step, make_batch, open_case,
+    StageCase,
+    build_stage_model,
+    build_training_step,
+    make_batch,
+    open_case,
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.checks import describe_lone_zero
