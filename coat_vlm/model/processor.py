@@ -57,7 +57,6 @@ from coat_vlm.model.processor_inputs import (
     flatten,
     place_media,
     split_rows,
-    to_samples,
     truncate,
 )
 
@@ -225,36 +224,27 @@ class CoatVlmProcessor(ProcessorMixin):
         text: str | Sequence[str] | None = None,
         videos: Any = None,
         *,
-        question: str | Sequence[str] | None = None,
-        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         return_tensors: str | None = "pt",
         padding: bool | str | None = None,
         padding_side: PaddingSide = "left",
         **options: Any,
     ) -> BatchFeature:
-        """Create inputs of ``model.generate``: prompts and the pixels of their images.
+        """Create inputs of the model from rendered prompts and their media.
 
-        Images without a prompt are read alone, as by other image processors.
+        Images without text are read alone, as by other image processors.
 
         Args:
             images: an image, a list of images, or one entry per row; an image is a path, an
                 address, encoded bytes, a PIL image or an array of 8-bit values.
-            text: as in transformers, a rendered prompt (:meth:`apply_chat_template`), or one per
-                row, with ``<image>`` and ``<video>`` at the places of the media. Special tokens in
-                it are parsed.
-            videos: a video, a list of videos, or a list per row, for ``text``; a video is a path,
-                an address, encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
-            question: instead of ``text``, a question, or one per row, which the model's chat
-                template renders; images appear at ``<image>``, or first.
-            messages: instead of ``text``, a conversation in Hugging Face's format, or one per row,
-                which is rendered up to its last question and the answer prefix.
+            text: a rendered prompt (:meth:`apply_chat_template`), or one per row, with ``<image>``
+                and ``<video>`` at the places of the media. Special tokens in it are parsed.
+            videos: a video, a list of videos, or a list per row; a video is a path, an address,
+                encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
             return_tensors: ``pt``, ``np``, or None for lists of token ids.
-            padding: pad to the longest row (True), to ``max_length``, or not (False). Default: pad
-                if tensors are returned.
+            padding: as for a tokenizer. Default: pad to the longest row if tensors are returned.
             padding_side: ``left`` for generation, ``right`` for training.
-            **options: ``return_mm_token_type_ids`` (1 at image tokens), ``truncation`` to
-                ``max_length``, ``pad_to_multiple_of``, and for ``text`` other options of the
-                tokenizer. ``text_kwargs`` and ``common_kwargs`` may contain them.
+            **options: ``return_mm_token_type_ids`` (1 at image tokens), and options of the
+                tokenizer, also in ``text_kwargs`` and ``common_kwargs``.
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
@@ -263,29 +253,20 @@ class CoatVlmProcessor(ProcessorMixin):
             tiles of each image.
 
         Raises:
-            DataError: an image cannot be read, or a prompt of messages or a question is too long.
-            ValueError: not exactly one of text, question and messages is given, the media do not
-                match, or an option is unknown.
+            DataError: an image cannot be read.
+            ValueError: there is no text for the media, they do not match, or an option is unknown.
         """
-        prompts = sum(given is not None for given in (text, question, messages))
-        if images is not None and not prompts and videos is None:
+        if text is None and videos is None and images is not None:
             return self._encode_images(flatten(images, "image"), return_tensors)
-        if prompts != 1:
-            raise ValueError("give the processor either text or messages, or a question")
+        if text is None:
+            raise ValueError("give the processor text; apply_chat_template reads messages")
         options = flat_options(options)
-        output = {"return_tensors": return_tensors, "padding": padding}
-        output |= {"padding_side": padding_side}
-        output |= {name: options.pop(name) for name in list(output) if name in options}
+        output: dict[str, Any] = {"return_tensors": return_tensors, "padding": padding}
+        output |= {"padding_side": padding_side, **options}
         if output["padding"] is None:
             output["padding"] = output["return_tensors"] is not None
-        if text is not None:
-            texts = [text] if isinstance(text, str) else list(text)
-            return self._encode_texts(texts, images, videos, output | options)
-        if videos is not None:
-            raise ValueError("videos are for text; put them into the messages instead")
-        encoder = self.encoder(train=False)
-        encoded = [encoder.prompt(sample) for sample in to_samples(images, question, messages)]
-        return self._make_batch(encoded, **output, **options)
+        texts = [text] if isinstance(text, str) else list(text)
+        return self._encode_texts(texts, images, videos, output)
 
     def apply_chat_template(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -2,19 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
 
 from coat_data.load.encode import EncodedSample
-from coat_data.sample import MediaKind, Sample
-from coat_data.text.from_messages import (
-    Picture,
-    messages_to_sample,
-    question_to_sample,
-    to_media,
-)
+from coat_data.sample import MediaKind
+from coat_data.text.from_messages import Picture, to_media
 from coat_vlm.model.configuration import IMAGE_TOKEN
 
 PLACEHOLDERS = {"image": IMAGE_TOKEN, "video": "<video>"}
@@ -83,19 +78,6 @@ def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[
             )
     sources = {IMAGE_TOKEN: iter(images), "<video>": iter(videos)}
     return [next(sources[mark]) for text in texts for mark in MARKS.findall(text)]
-
-
-def to_samples(images: Any, question: Any, messages: Any) -> list[Sample]:
-    """Return a sample per question or conversation; exactly one of the two is given."""
-    if question is not None:
-        rows, one, convert = question, isinstance(question, str), question_to_sample
-    else:
-        # A conversation is a list of messages; several conversations are a list of lists.
-        rows, convert = messages, messages_to_sample
-        one = not messages or not isinstance(messages[0], Sequence)
-    rows = [rows] if one else rows
-    per_row = split_rows(images, len(rows), one=one)
-    return [convert(row, own) for row, own in zip(rows, per_row, strict=True)]
 
 
 def split_rows(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:

@@ -170,7 +170,7 @@ def test_vila_sft_cuts_tiles_as_vila_does(tuned: Path) -> None:
     assert processor.tokens_per_image == 4
     assert processor.image_mean == [0.5, 0.5, 0.5]
     for size, tiles in (((28, 28), 1), ((112, 56), 9)):
-        inputs = processor(images=Image.new("RGB", size), question="What is this?")
+        inputs = processor(images=Image.new("RGB", size), text="<image>What is this?")
         assert inputs["pixel_values"].shape == (tiles, 3, 28, 28)
         assert int((inputs["input_ids"] == image_id).sum()) == 4 * tiles
 

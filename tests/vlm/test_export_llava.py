@@ -85,6 +85,13 @@ def saved(tiny: Any, folder: Path, projector: str = "mlp2x_gelu", **choices: Any
     return folder
 
 
+def ask(processor: Any, image: Any) -> Any:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": f"\n{QUESTION}"}]
+    options: Any = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    chat = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(chat, add_generation_prompt=True, **options)
+
+
 CASES = [
     ("clip", "llama", {"select_feature": "patch"}, "default", 16),
     ("clip", "qwen2", {"select_feature": "cls_patch", "select_layer": -1}, "full", 17),
@@ -131,7 +138,7 @@ def test_stock_transformers_answers_as_we_do(
     assert config["text_config"]["rope_theta"] == 500.0  # transformers 4 reads this one
     loaded: Any = load(parent / f"ours{number}", dtype=torch.float32)
     model, processor = loaded
-    inputs = processor(images=parent / f"llava{number}.png", question=QUESTION)
+    inputs = ask(processor, parent / f"llava{number}.png")
     assert torch.equal(inputs["input_ids"], theirs["input_ids"])
     assert (inputs["input_ids"] == config["image_token_index"]).sum() == tokens
     torch.testing.assert_close(theirs["pixel_values"], inputs["pixel_values"], rtol=0, atol=1e-6)
@@ -240,7 +247,7 @@ def test_a_checkpoint_of_transformers_is_read(tiny: Any, tmp_path: Path) -> None
     assert (processor.template, processor.image_mode) == ("vicuna_v1", "pad")
     assert model.config.select_layer == -2
     values = np.random.default_rng(1).integers(0, 256, (30, 44, 3), dtype=np.uint8)
-    inputs = processor(images=Image.fromarray(values), question=QUESTION)
+    inputs = ask(processor, Image.fromarray(values))
     with torch.no_grad():
         expected = stock(**inputs).logits
         logits = model(**inputs).logits

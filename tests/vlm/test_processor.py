@@ -209,7 +209,7 @@ def test_pretrained_tower_brings_its_own_settings(tokenizer, tmp_path: Path):
     built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
     image = picture()
     expected = reference(image, return_tensors="pt").pixel_values
-    assert torch.equal(built(images=image, question="What?")["pixel_values"], expected)
+    assert torch.equal(built(images=image, text="<image>")["pixel_values"], expected)
 
 
 def test_tower_without_preprocessor_config_warns(
@@ -249,49 +249,22 @@ def test_a_checkpoint_of_another_model_is_refused(
         continue_processor(recipe(vision, image), processor, config)
 
 
-def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):
+def test_a_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):
     sample = photo_sample(tmp_path / "a.png")
     prompt = processor.encoder(train=False).prompt(sample)
     path, pil = tmp_path / "a.png", Image.open(tmp_path / "a.png")
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "text": None, "image": str(path)},
-                {"type": "text", "text": "\nWhat is in the image?", "image": None},
-            ],
-        }
-    ]
-    for inputs in (
-        processor(images=path, question="What is in the image?"),
-        processor(images=[pil], question="<image>\nWhat is in the image?"),
-        processor(images=path.read_bytes(), question=["What is in the image?"][0]),
-        processor(images=[[str(path)]], question=["What is in the image?"]),
-        processor(messages=messages),
-        processor(messages=[messages]),
-    ):
+    options: Any = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    for image in (str(path), pil, path.read_bytes()):
+        content = [
+            {"type": "image", "text": None, "image": image},
+            {"type": "text", "text": "\nWhat is in the image?", "image": None},
+        ]
+        chat = [{"role": "user", "content": content}]
+        inputs = processor.apply_chat_template(chat, add_generation_prompt=True, **options)
         assert set(inputs) == {"input_ids", "attention_mask", "pixel_values"}
         assert inputs["input_ids"].tolist() == [prompt.input_ids.tolist()]
         assert inputs["attention_mask"].all()
         assert torch.equal(inputs["pixel_values"], prompt.pixel_values)
-    assert processor(images=path, question="?").to(dtype=torch.bfloat16)["pixel_values"].dtype == (
-        torch.bfloat16
-    )
-
-
-def test_rows_are_left_padded_and_images_in_order(processor: CoatVlmProcessor):
-    images = [None, picture(seed=1), [picture(seed=2), picture(seed=3)]]
-    texts = ["Hi", "What is it?", "First <image> and then <image>?"]
-    inputs = processor(images=images, question=texts)  # pyright: ignore[reportArgumentType]
-    alone = [processor(images=own, question=text) for own, text in zip(images, texts, strict=True)]  # pyright: ignore[reportArgumentType]
-    for row, single in enumerate(alone):
-        used = inputs["attention_mask"][row].bool()
-        assert inputs["input_ids"][row][used].tolist() == single["input_ids"][0].tolist()
-        assert used.tolist() == sorted(used.tolist())
-    expected = torch.cat([single["pixel_values"] for single in alone])
-    assert torch.equal(inputs["pixel_values"], expected)
-    assert expected.shape[0] == 3
-    assert (inputs["input_ids"][~inputs["attention_mask"].bool()] == 0).all()
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "RGB", "I;16"])
@@ -299,30 +272,25 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
     image = picture().convert("L").convert("I").point(lambda v: v) if mode == "I;16" else picture()
     image = image.convert(mode)
     image.save(tmp_path / "a.tiff")
-    from_file = processor(images=tmp_path / "a.tiff", question="?")["pixel_values"]
-    assert torch.equal(processor(images=image, question="?")["pixel_values"], from_file)
+    from_file = processor(images=tmp_path / "a.tiff", text="<image>")["pixel_values"]
+    assert torch.equal(processor(images=image, text="<image>")["pixel_values"], from_file)
 
 
 @pytest.mark.parametrize(
-    ("call", "problem"),
+    ("messages", "problem"),
     [
-        ({}, "either text or messages"),
-        ({"question": "a", "messages": []}, "either text or messages"),
-        ({"question": "<image> <image>", "images": [picture()]}, "2 <image> but 1 images"),
-        ({"question": ["a", "b"], "images": [picture()]}, "2 prompts but 1 entries"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; allowed"),
-        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "allowed types"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, r"content \['a'\]; allowed"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "with text"),
-        ({"messages": [["a"]]}, "a message is 'a'; required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "more image parts"),
-        ({"messages": [{"role": "user", "content": "a"}], "images": [picture()]}, "1 more than"),
-        ({"question": "a", "images": "none.png"}, r"none\.png"),
+        ([{"role": "bot", "content": "a"}], "role 'bot'; allowed"),
+        ([{"role": "user", "content": [{"type": "sound"}]}], "allowed types"),
+        ([{"role": "user", "content": ["a"]}], r"content \['a'\]; allowed"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "with text"),
+        ([["a"]], "a message is 'a'; required"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "more image parts"),
+        ([{"role": "user", "content": [{"type": "image", "image": "none.png"}]}], r"none\.png"),
     ],
 )
-def test_wrong_calls_are_explained(processor: CoatVlmProcessor, call: dict, problem: str):
+def test_wrong_messages_are_explained(processor: CoatVlmProcessor, messages: Any, problem: str):
     with pytest.raises(ValueError, match=problem):
-        processor(**call)
+        processor.apply_chat_template(messages, tokenize=True)
 
 
 @pytest.mark.parametrize("bos", [None, "<|endoftext|>"], ids=["qwen", "llama"])

@@ -94,7 +94,7 @@ def test_the_model_reads_the_stitched_features(s2: tuple[Any, Any]):
     model, processor = s2
     assert model.config.s2_scales == SCALES
     images = [picture(120, 90), picture(60, 90)]
-    inputs = processor(images=images, question=["<image>What?", "Is <image>red?"])
+    inputs = processor(images=images, text=["<image>What?", "Is <image>red?"])
     assert inputs["image_grids"].tolist() == [[3, 4], [4, 3]]
     assert inputs["pixel_values"].shape == (2 * (1 + 4 + 12), 3, 28, 28)
     features = model.vision_tower(inputs["pixel_values"])
@@ -132,7 +132,8 @@ def test_a_single_tile_stands_for_all_scales(s2: tuple[Any, Any], tmp_path: Path
 def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
     """Grids are shared out to rows, and repeated with their row where there are beams."""
     model, processor = s2
-    inputs = processor(images=[picture(120, 90), [], picture(60, 90)], question=["a", "b c", "d"])
+    texts = ["<image>a", "b c", "<image>d"]
+    inputs = processor(images=[picture(120, 90), picture(60, 90)], text=texts)
     pixels = inputs["pixel_values"]
     media = {"pixel_values": pixels, "image_grids": inputs["image_grids"]}
     _, expanded = model._expand_inputs_for_generation(2, False, inputs["input_ids"], **media)
@@ -142,7 +143,7 @@ def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
     settings = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     batch = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
     for row, images in enumerate([[picture(120, 90)], None, [picture(60, 90)]]):
-        alone = processor(images=images, question=["a", "b c", "d"][row])
+        alone = processor(images=images, text=texts[row])
         found = model.generate(**alone, **settings)[0, alone["input_ids"].shape[1] :]
         assert batch[row].tolist()[: len(found)] == found.tolist()
 
@@ -179,7 +180,7 @@ def test_a_saved_model_and_processor_keep_their_scales(tiny, tmp_path: Path, in_
     processor.save_pretrained(tmp_path)
     again, reader = CoatVlm.from_pretrained(tmp_path), CoatVlmProcessor.from_pretrained(tmp_path)
     assert again.config.s2_scales == reader.image_s2_scales == [28, 56]
-    inputs = reader(images=picture(60, 90), question="What?")
+    inputs = reader(images=picture(60, 90), text="<image>What?")
     assert inputs["image_grids"].tolist() == [[3, 2]]
     assert torch.equal(in_own_memory(again)(**inputs).logits, model(**inputs).logits)
     turn = Turn("user", (Part("text", "What?"),))
@@ -188,7 +189,7 @@ def test_a_saved_model_and_processor_keep_their_scales(tiny, tmp_path: Path, in_
 
 def test_what_does_not_fit_together_is_refused(s2: tuple[Any, Any], tiny):
     model, processor = s2
-    inputs = dict(processor(images=picture(120, 90), question="What?"))
+    inputs = dict(processor(images=picture(120, 90), text="<image>What?"))
     with pytest.raises(ValueError, match="need 17 tiles"):
         model(**inputs | {"pixel_values": inputs["pixel_values"][:16]})
     with pytest.raises(ValueError, match="placeholders"):
@@ -204,7 +205,7 @@ def test_what_does_not_fit_together_is_refused(s2: tuple[Any, Any], tiny):
 def test_tiles_of_mode_dynamic_are_images_with_line_breaks_between(tiny):
     model, processor = model_of(tiny, "dynamic", max_tiles=4)
     assert model.config.s2_scales is None
-    inputs = processor(images=picture(56, 28), question="<image>?")
+    inputs = processor(images=picture(56, 28), text="<image>?")
     image, newline = model.config.image_token_id, processor.tokenizer("\n").input_ids
     between = [image] * 4 + newline
     wanted = between * 2 + [image] * 4  # two tiles and the thumbnail

@@ -162,9 +162,9 @@ def test_truncation_and_padding_equal_a_stock_processors(both, side: str):
     assert_same(found, expected)
     assert found["input_ids"].shape == (2, 64)
     with pytest.raises(ValueError, match="needs max_length"):
-        both[0](messages=CONVERSATIONS[0][:1], padding="max_length")
+        both[0].apply_chat_template(ASKED[0], tokenize=True, padding="max_length")
     with pytest.raises(ValueError, match="truncation leaves 2 of 4"):
-        both[0](messages=CONVERSATIONS[0][:1], truncation=True, max_length=5)
+        both[0].apply_chat_template(ASKED[0], tokenize=True, truncation=True, max_length=5)
 
 
 def test_the_names_of_inputs_are_those_of_a_call(both):
@@ -280,17 +280,18 @@ def test_videos_in_memory_equal_their_files(both, tmp_path: Path):
         ({"text": "<image>", "images": np.zeros((2, 2))}, r"shape \(2, 2\) and dtype float64"),
         ({"text": "<video>", "videos": 7}, "a video is int"),
         ({"text": "a", "images_kwargs": {"size": 3}}, "images_kwargs are given"),
-        ({"messages": ASKED[0], "return_length": True}, "unknown options for messages"),
         (
             {"text": "<image>", "images": picture(0), "truncation": True, "max_length": 2},
             "truncation leaves 2 of 4",
         ),
-        ({"question": "a", "videos": ["a.mp4"]}, "put them into the messages"),
+        ({"videos": ["a.mp4"]}, "give the processor text"),
     ],
 )
 def test_wrong_calls_are_explained(both, call: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         both[0](**call)
+    with pytest.raises(ValueError, match="unknown options for messages"):
+        both[0].apply_chat_template(ASKED[0], tokenize=True, return_length=True)
 
 
 def ask(text: str, *images: Image.Image) -> Sample:

@@ -200,7 +200,7 @@ def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     assert transformers.CoatVlm is type(model)  # pyright: ignore[reportAttributeAccessIssue]
     processor = AutoProcessor.from_pretrained(checkpoint)
-    shown = processor(question="What is this?", images=Image.new("RGB", (20, 20), "red"))
+    shown = processor(text="<image>What is this?", images=Image.new("RGB", (20, 20), "red"))
     hidden = model.base_model(**shown, use_cache=False).last_hidden_state
     assert torch.equal(model.get_output_embeddings()(hidden), model(**shown).logits)
     ids = shown["input_ids"][:, -9:]

@@ -1,4 +1,4 @@
-"""Converts chat messages or a question in memory to a sample; for files: readers.messages.
+"""Converts chat messages in memory to a sample; for files: readers.messages.
 
     {"role": "user",
      "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What is it?"}]}
@@ -23,7 +23,6 @@ Picture: TypeAlias = str | os.PathLike[str] | bytes | Image.Image | Media
 Message: TypeAlias = Mapping[str, Any]
 
 _ROLES = ("system", "user", "assistant")
-_PLACEHOLDER = "<image>"
 
 
 def messages_to_sample(
@@ -83,28 +82,6 @@ def parse_messages(
                 sources.append((kind, next(found, None)))
         turns.append(Turn(role, tuple(parts)))
     return tuple(turns), sources
-
-
-def question_to_sample(text: str, images: Sequence[Picture] = ()) -> Sample:
-    """Convert one question: images at ``<image>``, or before the text without placeholders.
-
-    Raises:
-        ValueError: the number of ``<image>`` is neither zero nor that of the images.
-    """
-    if _PLACEHOLDER not in text:  # as in LLaVA's data: the image and a newline
-        text = f"{_PLACEHOLDER}\n" * len(images) + text
-    first, *others = text.split(_PLACEHOLDER)
-    if len(others) != len(images):
-        raise ValueError(
-            f"the text has {len(others)} {_PLACEHOLDER} but {len(images)} images are given; "
-            f"write {_PLACEHOLDER} once per image, or not at all to put the images first"
-        )
-    parts = [Part("text", first)]
-    for words in others:
-        parts += [Part("image"), Part("text", words)]
-    turn = Turn("user", tuple(part for part in parts if part.kind == "image" or part.text))
-    media = tuple(to_media(image, "image") for image in images)
-    return Sample(id="question", turns=(turn,), media=media, source="question")
 
 
 def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
