@@ -70,14 +70,6 @@ _SMALL_LANGUAGE = {
 }
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks of transformers' own tests, which transformers_source.py imports."""
-    for name in ("accelerate_tests", "generate", "torch_compile_test", "torch_export_test"):
-        config.addinivalue_line("markers", name)
-    for version in ("", "_2", "_3", "_4"):
-        config.addinivalue_line("markers", f"flash_attn{version}_test")
-
-
 def _vision(kind="siglip", **changes):
     return {"model_type": f"{kind}_vision_model"} | _TOWER | changes
 

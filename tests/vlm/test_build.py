@@ -33,7 +33,7 @@ from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.build import extend_context
 from coat_vlm.model.pretrained import read_config
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama", "qwen2"]
 TEXT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -104,21 +104,6 @@ def test_a_pretrained_language_model_keeps_its_weights(
     assert model.config.text_config.model_type == family
 
 
-def test_a_published_vision_checkpoint_of_older_transformers(
-    tiny, tiny_tokenizer, checkpoints, tmp_path
-):
-    """Vision-only folders written by transformers 4 have keys with a prefix."""
-    folder, models = checkpoints
-    weights = load_file(folder / "siglip_vision" / "model.safetensors")
-    old = {f"vision_model.{name}": weight for name, weight in weights.items()}
-    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = (folder / "siglip_vision" / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config)
-    model = build(tiny, tiny_tokenizer, vision=tmp_path)
-    wanted = models["siglip_vision"].embeddings.patch_embedding.weight
-    assert torch.equal(model.vision_tower.model.embeddings.patch_embedding.weight, wanted)
-
-
 def test_an_open_clip_folder(tiny, tiny_tokenizer, tmp_path):
     model_cfg = {
         "embed_dim": 16,
@@ -137,35 +122,6 @@ def test_an_open_clip_folder(tiny, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "composed")
     loaded = CoatVlm.from_pretrained(tmp_path / "composed")
     assert torch.equal(loaded.vision_tower.model.visual.conv1.weight, source.visual.conv1.weight)
-
-
-def test_a_timm_tower_whose_size_is_not_that_of_its_configuration(tiny, tmp_path):
-    """open_clip builds the size of the timm model's name, whatever its configuration says."""
-    model_cfg = {
-        "embed_dim": 16,
-        "custom_text": True,
-        "vision_cfg": tiny.open_clip["timm"],
-        "text_cfg": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 1},
-    }
-    source: Any = open_clip.CustomTextCLIP(**{k: v for k, v in model_cfg.items() if k[0] != "c"})
-    text = json.dumps({"model_cfg": model_cfg})
-    (tmp_path / "open_clip_config.json").write_text(text)
-    save_file(source.state_dict(), tmp_path / "open_clip_model.safetensors")
-    model = tiny.model(library="open_clip", config=None, name_or_path=str(tmp_path))
-    assert model.vision_tower.image_size == 224
-    wanted = source.visual.trunk.pos_embed
-    assert torch.equal(model.vision_tower.model.visual.pos_embed, wanted)
-    model.save_pretrained(tmp_path / "composed")
-    loaded = CoatVlm.from_pretrained(tmp_path / "composed")
-    assert torch.equal(loaded.vision_tower.model.visual.pos_embed, wanted)
-
-
-def test_the_same_seed_gives_the_same_model(tiny):
-    first, second, other = (tiny.model(seed=seed).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["projector.layers.2.weight"], other["projector.layers.2.weight"])
-    name = "language_model.model.embed_tokens.weight"
-    assert not torch.equal(first[name], other[name])
 
 
 def test_nothing_is_left_without_memory(tiny):
@@ -206,14 +162,6 @@ def test_embeddings_grow_to_the_tokenizer(tiny, tiny_tokenizer, tmp_path, tied):
     assert (weight is model.get_output_embeddings().weight) == tied
 
 
-def test_a_padded_vocabulary_stays(tiny, tiny_tokenizer, tmp_path):
-    config = AutoConfig.for_model(**tiny.language("qwen2", vocab_size=128))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = build(tiny, tiny_tokenizer, language=tmp_path)
-    assert model.get_input_embeddings().weight.shape[0] == 128
-    assert model.config.text_config.vocab_size == 128
-
-
 @pytest.mark.parametrize(("given", "wanted"), [(None, 65), (10, 65), (80, 80)])
 def test_a_new_language_model_has_room_for_the_tokenizer(tiny, tiny_tokenizer, given, wanted):
     language = tiny.language() if given is None else tiny.language(vocab_size=given)
@@ -232,7 +180,7 @@ def test_a_published_models_end_tokens_stay(tiny, tiny_tokenizer, checkpoints, t
     assert built.generation_config.suppress_tokens == [2]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_all_weights_have_one_dtype(tiny, tiny_tokenizer, checkpoints, tmp_path, dtype):
     folder, _ = checkpoints
     AutoModelForCausalLM.from_pretrained(folder / "qwen2").bfloat16().save_pretrained(tmp_path)
@@ -243,24 +191,14 @@ def test_all_weights_have_one_dtype(tiny, tiny_tokenizer, checkpoints, tmp_path,
     assert {p.dtype for p in loaded.parameters()} == {dtype or torch.float32}
 
 
-def test_building_says_nothing_about_the_unused_text_tower(
-    tiny, tiny_tokenizer, checkpoints, caplog, capfd
-):
-    build(tiny, tiny_tokenizer, vision=checkpoints[0] / "siglip")
-    assert "UNEXPECTED" not in caplog.text + "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
         ("vision", "qwen2", "model.vision.name_or_path=.*qwen2.* 'qwen2'; allowed: siglip, clip"),
-        ("vision", "clip_text", "'clip_text_model'; allowed: siglip, clip"),
         ("language", "clip_text", "model.language.name_or_path=.*'clip_text_model'.*llama"),
-        ("language", "siglip", "'siglip' .SiglipModel., not a causal language model"),
         ("language", "bert", "'bert' .BertForMaskedLM., not a causal language model"),
         ("language", "llama_base", "'llama' .LlamaModel., not a causal language model"),
         ("vision", "nothing", "nothing.* no configuration that transformers can read"),
-        ("language", "nothing", "nothing.* no configuration that transformers can read"),
     ],
 )
 def test_checkpoints_of_another_kind(tiny, tiny_tokenizer, checkpoints, part, name, message):
@@ -276,8 +214,10 @@ def test_a_composed_checkpoint_is_no_language_model(tiny, tiny_tokenizer, tmp_pa
         build(tiny, tiny_tokenizer, language=tmp_path)
 
 
-@pytest.mark.parametrize("part", ["vision", "language"])
-@pytest.mark.parametrize("damage", ["gone", "cut", "incomplete", "reshaped"])
+@pytest.mark.parametrize(
+    ("part", "damage"),
+    [("vision", "gone"), ("vision", "incomplete"), ("language", "cut"), ("language", "reshaped")],
+)
 def test_damaged_checkpoints(tiny, tiny_tokenizer, checkpoints, tmp_path, part, damage):
     folder, _ = checkpoints
     source = folder / {"vision": "siglip", "language": "qwen2"}[part]
@@ -328,12 +268,6 @@ def test_configurations_that_cannot_be_built(tiny, tiny_tokenizer, changes, mess
         build_model(tiny.recipe(**changes), tiny_tokenizer)
 
 
-def test_rope_settings_reach_the_language_model(tiny, tiny_tokenizer):
-    language = tiny.language("qwen2", rope_theta=1e6)
-    model: Any = build_model(tiny.recipe(language=language), tiny_tokenizer)
-    assert model.config.text_config.rope_parameters["rope_theta"] == 1e6
-
-
 def test_a_larger_base_extends_the_context(tiny, tiny_tokenizer, checkpoints):
     """The same logits as a model that was configured with the base, and a longer context."""
     folder, _ = checkpoints
@@ -362,20 +296,11 @@ def test_a_base_needs_a_rotary_embedding(tiny, tiny_tokenizer):
         extend_context(GPT2LMHeadModel(language), recipe)
 
 
-def test_a_tokenizer_without_the_image_token(tiny, tiny_tokenizer):
-    plain = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer)
-    vocabulary = {w: i for w, i in plain.get_vocab().items() if w != "<image>"}
-    plain.get_vocab = lambda: vocabulary
-    with pytest.raises(ValueError, match=r"no <image> token.*prepare_tokenizer"):
-        build_model(tiny.recipe(), plain)
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("/models/nowhere", "the folder /models/nowhere does not exist"),
         ("models/qwen/nowhere", "models/qwen/nowhere does not exist"),
-        ("./nowhere", "nowhere does not exist"),
         ("~/nowhere", "nowhere does not exist"),
         (__file__, "test_build.py is not a folder"),
     ],

@@ -23,7 +23,6 @@ from coat_vlm.model.compressed import (
 )
 
 NAMES: tuple[WeightFormat, ...] = ("fp8", "fp8_block", "int8")
-SHAPES = [(256, 384), (130, 200), (1, 7)]
 
 
 def weight(rows: int, columns: int) -> Tensor:
@@ -36,17 +35,6 @@ def back(w: Tensor, name: WeightFormat) -> Tensor:
     return dequantize(*quantize(w, SCHEMES[name]), SCHEMES[name])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_shapes_and_dtypes(name: WeightFormat, shape: tuple[int, int]) -> None:
-    codes, scale = quantize(weight(*shape), SCHEMES[name])
-    blocks = (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
-    assert codes.shape == shape
-    assert codes.dtype == (torch.int8 if name == "int8" else torch.float8_e4m3fn)
-    assert scale.shape == (blocks if name == "fp8_block" else (shape[0], 1))
-    assert scale.dtype == torch.float32
-
-
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_a_value_is_off_by_half_a_step_at_most(name: WeightFormat) -> None:
     w = weight(64, 96).float()
@@ -54,15 +42,6 @@ def test_a_value_is_off_by_half_a_step_at_most(name: WeightFormat) -> None:
     if name == "fp8":  # 3 bits after the point: half a step is 1/16 of the power of two below
         step = torch.maximum(w.abs() / 8, step * 2**-9)
     assert ((w - back(w, name)).abs() <= step / 2 * 1.001).all()
-
-
-def test_blocks_have_scales_of_their_own() -> None:
-    w = torch.ones(256, 130)
-    w[:128, 128:] = 448.0
-    w[128:, :128] = 4480.0
-    codes, scale = quantize(w, SCHEMES["fp8_block"])
-    torch.testing.assert_close(scale, torch.tensor([[1 / 448, 1.0], [10.0, 1 / 448]]))
-    assert (codes.float() == 448).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,32 +56,12 @@ def test_zeros_and_constants_come_back_exactly(name: WeightFormat) -> None:
     assert sqnr_db(torch.zeros(3, 5), torch.zeros(3, 5)) == math.inf
 
 
-def test_tiny_channels_stay_finite() -> None:
-    w = torch.full((2, 16), 1e-40)
-    for name in NAMES:
-        assert torch.isfinite(back(w, name)).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused(bad: float) -> None:
     w = torch.ones(4, 4)
     w[1, 2] = bad
     with pytest.raises(ValueError, match="NaN or infinite"):
         quantize(w, SCHEMES["fp8"])
-
-
-def test_sqnr_by_hand() -> None:
-    assert sqnr_db(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5])) == pytest.approx(20.0)
-
-
-@pytest.mark.parametrize(("name", "floor", "ceiling"), [("fp8", 31, 33), ("int8", 41, 45)])
-def test_normal_weights_have_the_known_ratio(
-    name: WeightFormat, floor: float, ceiling: float
-) -> None:
-    """E4M3: relative steps of 2^-3, about 31.5 dB. INT8 at 3.3 sigma: 6.02 * 8 - 7.3 + 4.8 dB."""
-    torch.manual_seed(0)
-    w = torch.randn(512, 512)
-    assert floor < sqnr_db(w, back(w, name)) < ceiling
 
 
 @pytest.mark.parametrize("name", NAMES)

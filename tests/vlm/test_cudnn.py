@@ -48,19 +48,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return record_attention(monkeypatch)
 
 
-@pytest.mark.parametrize("tokens", [64, 192, 320, 576, 704, 2112])
+@pytest.mark.parametrize("tokens", [64, 576])
 def test_unsafe_numbers_of_tokens_are_safe_only_if_causal_without_a_mask(tokens: int) -> None:
     assert has_safe_gradients(tokens, causal=True, masked=False)
     assert not has_safe_gradients(tokens, causal=False, masked=False)
     assert not has_safe_gradients(tokens, causal=False, masked=True)
     assert not has_safe_gradients(tokens, causal=True, masked=True)
-
-
-@pytest.mark.parametrize("tokens", [1, 32, 63, 65, 128, 196, 256, 257, 577, 640, 729, 1000, 1024])
-def test_other_numbers_of_tokens_are_safe(tokens: int) -> None:
-    for causal in (True, False):
-        for masked in (True, False):
-            assert has_safe_gradients(tokens, causal=causal, masked=masked)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +94,14 @@ def test_each_setting_allows_its_calls(
     assert chosen == [enabled[0], *enabled[2:]]
 
 
-def test_a_failed_call_leaves_cudnn_attention_on() -> None:
-    set_cudnn_attention("auto")
-    x = torch.randn(1, 2, 64, 8)
-    with pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(x, x[..., :4], x)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("precision", ["fp32", "coat"])
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-@pytest.mark.parametrize(("tower", "prefix"), [("siglip", 0), ("clip", 1)])
+@pytest.mark.parametrize(
+    ("tower", "prefix", "family", "precision", "checkpointing"),
+    [
+        ("siglip", 0, "qwen2", "fp32", True),
+        ("siglip", 0, "mistral", "coat", False),
+        ("clip", 1, "qwen2", "coat", True),
+    ],
+)
 def test_every_attention_of_a_training_step_is_checked(
     tiny: Any,
     calls: list[Call],
@@ -289,17 +278,6 @@ def test_cudnn_gradients_of_safe_calls_are_those_of_the_formula(
             dy = grad.transpose(1, 2).flatten(-2)
             found = sdpa.backward(how, dy, q, k, v, flat, statistics)
     check_gradients(found, wanted, f"{shape}, separate passes")
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("tokens", [64, 192, 704, 1000, 1024])
-def test_torch_prefers_cudnn_for_causal_attention(tokens: int) -> None:
-    q, k, v, _ = make_heads(tokens, 128, 2, 0.0)
-    set_cudnn_attention("auto")
-    q.requires_grad_()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert "Cudnn" in backward_kernels(out), f"{tokens} tokens: {backward_kernels(out)}"
 
 
 @pytest.mark.gpu

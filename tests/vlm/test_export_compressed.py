@@ -2,13 +2,11 @@
 
 import json
 import runpy
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -135,40 +133,6 @@ def test_stock_transformers_computes_what_we_do(
     assert (a - b).norm() / b.norm() < (0.1 if name == "int8" else 1e-5)
 
 
-def test_the_language_model_alone(source: Path, exported: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")
-    from transformers import AutoModelForCausalLM
-
-    target = tmp_path / "language"
-    assert export(source, target, "--weights", "fp8", "--format", "language") == 0
-    rows = json.loads((target / "quantization.json").read_text())["layers"]
-    assert len(rows) == LAYERS
-    stock: Any = AutoModelForCausalLM
-    theirs = stock.from_pretrained(target, dtype=torch.float32)
-    ours, _ = load(exported["fp8-coat"])
-    ids = torch.tensor([[5, 9, 17, 40, 33, 8]])
-    with torch.no_grad():
-        a, b = theirs(input_ids=ids).logits, ours(input_ids=ids).logits
-    assert (a - b).norm() / b.norm() < 1e-5
-
-
-def test_an_evaluation_shows_the_difference(exported: dict[str, Path], tmp_path: Path) -> None:
-    data = tmp_path / "set"
-    data.mkdir()
-    rows = []
-    for number in range(4):
-        Image.new("RGB", (28, 28), (60 * number, 0, 90)).save(data / f"{number}.png")
-        question = {"question_id": str(number), "image": f"{number}.png", "text": QUESTION}
-        rows.append(json.dumps({**question, "answer": "yes", "category": "presence"}))
-    (data / "questions.jsonl").write_text("\n".join(rows))
-    for name in ("plain", "fp8-coat"):
-        command = ["eval", "--model", str(exported[name]), "--task", "yes_no"]
-        assert main([*command, "--data", str(data), "--out", str(tmp_path / name)]) == 0
-        answers = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
-        assert len(answers) == 4
-    assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "fp8-coat")]) == 0
-
-
 def test_weights_alone_are_decompressed_for_training_and_export(
     exported: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -185,22 +149,6 @@ def test_weights_alone_are_decompressed_for_training_and_export(
     assert export(folder, tmp_path / "plain") == 0
     assert torch.equal(weights(tmp_path / "plain")[f"{DOWN}.weight"], expected)
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-
-
-def test_many_files_have_an_index(
-    source: Path, exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = partialmethod(CoatVlm.save_pretrained, max_shard_size=20_000)
-    monkeypatch.setattr(CoatVlm, "save_pretrained", save)
-    assert export(source, tmp_path / "many", "--weights", "fp8") == 0
-    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
-    assert len(files) > 3
-    assert sorted(set(index["weight_map"].values())) == files
-    one, _ = load(exported["fp8-coat"])
-    many, _ = load(tmp_path / "many")
-    for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def test_what_is_refused(

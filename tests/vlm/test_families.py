@@ -117,18 +117,6 @@ def test_inputs_are_those_of_the_processor(
     assert encoder.measure(sample).tokens == len(encoded.input_ids)
 
 
-def test_an_image_that_the_processor_refuses_is_a_bad_row(
-    folder: Path, processor: FamilyProcessor
-) -> None:
-    """Qwen's refuse a side that is 200 times as long as the other."""
-    long = conversation(picture(5, 300, 1))
-    if not folder.name.startswith("qwen"):
-        assert len(processor.encoder(train=True)(long).pixel_values)
-        return
-    with pytest.raises(DataError, match=r"^rows.json:0: images of 300 x 1 pixels: .* refuses them"):
-        processor.encoder(train=True)(long)
-
-
 def test_label_masks(processor: FamilyProcessor) -> None:
     encoder = processor.encoder(train=True)
     verify_template(encoder)

@@ -14,7 +14,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert, store_frozen_weights
-from coat_vlm.model.build import build_model, create_meta_model
+from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.lora import (
     adapter_config,
     describe,
@@ -68,7 +68,7 @@ def adapters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if ".lora_" in name}
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2"])
 def test_logits_and_gradients_are_those_of_stock_peft(tiny: Any, kind: str) -> None:
     import peft
 
@@ -102,34 +102,6 @@ def test_logits_and_gradients_are_those_of_stock_peft(tiny: Any, kind: str) -> N
     assert all(p.grad is None for n, p in model.language_model.named_parameters() if n in frozen)
 
 
-def test_gradients_follow_from_those_of_dense_weights(tiny: Any) -> None:
-    """y = (W + s B A) x: with G the gradient of the sum, dA = s B^T G and dB = s G A^T."""
-    model = adapted(tiny)
-    model(**inputs(model)).loss.backward()
-    dense = merged_model(tiny, model)
-    dense.train()
-    loss = dense(**inputs(dense)).loss
-    loss.backward()
-    scale = ALPHA / RANK
-    weights = dict(dense.language_model.named_parameters())
-    for name, module in model.language_model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        lora: Any = module
-        a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
-        whole = weights[f"{name}.weight"].grad
-        assert whole is not None
-        for got, expected in ((a.grad, scale * b.T @ whole), (b.grad, scale * whole @ a.T)):
-            assert (got - expected).norm() < 2e-5 * expected.norm(), name
-    assert model.projector is not None
-    assert dense.projector is not None
-    ours, theirs = model.projector.parameters(), dense.projector.parameters()
-    for p, q in zip(ours, theirs, strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert (p.grad - q.grad).norm() < 2e-5 * q.grad.norm()
-
-
 def merged_model(tiny: Any, model: CoatVlm) -> CoatVlm:
     """A plain model with the merged weights."""
     base, adapters = split_adapters(model.state_dict())
@@ -152,8 +124,9 @@ def test_merged_weights_give_the_same_logits(tiny: Any) -> None:
     assert (before - without).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("rslora", "dora"), [(False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("rslora", "dora", "fp8"), [(True, False, True), (False, True, False), (True, True, True)]
+)
 def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8: bool) -> None:
     lora = replace(LORA, rslora=rslora, dora=dora, modules=["vision", "projector", "language"])
     stage = replace(STAGE, vision=TRAINS, lora=lora)
@@ -185,17 +158,6 @@ def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8
     assert (before - after).norm() < (0.08 * 4**0.5 if fp8 else 1e-5) * after.norm()
 
 
-def test_a_merge_with_lengths_by_hand() -> None:
-    base = {"q.weight": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}
-    adapters = {
-        "q.lora_A.weight": torch.tensor([[0.0, 1.0]]),
-        "q.lora_B.weight": torch.tensor([[2.0], [0.0]]),
-        "q.lora_magnitude_vector.weight": torch.tensor([10.0, 7.0]),
-    }
-    merge(base, adapters, find_scale({"r": 4, "lora_alpha": 4, "use_rslora": True}))
-    assert torch.allclose(base["q.weight"], torch.tensor([[6.0, 8.0], [0.0, 7.0]]))
-
-
 def test_a_merge_by_hand() -> None:
     base = {"q.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16(), "q.bias": torch.ones(2)}
     adapters = {
@@ -212,14 +174,6 @@ def test_a_merge_by_hand() -> None:
     merge(base, adapters, 3.0)
     assert base["q.weight"].tolist() == [[7.0, -4.0], [4.5, 2.5]]
     assert base["q.weight"].dtype == torch.bfloat16
-
-
-def test_new_adapters_change_nothing(tiny: Any) -> None:
-    vision = tiny.vision(hidden_size=32, intermediate_size=48)
-    model = tiny.model(vision=vision)
-    before = model(**inputs(model)).logits
-    set_trainable(model, STAGE)
-    assert torch.equal(model(**inputs(model)).logits, before)
 
 
 def test_what_trains_and_what_does_not(tiny: Any) -> None:
@@ -242,14 +196,6 @@ def test_what_trains_and_what_does_not(tiny: Any) -> None:
     assert rates == {"projector": 1e-3, "language": 2e-4}
 
 
-def test_a_model_without_a_tower_saves_its_adapters(tiny: Any, tiny_tokenizer: Any) -> None:
-    recipe = replace(tiny.recipe(), vision=None)
-    model = build_model(recipe, tiny_tokenizer)
-    stage = replace(STAGE, projector=replace(TRAINS, train=False, lr=None))
-    set_trainable(model, stage)
-    assert adapter_config(model).modules_to_save is None
-
-
 def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
     """The tower has layers of these names, too."""
     stage = replace(STAGE, lora=replace(LORA, target_modules=["q_proj", "v_proj"]))
@@ -259,15 +205,6 @@ def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
     names = {name.rpartition(".lora_")[0] for name in adapters_of(model)}
     layers = [f"language_model.model.layers.{i}.self_attn" for i in range(2)]
     assert names == {f"{layer}.{kind}" for layer in layers for kind in ("q_proj", "v_proj")}
-
-
-def test_dropout_is_of_training_alone(tiny: Any) -> None:
-    model = adapted(tiny, replace(STAGE, lora=replace(LORA, dropout=0.5)))
-    batch = inputs(model)
-    one, two = (model(**batch, skip_logits=False).logits for _ in range(2))
-    assert not torch.equal(one, two)
-    model.eval()
-    assert torch.equal(model(**batch).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])

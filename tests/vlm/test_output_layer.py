@@ -77,9 +77,9 @@ def compare(model: Any, tolerance: float, **changes: Any) -> None:
             assert relative_error(gradient, wanted[name]) < tolerance, name  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tokens_per_chunk", [4, 1000])
+@pytest.mark.parametrize("tokens_per_chunk", [4])
 def test_training_without_logits_changes_rounding_only(
     tiny: Any, family: str, tied: bool, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_frozen_modules_and_checkpointed_blocks(tiny: Any) -> None:
     compare(model, 2e-6)
 
 
-@pytest.mark.parametrize("tokens_per_chunk", [4, 1000])
+@pytest.mark.parametrize("tokens_per_chunk", [4])
 def test_bf16_on_a_cpu_keeps_its_roundings(
     tiny: Any, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,27 +190,6 @@ def test_the_output_layer_stays_what_it_was(tiny: Any, monkeypatch: pytest.Monke
     assert torch.equal(model.generate(**prompt), answers)
 
 
-def test_logits_are_there_when_they_are_asked_for(tiny: Any) -> None:
-    model = tiny.model()
-    with torch.no_grad():
-        evaluated = model(**batch())
-        skipped = model(**batch(), skip_logits=True)
-    assert evaluated.logits is not None
-    assert skipped.logits is None
-    torch.testing.assert_close(skipped.loss, evaluated.loss, rtol=1e-6, atol=0)
-    assert model.train()(batch()["input_ids"][:, :1]).logits is not None
-    with pytest.raises(ValueError, match="skip_logits leaves nothing"):
-        model(batch()["input_ids"][:, :1], skip_logits=True)
-
-
-@pytest.mark.parametrize("skip_logits", [True, False])
-def test_labels_of_another_length_are_refused(tiny: Any, skip_logits: bool) -> None:
-    given = batch()
-    given["labels"] = given["labels"][:, :-2]
-    with pytest.raises(ValueError, match=r"labels of shape \(2, 28\); required"):
-        tiny.model().eval()(**given, skip_logits=skip_logits)
-
-
 def wrapped(language: Any, change: Any) -> Any:
     """The language model with a change of its outputs."""
 
@@ -269,8 +248,6 @@ def test_models_that_change_their_logits_keep_them(
     [
         ("llama", True),
         ("qwen3", True),
-        ("gemma", True),
-        ("mixtral", True),
         ("gpt2", True),
         ("opt", False),
     ],

@@ -9,9 +9,8 @@ from torch import Tensor
 from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
 from coat_data.load.encode import EncodedSample
 from coat_vlm.config.load import load_recipe
-from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model.packing import PACKED
-from coat_vlm.train.model_setup import avoids_padding, prepare_model
+from coat_vlm.train.model_setup import avoids_padding
 from coat_vlm.train.throughput import count_supervised_tokens
 
 
@@ -126,18 +125,3 @@ def test_which_stages_avoid_padding(tiny: Any, change: str, avoids: bool) -> Non
     assert avoids_padding(model, recipe, stage, gpu) is avoids
     assert not avoids_padding(model, recipe, stage, torch.device("cpu"))
     assert not avoids_padding(tiny.model(language=tiny.language("gemma")), recipe, stage, gpu)
-
-
-def test_padded_and_packed_batches_alternate_in_a_prepared_model(
-    tiny: Any, conversations: Any
-) -> None:
-    recipe = load_recipe("vila_sft", ["init_from=null"], unset_variables=True)
-    model = tiny.model()
-    samples = conversations(model)
-    padded = collate(samples, pad_token_id=0)
-    wanted, _ = loss_and_gradients(model, [padded])
-    prepare_model(model, recipe, recipe.stages["sft"], Arithmetic(torch.float32), packed=True)
-    model.train()
-    for batch in (padded, collate_unpadded(samples, pad_token_id=0, align=32), padded):
-        loss, _ = loss_and_gradients(model, [batch])
-        assert loss == pytest.approx(wanted, rel=1e-5)

@@ -1,9 +1,6 @@
 """The processor: settings from recipes and checkpoints, saving, and inputs for generation."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,6 @@ from coat_vlm.model.processor import (
 )
 
 TEXTS = ["What is in the image? A red circle.", "How many shapes are there? Three."] * 5
-SHAPES = [f"shape {i} is {colour}" for i in range(50) for colour in ("red", "green", "blue")]
 SETTINGS: dict[str, Any] = {"num_hidden_layers": 3, "image_size": 28, "patch_size": 7}
 
 
@@ -95,15 +91,6 @@ def test_saving_and_loading_keeps_everything(
             assert torch.equal(one.input_ids, other.input_ids)
             assert torch.equal(one.labels, other.labels)
             assert torch.equal(one.pixel_values, other.pixel_values)
-
-
-def test_saved_settings_are_readable_json(processor: CoatVlmProcessor, tmp_path: Path):
-    processor.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "processor_config.json").read_text())
-    assert saved["image_mean"] == [0.1, 0.2, 0.3]
-    assert saved["template"] == "vicuna_v1"
-    assert saved["tokens_per_image"] == 4
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab()[IMAGE_TOKEN] >= 0
 
 
 def test_a_tokenizer_without_vocabulary_is_refused(processor: CoatVlmProcessor, tmp_path: Path):
@@ -212,15 +199,6 @@ def test_pretrained_tower_brings_its_own_settings(tokenizer, tmp_path: Path):
     assert torch.equal(built(images=image, text="<image>")["pixel_values"], expected)
 
 
-def test_tower_without_preprocessor_config_warns(
-    tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    vision = VisionConfig(name_or_path=str(tmp_path))
-    built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
-    assert built.image_mean == [0.5, 0.5, 0.5]
-    assert "no preprocessor_config.json" in caplog.text
-
-
 def test_a_continued_processor_has_the_checkpoints_pixels_and_the_recipes_rest(
     processor: CoatVlmProcessor,
 ):
@@ -267,7 +245,7 @@ def test_a_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_
         assert torch.equal(inputs["pixel_values"], prompt.pixel_values)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "RGB", "I;16"])
+@pytest.mark.parametrize("mode", ["P", "RGBA", "CMYK", "I;16"])
 def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Path, mode: str):
     image = picture().convert("L").convert("I").point(lambda v: v) if mode == "I;16" else picture()
     image = image.convert(mode)
@@ -350,18 +328,6 @@ def test_trained_tokenizer(tokenizer: PreTrainedTokenizerFast):
     assert rendered == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(ValueError, match="train_vocab_size=100 is too small"):
         train_tokenizer(TEXTS, 100)
-
-
-def test_training_a_tokenizer_is_deterministic():
-    """In another process, whose hashes of strings differ."""
-    code = (
-        "import sys; from coat_vlm.model.processor import train_tokenizer;"
-        f"sys.stdout.write(train_tokenizer({SHAPES!r}, 400).backend_tokenizer.to_str())"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "12"}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
-    assert result.stdout == train_tokenizer(iter(SHAPES), 400).backend_tokenizer.to_str()
 
 
 def test_prepare_tokenizer_adds_what_is_missing_once():

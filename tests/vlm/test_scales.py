@@ -18,7 +18,7 @@ from coat_vlm.generate import generate
 from coat_vlm.model import build_model
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor, train_tokenizer
-from coat_vlm.model.projector import area_average, count_tiles, project_scales
+from coat_vlm.model.projector import area_average, project_scales
 from coat_vlm.model.vlm import CoatVlm
 
 SCALES = [28, 56, 84]
@@ -146,32 +146,6 @@ def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
         alone = processor(images=images, text=texts[row])
         found = model.generate(**alone, **settings)[0, alone["input_ids"].shape[1] :]
         assert batch[row].tolist()[: len(found)] == found.tolist()
-
-
-def test_images_are_shared_out_to_rows(s2: tuple[Any, Any]):
-    model, _ = s2
-    grids = [(3, 4), (1, 1), (1, 1), (4, 3)]
-    assert [count_tiles(grid, SCALES) for grid in grids] == [17, 1, 1, 17]
-    tokens, image = model.config.tokens_per_image, model.config.image_token_id
-    ids = torch.full((3, 13 * tokens), image + 1)
-    ids[[0, 2]] = image
-    found = model.count_row_images(ids, torch.tensor(grids))
-    assert found == [(2, 18), (0, 0), (2, 18)]
-    assert model.count_row_images(ids[:1], torch.tensor(grids)) == found[:1]
-
-
-def test_training_without_images_gives_zero_gradients(s2: tuple[Any, Any]):
-    model, processor = s2
-    turns = (Turn("user", (Part("text", "What?"),)), Turn("assistant", (Part("text", "Red."),)))
-    encoded = processor.encoder(train=True)(Sample(id="t", turns=turns))
-    batch = collate([encoded], pad_token_id=0)
-    assert batch.get("image_grids", torch.ones(1)).shape == (0, 2)
-    model.train()
-    model(**batch).loss.backward()
-    model.eval()
-    for part in (model.vision_tower, model.projector):
-        assert all(p.grad is not None and not p.grad.any() for p in part.parameters())
-    model.zero_grad()
 
 
 def test_a_saved_model_and_processor_keep_their_scales(tiny, tmp_path: Path, in_own_memory):

@@ -1,6 +1,5 @@
 """Shards of a micro-batch on several ranks give the loss and the gradients of the whole one."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -16,15 +15,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import collate
 from coat_data.load.encode import EncodedSample
-from coat_vlm.config import StageConfig
 from coat_vlm.model.sequence_parallel import (
     SequenceGroup,
     SequenceShard,
     check_sequence_parallel,
     shard_batch,
 )
-from coat_vlm.plan.activations import Activations
-from coat_vlm.plan.stage import share_tokens
 
 MIXED = {"rows": [[20, 2], [9, 0], [14, 1]]}
 """Tokens of text and images of each row."""
@@ -138,14 +134,6 @@ def test_low_precision_rounds_as_on_one_rank(results: dict[str, Any], case: str)
     assert found["difference"] < (0.5 if "bf16" in case else 0.02) * found["own_error"]
 
 
-def test_images_are_dealt_by_tiles(results: dict[str, Any]) -> None:
-    """Images of 5, 1 + 1, 3 and 1 tiles are not split; frames of a group stay together."""
-    assert sum(results["several scales"]["images"]) == 11
-    assert max(results["several scales"]["images"]) <= 7
-    assert max(results["frames of videos"]["images"]) <= 5
-    assert sum(results["no tower"]["images"]) == 0
-
-
 def fake_group(rank: int, size: int) -> SequenceGroup:
     return SequenceGroup(rank, size, cast(dist.ProcessGroup, None))
 
@@ -217,23 +205,3 @@ def test_a_model_whose_attention_gets_no_shard_is_refused() -> None:
     shard = SequenceShard(fake_group(0, 2), torch.empty(0, dtype=torch.int64))
     with pytest.raises(ValueError, match="only 0 of the 2 layers of Qwen2ForCausalLM"):
         shard.check(language("qwen2"))
-
-
-def test_replicas_of_a_run() -> None:
-    stage = cast(StageConfig, SimpleNamespace(sequence_parallel=2))
-    assert StageConfig.count_replicas(stage, 4) == 2
-    with pytest.raises(ValueError, match="2 does not divide the 3 processes"):
-        StageConfig.count_replicas(stage, 3)
-
-
-def test_a_plan_divides_what_grows_with_the_tokens() -> None:
-    """A size of 100 + 8 per row: 2 of its rows on 4 ranks."""
-
-    def of(rows: float) -> Activations:
-        size = 100 + 8 * rows
-        return Activations({"language": size}, size, ((1, size),), size, 7.0)
-
-    shared = share_tokens([of(2), of(4), of(8)], 4)
-    assert shared == [of(0.5), of(1), of(2)]
-    assert share_tokens([of(2), of(4), of(8)], 1) == [of(2), of(4), of(8)]
-    assert dataclasses.asdict(shared[0])["saved"] == {"language": 104}

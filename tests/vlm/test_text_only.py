@@ -13,16 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from coat_data.sample import Part, Sample, Turn
 from coat_vlm.config import (
     Fp8Config,
-    LanguageConfig,
     ModelConfig,
     ModuleTraining,
     Recipe,
     StageConfig,
     VisionConfig,
 )
-from coat_vlm.config.model import ImageConfig, VideoConfig
 from coat_vlm.export.hugging_face import export
-from coat_vlm.fp8 import convert
 from coat_vlm.generate import generate
 from coat_vlm.model import CoatVlm, build_model, module_parameters
 from coat_vlm.model.build import build_meta_model
@@ -59,8 +56,8 @@ def test_it_computes_what_the_language_model_does(model: CoatVlm, recipe: ModelC
     assert torch.equal(found.logits, expected.logits)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert set(module_parameters(model)) == {"language"}
-    frame = build_meta_model(recipe, 60, torch.float32)
-    assert {n: p.shape for n, p in frame.named_parameters()} == {
+    meta_model = build_meta_model(recipe, 60, torch.float32)
+    assert {n: p.shape for n, p in meta_model.named_parameters()} == {
         n: p.shape for n, p in model.named_parameters()
     }
     with pytest.raises(ValueError, match="contain 1 images, and the model has no vision tower"):
@@ -117,18 +114,6 @@ def test_a_composed_model_gives_its_language_model(
         assert torch.equal(in_own_memory(stock)(ids).logits, model(input_ids=ids).logits)
 
 
-def test_fp8_converts_what_there_is(tiny_tokenizer: Any) -> None:
-    language = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }  # fmt: skip
-    built = build_model(
-        ModelConfig(vision=None, language=LanguageConfig(config=language)), tiny_tokenizer
-    )
-    report = convert(built, Fp8Config())
-    assert list(report.converted) == [f"language_model.model.layers.{n}" for n in range(2)]
-
-
 def test_the_tokenizer_stays_as_it_is(tiny_tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.pad_token = None
@@ -139,18 +124,6 @@ def test_the_tokenizer_stays_as_it_is(tiny_tokenizer: Any) -> None:
 
 def _tower() -> Any:
     return VisionConfig(config={"model_type": "siglip_vision_model"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": ImageConfig(mode="pad")}, "model.image has no effect without a vision tower"),
-        ({"video": VideoConfig(pool_frames=2)}, "model.video has no effect without a vision tower"),
-    ],
-)
-def test_settings_without_effect(recipe: ModelConfig, changes: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(recipe, **changes)
 
 
 def test_parts_that_are_not_there_cannot_train(recipe: ModelConfig) -> None:

@@ -52,18 +52,6 @@ def test_the_two_operators_are_declared_once(declared):
     assert all(torch._C.parse_schema(f"torchvision::{s}") for s in declared[0].schemas)
 
 
-def test_nothing_is_declared_beside_a_cuda_torch(declared, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    ensure_torchvision()
-    assert not declared
-
-
-def test_nothing_is_declared_without_torchvision(declared, monkeypatch):
-    monkeypatch.setattr(torchvision_ops.importlib.util, "find_spec", lambda _: None)
-    ensure_torchvision()
-    assert not declared
-
-
 def test_nothing_is_declared_where_the_extension_loads(declared, monkeypatch):
     loaded = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)

@@ -173,12 +173,6 @@ def test_grpo_takes_the_reward_of_the_function(
     )
 
 
-def test_rewards_are_of_the_color(trl_trainers: ModuleType) -> None:
-    answers = [[{"content": text}] for text in ("red", "a red", "blue!", "")]
-    found = trl_trainers.begins_with_color(answers, ["red", "red", "blue", "red"])
-    assert found == [1.0, 0.0, 1.0, 0.0]
-
-
 def test_calls_with_a_mask_use_no_cudnn(
     trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +194,9 @@ def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     assert transformers.CoatVlm is type(model)  # pyright: ignore[reportAttributeAccessIssue]
     processor = AutoProcessor.from_pretrained(checkpoint)
-    shown = processor(text="<image>What is this?", images=Image.new("RGB", (20, 20), "red"))
+    shown = processor(
+        text="<image>Is there a dog? yes no red", images=Image.new("RGB", (20, 20), "red")
+    )
     hidden = model.base_model(**shown, use_cache=False).last_hidden_state
     assert torch.equal(model.get_output_embeddings()(hidden), model(**shown).logits)
     ids = shown["input_ids"][:, -9:]

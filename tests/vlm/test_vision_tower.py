@@ -66,7 +66,7 @@ def hidden_states(kind, whole, images):
     return [None, *(torch.cat((prefix, patches), dim=1) for patches, prefix in pairs)]
 
 
-@pytest.mark.parametrize("select_layer", [-1, -2, 1, 2, 3])
+@pytest.mark.parametrize("select_layer", [-1, -2, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_the_librarys_hidden_state(kind, select_layer, tiny):
     tower, whole = make(kind, tiny, select_layer, "cls_patch")
@@ -91,28 +91,6 @@ def test_patch_drops_the_class_token_only(kind, prefix, tiny):
     assert all_features.shape[1] == features.shape[1] + prefix
 
 
-@pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_trainable_parameter_gets_a_gradient(kind, select_layer, tiny):
-    tower, _ = make(kind, tiny, select_layer)
-    tower.train()
-    size = tower.image_size
-    tower(torch.randn(2, 3, size, size)).square().sum().backward()
-    without = [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None]
-    assert without == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_trailing_layers_norm_and_head_are_gone(kind, tiny):
-    tower, _ = make(kind, tiny, -2)
-    names = " ".join(dict(tower.named_parameters()))
-    for part in ("post_layernorm", "head.", "ln_post", "proj_out", "layers.2.", "resblocks.2."):
-        assert part not in names
-    last = 12 if kind == "timm" else 3
-    assert f".{last - 2}." in names
-    assert f".{last - 1}." not in names
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_checkpointing_gives_the_same_gradients(kind, tiny):
     tower, _ = make(kind, tiny)
@@ -131,13 +109,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind, tiny):
     tower(images).square().sum().backward()
     for parameter, gradient in zip(tower.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_images_are_cast_to_the_towers_dtype(kind, tiny):
-    tower, _ = make(kind, tiny)
-    features = tower.bfloat16()(torch.randn(1, 3, tower.image_size, tower.image_size))
-    assert features.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,16 +182,10 @@ def test_an_open_clip_folder_without_weights_is_refused(open_clip_folder):
         load_open_clip(str(folder))
 
 
-def test_an_open_clip_folder_without_configuration_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"open_clip_config\.json"):
-        load_open_clip(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("ViT-B-16", r"does not specify the weights.*ViT-B-16/openai.*model_name: ViT-B-16"),
-        ("ViT-L-14-336/laion9b", r"does not specify the weights.*ViT-L-14-336/openai"),
         ("ViT-B-16-SigLYP", r"no model 'ViT-B-16-SigLYP'.*ViT-B-16-SigLIP"),
     ],
 )

@@ -6,7 +6,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from coat_vlm.model import CoatVlmConfig, count_parameters, module_parameters
 
 IMAGE = 2
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama", "qwen3"]
 
 
 def sequence(*parts, num_tokens=4):
@@ -76,16 +76,6 @@ def test_logits_and_loss_are_llavas(tiny, images, feature):
     torch.testing.assert_close(output.logits, wanted.logits)
     torch.testing.assert_close(output.loss, wanted.loss)
     assert not torch.allclose(swapped.logits, wanted.logits, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_alone_is_the_language_models_own(tiny, family):
-    model = tiny.model(language=tiny.language(family))
-    assert model.language_model.config.model_type == family
-    ids = sequence(5, 6, 7, 8, 9)
-    for mode in (model.eval(), model.train()):
-        with torch.no_grad():
-            assert torch.equal(mode(ids).logits, model.language_model(ids).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,29 +165,18 @@ def test_evaluation_without_images_leaves_the_tower_alone(model):
     assert not calls
 
 
-def test_training_keeps_no_cache(training):
-    ids = sequence(5, 6, 7)
-    assert training(ids).past_key_values is None
-    assert training.eval()(ids).past_key_values is not None
-
-
-@pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize(
     ("parts", "count", "message"),
     [
         ((5, IMAGE, 6), 2, "4 image placeholders .* 2 images with 8 features"),
-        ((5, IMAGE, IMAGE, 6), 1, "8 image placeholders .* 1 images with 4 features"),
         ((5, 6), 1, "0 image placeholders .* 1 images"),
-        ((5, IMAGE, 6), 0, "4 image placeholders .* 0 images"),
         ((5, IMAGE, 6), None, r"4 image placeholders .* 0 images.*give 4 placeholders per image"),
     ],
 )
-def test_placeholders_and_images_must_match(model, images, mode, parts, count, message):
+def test_placeholders_and_images_must_match(model, images, parts, count, message):
     pixel_values = None if count is None else images[:count]
-    model.train(mode)
     with pytest.raises(ValueError, match=message):
         model(sequence(*parts), pixel_values=pixel_values)
-    model.eval()
 
 
 def test_arguments_that_contradict_each_other(model, images):
@@ -225,66 +204,11 @@ def test_embeddings_show_where_the_images_are(model, images):
     assert not torch.allclose(blind, wanted, atol=1e-3)
 
 
-def test_a_tuple_has_the_same_values(model, images):
-    inputs = {"input_ids": sequence(5, IMAGE, 7), "pixel_values": images[:1]}
-    inputs |= {"labels": inputs["input_ids"], "output_hidden_states": True}
-    with torch.no_grad():
-        wanted = model(**inputs)
-        found = model(**inputs, return_dict=False)
-    assert isinstance(found, tuple)
-    assert torch.equal(found[0], wanted.loss)
-    assert torch.equal(found[1], wanted.logits)
-    assert len(found) == len(wanted.to_tuple())
-
-
-@pytest.mark.parametrize("skip_logits", [False, True])
-def test_targets_may_be_shifted_already(model, images, skip_logits):
-    """They replace the labels, as in transformers' loss under sequence parallelism."""
-    ids = sequence(5, IMAGE, 7, 8, 9)
-    labels = ids.masked_fill(ids == IMAGE, -100)
-    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    inputs = {"pixel_values": images[:1], "skip_logits": skip_logits}
-    with torch.no_grad():
-        wanted = model(ids, labels=labels, **inputs).loss
-        for other in (labels, None):
-            found = model(ids, labels=other, shift_labels=shifted, **inputs).loss
-            assert torch.equal(found, wanted)
-        swapped = shifted.masked_fill(shifted == 9, 8)
-        assert model(ids, labels=labels, shift_labels=swapped, **inputs).loss != wanted
-
-
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_tower_and_language_model_have_the_same_attention(tiny, kind):
-    model = tiny.model(attn_implementation=kind)
-    parts = (model.vision_tower.model, model.language_model)
-    assert [part.config._attn_implementation for part in parts] == [kind] * 2
-    other = {"sdpa": "eager", "eager": "sdpa"}[kind]
-    model.set_attn_implementation(other)
-    assert [part.config._attn_implementation for part in parts] == [other] * 2
-
-
 def test_logits_to_keep(model):
     ids = sequence(5, 6, 7, 8)
     with torch.no_grad():
         full = model(ids).logits
         torch.testing.assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
-
-
-def test_gradient_checkpointing_gives_the_same_gradients(training, images):
-    ids = sequence(5, IMAGE, 6, IMAGE, 7, 8)
-    labels = ids.masked_fill(ids == IMAGE, -100)
-    training(ids, pixel_values=images, labels=labels).loss.backward()
-    plain = {name: p.grad.clone() for name, p in training.named_parameters()}
-    training.zero_grad()
-    training.gradient_checkpointing_enable()
-    layers = [
-        *training.vision_tower.model.encoder.layers,
-        *training.language_model.model.layers,
-    ]
-    assert all(layer.gradient_checkpointing for layer in layers)
-    training(ids, pixel_values=images, labels=labels).loss.backward()
-    for name, parameter in training.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain[name])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -304,12 +228,6 @@ def test_parts_by_name_cover_the_model(model):
     total = sum(count_parameters(part) for part in parts.values())
     assert total == sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(parts["projector"]) == 2 * 96 + 96 * 32 + 32 + 32 * 32 + 32
-
-
-def test_frozen_parameters_are_not_counted_as_trainable(tiny):
-    model = tiny.model()
-    model.projector.layers[2].requires_grad_(False)
-    assert count_parameters(model.projector, trainable_only=True) == 2 * 96 + 32 * 32 + 32
 
 
 @pytest.mark.parametrize(
