@@ -37,17 +37,17 @@ Photo = tuple[str, str, str, bytes]
 def read_cifar10(path: Path) -> Iterator[Photo]:
     """Yield CIFAR-10's photographs as PNG; its test batch is the split val."""
     with tarfile.open(path) as archive:
-        members = [member for member in archive if member.isfile()]
-        contents = {Path(m.name).name: archive.extractfile(m).read() for m in members}
+        files = [(Path(m.name).name, archive.extractfile(m)) for m in archive]
+        contents = {name: file.read() for name, file in files if file is not None}
     names = contents["batches.meta.txt"].decode().split()
-    for file in sorted(name for name in contents if name.endswith(".bin")):
-        records = np.frombuffer(contents[file], np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+    for name in sorted(name for name in contents if name.endswith(".bin")):
+        records = np.frombuffer(contents[name], np.uint8).reshape(-1, 1 + 3 * 32 * 32)
         for number, record in enumerate(records):
             encoded = io.BytesIO()
             pixels = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
             Image.fromarray(pixels).save(encoded, format="PNG")
-            split = "val" if file.startswith("test") else "train"
-            yield split, names[record[0]], f"{Path(file).stem}_{number:05d}.png", encoded.getvalue()
+            split = "val" if name.startswith("test") else "train"
+            yield split, names[record[0]], f"{Path(name).stem}_{number:05d}.png", encoded.getvalue()
 
 
 def read_class_folders(files: Files) -> Iterator[Photo]:
@@ -112,7 +112,7 @@ def convert(source: Path, out: Path, val_per_class: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("source", type=Path, help="an archive or folder")
     add("--out", type=Path, required=True, help="folder to make")

@@ -149,7 +149,7 @@ def open_data(
     encoder.preferences = stage.dpo is not None
     template = stage.template or processor.template
     warnings = [
-        *find_list_warnings(stage.data, stage.val_data),
+        *find_list_warnings(stage.val_data),
         *find_row_warnings([*sources, *stage.val_data], [*datasets, *validation]),
         *_find_template_warnings([*sources, *stage.val_data], [*datasets, *validation], template),
     ]

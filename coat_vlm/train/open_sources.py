@@ -12,8 +12,7 @@ from typing import TypedDict
 import numpy as np
 
 from coat_data.limits import Limits, Network
-from coat_data.lists.entry import SourceEntry
-from coat_data.lists.read import read_list
+from coat_data.lists import SourceEntry, read_list
 from coat_data.load.check_labels import ROWS_PER_SOURCE
 from coat_data.load.dataset import SampleDataset
 from coat_data.mixture.sampler import Mixture
@@ -249,23 +248,13 @@ def open_source(
     return SelectedRows(dataset, rows)
 
 
-def find_list_warnings(
-    training: Sequence[SourceConfig], validation: Sequence[SourceConfig]
-) -> list[str]:
-    """Return a line for each list with ignored keys, or in validation with ignored weights."""
-    lists = [(source, read_list(source.path) or []) for source in (*training, *validation)]
-    ignored = [
-        f"{source.name}/{entry.name}: {', '.join(entry.ignored)} of {source.path} is ignored"
-        for source, entries in lists
-        for entry in entries
-        if entry.ignored
-    ]
-    return ignored + [
+def find_list_warnings(validation: Sequence[SourceConfig]) -> list[str]:
+    """Return a line for each list of validation sources whose weights are ignored."""
+    return [
         f"{source.name}: the weights of {source.path} are ignored in validation, which reads every "
-        "row once; for a metadataset this is split train, and split val is "
-        f"{source.path}#val"
-        for source, entries in lists[len(training) :]
-        if any(entry.weight is not None for entry in entries)
+        "row once"
+        for source in validation
+        if any(entry.weight is not None for entry in read_list(source.path) or [])
     ]
 
 

@@ -2,7 +2,7 @@
 
 ``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses, the archives to unpack,
 and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with the sources
-alone (:mod:`coat_data.lists.formats`).
+alone (:mod:`coat_data.lists`).
 """
 
 import hashlib

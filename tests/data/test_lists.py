@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_data.lists.entry import SourceEntry
-from coat_data.lists.read import read_list
+from coat_data.lists import SourceEntry, read_list
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
 from coat_datasets.download import FOLDER, download, known_mixtures
@@ -86,22 +85,11 @@ def test_internvl_meta(folder: Path) -> None:
         SampleDataset(path)
 
 
-def test_lines_of_vila_qwen_and_swift(folder: Path) -> None:
-    assert ids("b.jsonl+b.jsonl*2") == [*B, *B, *B]
-    assert ids("b.jsonl,a.json")[:4] == [*B, "a0"]
-    half = ids("a.json%50")
-    assert len(half) == 5
-    assert half == sorted(half)
-    assert len(ids("a.json#4+b.jsonl%100")) == 4 + 3
+def test_a_pattern_of_text_files(folder: Path) -> None:
     assert ids("{b,c}.jsonl") == B  # one file exists
     (folder / "c.jsonl").write_text(json.dumps(talk("c", 1)[0]))
     assert ids("{b,c}.jsonl") == [*B, "c0"]
     assert ids("*.jsonl") == [*B, "c0"]
-    (folder / "x+y.json").write_text(json.dumps(talk("x", 1)))
-    assert ids("x+y.json") == ["x0"]  # a file of this name exists
-    for wrong, words in (("a.json%0", "takes nothing"), ("a.json#11", "11 of its 10 rows")):
-        with pytest.raises(ValueError, match=words):
-            SampleDataset(wrong)
 
 
 def test_llama_factory_dataset_info(folder: Path) -> None:
@@ -130,7 +118,7 @@ def test_llama_factory_dataset_info(folder: Path) -> None:
     assert sample.media[0].path == str(folder / "a.jpg")  # pyright: ignore
     assert [turn.text for turn in plain.turns] == ["q", "a"]  # pyright: ignore
     assert len(SampleDataset(f"{path}#some")) == 4
-    with pytest.raises(DataError, match=r"dataset_info\.json:far: hf_hub_url is 'owner/name'"):
+    with pytest.raises(DataError, match=r"dataset_info\.json:far: the data set is on a hub"):
         SampleDataset(path)
 
 
@@ -144,10 +132,10 @@ def test_our_own_mixture_files(folder: Path) -> None:
     assert ids(path) == ["a9", "a9", *B]
     assert [source.name for source in SampleDataset(path).sources()] == ["a", "x"]
     path.write_text(yaml.safe_dump({"sources": [{"path": "a.json", "repeats": 2}]}))
-    with pytest.raises(DataError, match=r"mix\.yaml:0: unknown key 'repeats'"):
+    with pytest.raises(DataError, match=r"mix\.yaml:0: repeats: Unexpected keyword argument"):
         SampleDataset(path)
     path.write_text("nothing: 1")
-    with pytest.raises(DataError, match="is no list of sources"):
+    with pytest.raises(DataError, match="is not a list of sources"):
         SampleDataset(path)
 
 

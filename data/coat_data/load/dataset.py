@@ -13,8 +13,7 @@ from coat_data.containers.open import open_rows
 from coat_data.containers.remote_file import is_url
 from coat_data.containers.rows import Rows, locate
 from coat_data.limits import Limits, Network
-from coat_data.lists.entry import SourceEntry
-from coat_data.lists.read import list_file, read_list
+from coat_data.lists import SourceEntry, read_list
 from coat_data.media.remote_media import restrict_media
 from coat_data.media.root import MediaRoot
 from coat_data.mixture.selection import select_rows
@@ -52,7 +51,7 @@ class SampleDataset:
 
     Args:
         path: the file or folder, an address of shards (:mod:`coat_data.containers.remote_shards`),
-            or a list of sources (:mod:`coat_data.lists.read`).
+            or a list of sources (:mod:`coat_data.lists`).
         media_root: folder or address; default: the file's folder, or the one in the manifest or
             list says.
         name: name in messages and tables.
@@ -127,9 +126,9 @@ class SampleDataset:
                 )
                 for entry in entries
             ]
-            listing = list_file(path)
+            listing = Path(str(path).partition("#")[0]).absolute()
             parts = [part for source in self._sources for part in source.paths]
-            self.paths = tuple(dict.fromkeys(parts if listing is None else [listing, *parts]))
+            self.paths = tuple(dict.fromkeys([listing, *parts] if listing.is_file() else parts))
             self._concatenate(entries)
         else:
             self.container = open_rows(

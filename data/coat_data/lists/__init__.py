@@ -1,1 +1,0 @@
-"""Lists of sources in several formats; all are read as entries of a recipe's ``data``."""
