@@ -28,13 +28,7 @@ def printable(text: str) -> str:
 
 
 class DataError(ValueError):
-    """A problem with the user's data: its place, the problem, and a remedy.
-
-    Attributes:
-        where: file and row, or media path.
-        problem: what is wrong.
-        remedy: how to fix it.
-    """
+    """A problem with the user's data: its place, the problem, and a remedy."""
 
     def __init__(self, where: str, problem: str, remedy: str) -> None:
         where, problem, remedy = map(printable, (where, problem, remedy))

@@ -187,9 +187,6 @@ def describe_benchmark(name: str) -> str:
     """Describe what :func:`download_benchmark` would fetch, one line per property.
 
     The Hub is asked for the present revision and sizes; if it cannot be reached, a line says why.
-
-    Raises:
-        KeyError: the benchmark is not one of :data:`BENCHMARKS`.
     """
     one = BENCHMARKS[name]
     lines = [
@@ -228,7 +225,6 @@ def download_benchmark(name: str, out_dir: str | Path) -> Path:
     Raises:
         DataError: the Hub or the host cannot be reached, or the file has another checksum; the
             message says how to copy the files.
-        KeyError: the benchmark is not one of :data:`BENCHMARKS`.
     """
     repository, folder = BENCHMARKS[name], Path(out_dir) / name
     fetch = _fetch_file if repository.md5 else _fetch_and_unpack
@@ -242,11 +238,7 @@ def known_mixtures() -> list[KnownMixture]:
 
 
 def read_mixture(path: Path) -> KnownMixture:
-    """Read a mixture file with its ``hub`` entries.
-
-    Raises:
-        DataError: it cannot be read, or lacks a field of a downloadable mixture.
-    """
+    """Read a mixture file with its ``hub`` entries."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         return KnownMixture(
@@ -276,13 +268,9 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
 
     Args:
         name: one of :func:`known_mixtures`, or the path of a mixture file.
-        out_dir: folder to download into.
 
     Returns:
         The mixture file, and further steps for the user.
-
-    Raises:
-        DataError: the name is unknown, or the Hub cannot be reached.
     """
     if name.endswith((".yaml", ".yml")):
         mixture = read_mixture(Path(name))
@@ -373,11 +361,7 @@ def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a zip or tar once; a file beside it marks it as unpacked.
-
-    Raises:
-        DataError: the archive is damaged, or a member leaves the folder.
-    """
+    """Unpack a zip or tar once; a file beside it marks it as unpacked."""
     done = archive.with_name(f".{archive.name}.unpacked")
     if done.exists():
         return

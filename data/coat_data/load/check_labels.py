@@ -33,11 +33,7 @@ _ANSWERS = (
 
 
 def synthetic_conversations(*, images: bool = True) -> list[Sample]:
-    """Return conversations that often break label masks: newlines, unicode, special tokens.
-
-    Args:
-        images: whether each conversation has an image.
-    """
+    """Return conversations that often break label masks: newlines, unicode, special tokens."""
     media = (Media(kind="image", path="image.jpg"),) if images else ()
     shown = (Part("image"),) if images else ()
     samples: list[Sample] = []
@@ -72,10 +68,7 @@ def verify_template(encoder: Encoder) -> None:
 def verify_rows(
     datasets: Sequence[Rows], encoder: Encoder, rows_per_source: int = ROWS_PER_SOURCE
 ) -> int:
-    """Check the first rows of each source; bad rows are left to the loader.
-
-    Returns:
-        Number of checked rows.
+    """Check the first rows of each source; bad rows are left to the loader. Returns their number.
 
     Raises:
         DataError: other tokens than the answers and their ends are supervised; names the row.
@@ -97,12 +90,6 @@ def check_labels(
     sample: Sample, ids: Sequence[int], labels: Sequence[int], encoder: Encoder
 ) -> None:
     """Compare the supervised tokens with the sample's answers.
-
-    Args:
-        sample: the conversation.
-        ids: its tokens.
-        labels: their labels; IGNORE_INDEX for unsupervised tokens.
-        encoder: the encoder with the template and tokenizer that made them.
 
     Raises:
         DataError: a label differs from its token, or the supervised tokens do not decode to the

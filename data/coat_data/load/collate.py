@@ -53,11 +53,7 @@ def collate(
 
     Args:
         samples: at least one; images of one size, or of a published model, which are padded.
-        pad_token_id: pads ``input_ids``; its label is IGNORE_INDEX, its attention 0.
         padding_side: ``right`` for training, ``left`` for generation.
-
-    Raises:
-        ValueError: there are no samples, or the padding side is unknown.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample, got none")
@@ -126,14 +122,6 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 
     The padding is a separate sequence without labels. The first token of each sequence is not
     supervised, as nothing predicts it.
-
-    Args:
-        samples: at least one; all images have one size.
-        pad_token_id: pads the row; its label is IGNORE_INDEX, its attention 0.
-        align: T is a multiple of this.
-
-    Raises:
-        ValueError: there are no samples.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample, got none")

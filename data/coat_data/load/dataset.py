@@ -38,32 +38,19 @@ class SampleDataset:
     Rows stay on disk, so that an instance is small and cheap to pickle.
 
     Attributes:
-        path: the file, folder, pattern or address of the rows.
-        name: name in messages and tables; the name of the file or folder by default.
-        format: name of the reader; for a list, the readers of its sources.
         media_root: absolute folder, or address, that relative media paths start from; for a list
             the deepest folder above those of all sources.
-        random_access: whether samples can be read by number.
         in_parallel: whether several processes may share the rows (:meth:`read_range`).
         container: the raw rows; for a list an empty container.
         paths: the files of the rows, and the list itself; a folder stands for all files below it.
             Media files that rows refer to are not included.
 
     Args:
-        path: the file or folder, an address of shards (:mod:`coat_data.containers.remote_shards`),
-            or a list of sources (:mod:`coat_data.lists`).
         media_root: folder or address; default: the file's folder, or the one in the manifest or
             list says.
-        name: name in messages and tables.
-        format: name of a reader, if the content does not show it.
         follow_links: allow links below the media root that lead out of it.
-        columns: names of :data:`coat_data.readers.fields.COLUMNS` -> columns of the file.
         ignore_fields: fields that may be left out although they look like media or loss weights.
         supervise: ``last`` supervises the last answer of each conversation alone.
-        field_map: the reader's field names -> field names of the file (LlamaFactory).
-        network: hosts that rows may name in addresses; those of ``path`` and ``media_root`` may be
-            asked as well, unless there are none.
-        limits: limits of archives and of media by address.
         in_order: open for a full read by :meth:`stream` only: also accept sources without random
             access and truncated files, and ignore a list's weights.
         without_weights: ignore a list's weights, which are shares of an epoch, to read every row
@@ -166,11 +153,7 @@ class SampleDataset:
             )
 
     def _concatenate(self, entries: Sequence[SourceEntry]) -> None:
-        """Concatenate the selected rows of the sources of a list.
-
-        Raises:
-            ValueError: an entry selects no row or too many, or has a weight.
-        """
+        """Concatenate the selected rows of the sources of a list."""
         self.format = "+".join(dict.fromkeys(source.format for source in self._sources))
         self.media_root = _common_root([source.media_root for source in self._sources])
         self.random_access = all(source.random_access for source in self._sources)
@@ -198,7 +181,6 @@ class SampleDataset:
 
         Raises:
             DataError: the row is bad; names file and row.
-            IndexError: the row does not exist.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} rows")

@@ -70,11 +70,8 @@ class Encoder:
     """Encodes samples; an instance can be pickled.
 
     Attributes:
-        tokenizer: tokenizes segments.
-        template: renders a conversation as segments.
         media: reads images and videos, and plans their tiles from headers alone.
         shows_media: whether the model has a vision tower.
-        max_length: longest allowed sequence in tokens.
         preferences: whether every sample must be a preference pair (True) or an ordinary sample
             (False); None encodes both.
         joins_space: whether a space of the template before an answer is tokenized, and supervised,
@@ -99,18 +96,9 @@ class Encoder:
         """Prepare the tokenizer.
 
         Args:
-            tokenizer: a transformers fast tokenizer.
-            template: renders a conversation as segments.
-            transform: converts an image to the input of the vision tower.
             tokens_per_image: image tokens per tile.
             image_token_id: id of the image token; None for a language model without vision, which
                 rejects samples with media.
-            video: how videos are read; by default 8 frames uniform in time.
-            max_length: longest allowed sequence in tokens, image tokens included.
-            max_pixels: maximum pixels of an image (:func:`coat_data.media.image.open_image`).
-
-        Raises:
-            ValueError: the tokenizer is not a fast one.
         """
         self.tokenizer = SegmentTokenizer(tokenizer)
         self.template = template
@@ -127,7 +115,6 @@ class Encoder:
         labels.
 
         Args:
-            sample: a conversation with at least one answer.
             rng: generator of the augmentation; None turns augmentation off.
 
         Raises:
@@ -148,11 +135,7 @@ class Encoder:
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
 
     def check_kind(self, sample: Sample) -> None:
-        """Check that a sample is of the kind in :attr:`preferences`.
-
-        Raises:
-            DataError: it is a preference pair, or not; names the row.
-        """
+        """Check that a sample is of the kind in :attr:`preferences`."""
         if self.preferences is None or self.preferences == bool(sample.rejected):
             return
         if sample.rejected:
@@ -186,11 +169,7 @@ class Encoder:
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Return ids and labels, with each medium as one tile; any length, nothing is opened.
-
-        Raises:
-            DataError: there is no answer, or the placeholders do not match the media.
-        """
+        """Return ids and labels, with each medium as one tile; any length, nothing is opened."""
         ids, labels, _ = self._planned(sample, lambda _: MediaPlan((ONE_TILE,)))
         return ids, labels
 
@@ -208,11 +187,7 @@ class Encoder:
             raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
-        """Render the conversation; a document that continues ends without an end token.
-
-        Raises:
-            DataError: the template refuses the conversation; names the row.
-        """
+        """Render the conversation; a document that continues ends without an end token."""
         segments = self._render(sample)
         while sample.continues and segments[-1].kind == "literal":
             segments = segments[:-1]
@@ -242,7 +217,6 @@ class Encoder:
 
         Args:
             sample: a conversation; if it ``continues``, nothing follows its last text.
-            add_generation_prompt: append the template's answer prefix.
 
         Raises:
             DataError: as for a call, except for the answer.
@@ -322,10 +296,6 @@ class Encoder:
         self, media: Sequence[Media], image_token: str
     ) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Read media for prompts that others have rendered as text.
-
-        Args:
-            media: in the order of the prompts.
-            image_token: the image token as text.
 
         Returns:
             The text of each medium's tokens; ``pixel_values``, and for models that have them

@@ -63,10 +63,6 @@ def in_workers(
     """Yield ``work(request)`` for each request, in order; worker processes prefetch.
 
     Args:
-        work: a function that can be pickled.
-        requests: its arguments.
-        num_workers: worker processes; 0 works in the main process.
-        timeout_s: time limit on waiting for one result of a worker, in seconds; 0 for none.
         describe: names the rows of a request, for the errors below.
 
     Raises:
@@ -205,14 +201,7 @@ def _find_dead(workers: Sequence[BaseProcess]) -> list[int]:
 def _make_worker_error(
     error: Exception, timeout_s: float | None, rows: str, status: int | None
 ) -> DataError:
-    """Return the error for workers that were killed, by the time limit or by something else.
-
-    Args:
-        error: the DataLoader's.
-        timeout_s: the time limit, if that was exceeded.
-        rows: the rows that the worker was reading.
-        status: the worker's exit status, negative for a signal; None if it is not known.
-    """
+    """Return the error for workers that were killed, by the time limit or by something else."""
     if timeout_s is not None:
         return DataError(
             rows,
@@ -294,11 +283,7 @@ def measure_rows(
     """Yield tokens and images of ``rows``, several rows at a time.
 
     Args:
-        dataset: the source.
-        measure: for example :meth:`coat_data.load.encode.Encoder.measure`.
-        rows: the rows to measure, in order.
         max_images: a row with more images is bad.
-        num_workers: worker processes; 0 measures in the main process.
         skip_bad: give a bad row the size (0, 0), instead of raising its error; not after a
             transient I/O error, as sizes are saved and the row may be good.
 

@@ -79,26 +79,14 @@ class TrainLoader:
     or, with packing or ``unpad``, one row of all its samples. A bad sample of a packed batch row is
     replaced by one that fits into that row.
 
-    Attributes:
-        sampler: returns the batch rows of each step.
-
     Args:
-        datasets: the sources, in the order of the mixture.
-        mixture: the samples by position.
-        encoder: converts samples to model inputs.
         batch_size: batch rows per optimizer step, over all ranks and micro-batches.
         micro_batch_size: batch rows per forward pass on one rank.
-        rank: rank of this process, 0 to ``world_size - 1``.
-        world_size: number of data parallel processes.
-        num_workers: worker processes; 0 loads in the main process.
-        seed: seed of augmentation and replacement.
         replace_bad: replace and list bad rows, instead of raising their errors.
-        pad_token_id: token that pads short rows of a batch.
         packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed; None
             does not pack.
         costs: estimated work of the rows of each source, by which rows that are not packed are
             assigned to ranks; None assigns them in order.
-        timeout_s: time limit on waiting for a worker process, in seconds; 0 for none.
         unpad: collate micro-batches that are not packed with
             :func:`coat_data.load.collate.collate_unpadded`, with rows of a multiple of this number
             of tokens; None pads all.
@@ -301,17 +289,6 @@ def val_batches(
 
     Every rank gets the same number of batches, so that collective operations match. A rank without
     rows left gets a batch of one sample whose labels are all ignored.
-
-    Args:
-        dataset: the validation source.
-        encoder: converts samples to model inputs.
-        batch_size: samples per batch and rank.
-        rank: rank of this process, 0 to ``world_size - 1``.
-        world_size: number of data parallel processes.
-        pad_token_id: token that pads short rows of a batch.
-
-    Raises:
-        DataError: a row is bad.
     """
     stride = batch_size * world_size
     for start in range(rank * batch_size, len(dataset) + rank * batch_size, stride):
@@ -332,11 +309,7 @@ def _without_labels(sample: EncodedSample) -> EncodedSample:
 
 
 def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:
-    """Check that a batch splits into whole micro-batches; arguments as in :class:`TrainLoader`.
-
-    Raises:
-        ValueError: the sizes do not divide; the message lists sizes that do.
-    """
+    """Check that a batch splits into whole micro-batches; arguments as in :class:`TrainLoader`."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in 0 to world_size - 1 = {world_size - 1}")
     if batch_size < 1 or micro_batch_size < 1:

@@ -82,16 +82,7 @@ class PackingEstimate:
 
 
 def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Pack samples into few bins with the better one of two heuristics.
-
-    Args:
-        tokens: tokens of each sample, 1 to ``budget.tokens``.
-        images: images of each sample, up to ``budget.images``.
-        budget: limits of a bin.
-
-    Returns:
-        Indices of the samples in each bin; each sample is in one bin.
-    """
+    """Pack samples into few bins with the better one of two heuristics."""
     bins = minimum_bin_slack(tokens, images, budget)
     others = best_fit_decreasing(tokens, images, budget)
     return bins if len(bins) <= len(others) else others
@@ -183,16 +174,9 @@ def _fullest(
 class PackedSampler:
     """Sampler whose batch rows are packed.
 
-    Attributes:
-        budget: limits of a batch row.
-
     Args:
-        mixture: the samples by position.
         sizes: measured tokens and images of the rows of each source, (rows, 2); 0 tokens mark a row
             that cannot be used.
-        budget: limits of a batch row.
-        batch_size: batch rows per optimizer step.
-        seed: seed of the order of batch rows and of replacements.
         costs: estimated work of the rows of each source, (rows,); None balances ranks by images.
 
     Raises:
@@ -264,9 +248,6 @@ class PackedSampler:
         """Return the measured tokens and images of the row at a position.
 
         If that row cannot be used, the sizes are those of its first usable replacement.
-
-        Raises:
-            ValueError: none of the rows drawn can be used.
         """
         for attempt in range(1 + MAX_DRAWS):
             place = replacement(self._mixture, self._seed, position, attempt)
@@ -333,9 +314,6 @@ def replacement(mixture: Mixture, seed: int, position: int, attempt: int) -> int
     """Return the position, in the same epoch, whose row replaces the one at ``position``.
 
     Args:
-        mixture: the samples by position.
-        seed: seed of the replacements.
-        position: the position to fill.
         attempt: 0 returns ``position``; others are drawn from the seed, position and attempt.
     """
     if attempt == 0:

@@ -65,15 +65,9 @@ class Mixture:
     The rows of a source in shards come in the order of :class:`~coat_data.containers.rows.Shards`,
     pass after pass. The positions of the source do not change.
 
-    Attributes:
-        epoch_size: samples per epoch.
-
     Args:
-        sizes: rows of each source.
         repeats: passes per epoch of each source; None means 1.
         weights: relative share of each source, given for all sources or for none.
-        seed: at least 0.
-        names: names of the sources in messages.
         shards: the shards of each source; None for sources with random access.
 
     Raises:
@@ -249,8 +243,6 @@ class PlainSampler:
     """Sampler without packing: a step has the samples at the next ``batch_size`` positions.
 
     Args:
-        mixture: the samples by position.
-        batch_size: samples per optimizer step.
         costs: estimated work of the rows of each source, (rows,); None does not balance ranks.
     """
 
@@ -289,14 +281,6 @@ def assign_to_ranks(
     With ZeRO-0 and ZeRO-1 ranks wait once a step, so the group with the largest cost goes to the
     rank with the least cost in the micro-steps before. If no row is measured, they keep their
     order.
-
-    Args:
-        rows: batch rows; their number is a multiple of ``micro_batch_size * world_size``.
-        micro_batch_size: batch rows per rank and micro-step.
-        world_size: number of ranks.
-
-    Returns:
-        Batch rows by micro-step and rank.
     """
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed

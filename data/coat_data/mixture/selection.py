@@ -35,14 +35,8 @@ class SelectedRows:
     """A subset of the rows of a dataset.
 
     Attributes:
-        name: name of the dataset.
-        dataset: the dataset.
         rows: (n,) int64, row in the dataset of each selected row.
         in_shards: whether these rows can be read in the order of the dataset's shards.
-
-    Args:
-        dataset: the dataset.
-        rows: the selected rows.
     """
 
     in_shards = True
@@ -88,14 +82,9 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
     """Return the rows that ``select`` selects, in ascending order.
 
     Args:
-        size: rows of the source.
         select: ``first``, ``last`` or ``random``, then a number of rows or a percentage, such as
             ``first 1000`` or ``random 10%``; None selects all rows.
         seed: seed of ``random``; combined with ``name``, so that sources differ.
-        name: name of the source.
-
-    Returns:
-        (n,) int64.
 
     Raises:
         ValueError: ``select`` does not parse, or selects no row, a part of a row or more rows than
@@ -140,9 +129,7 @@ def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int
     Args:
         path: the bad_samples.jsonl of a run, or the list of ``coat-vlm data overlap``, whose rows
             have no source: those of this file are used.
-        source: name of the source.
         file: file or folder of the source; the list must have the same file name.
-        size: rows of the source.
 
     Raises:
         DataError: the list is missing or damaged, has no row of this source, or was written for
@@ -195,9 +182,6 @@ def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
     errors are left out, as they may be good; a source with only such rows maps to an empty list.
     The rows of a list of overlaps have no source: they are those of :data:`ANY_SOURCE`, with the
     whole path of the file.
-
-    Raises:
-        DataError: the list is missing or damaged.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

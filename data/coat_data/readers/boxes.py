@@ -39,13 +39,8 @@ def write_box(numbers: Sequence[object], size: tuple[float, float], where: str) 
     """Return the text of a box or point.
 
     Args:
-        numbers: x1, y1, x2, y2, or x, y.
         size: the numbers at the right and lower edge of the image: its width and height for
             pixels, or one of :data:`EDGES`.
-        where: file and row, for messages.
-
-    Raises:
-        DataError: the number of numbers is wrong, or they are outside of the image or out of order.
     """
     shown = f"the box {list(numbers)}"
     given = [one for one in numbers if isinstance(one, int | float) and not isinstance(one, bool)]
@@ -70,11 +65,7 @@ def write_box(numbers: Sequence[object], size: tuple[float, float], where: str) 
 
 
 def convert_tags(turns: Sequence[Turn], where: str) -> tuple[Turn, ...]:
-    """Return the turns with tagged boxes and names as plain text.
-
-    Raises:
-        DataError: a tag has other numbers than boxes or points in thousandths.
-    """
+    """Return the turns with tagged boxes and names as plain text."""
     texts = (part.text for turn in turns for part in turn.parts if "<" in part.text)
     if not any(_OPEN.search(text) and _BOX.search(text) for text in texts):
         return tuple(turns)

@@ -86,11 +86,7 @@ def _has_columns(row: Any) -> bool:
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
-    """Convert a row with media and a caption.
-
-    Raises:
-        DataError: a column is missing or empty.
-    """
+    """Convert a row with media and a caption."""
     row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
     if names.keys() >= _WEBVID:
@@ -154,11 +150,7 @@ def _is_video_set(row: Any) -> bool:
 
 
 def _from_video_set(row: Any, place: Place) -> Sample:
-    """Convert a video and its caption.
-
-    Raises:
-        DataError: a field is missing or of the wrong type.
-    """
+    """Convert a video and its caption."""
     row = place.as_object(row)
     is_panda = isinstance(row.get(CLIP), tuple)
     media, caption = _panda(row, place) if is_panda else _share_gpt(row, place)
@@ -199,11 +191,7 @@ def _seconds(time: str, place: Place) -> float:
 
 
 def _from_file(row: Any, place: Place) -> Sample:
-    """Convert to a caption pair, or a question about the class (with spaces for ``_`` and ``-``).
-
-    Raises:
-        DataError: the file has neither a text file nor a folder that could be its class.
-    """
+    """Convert to a caption pair, or a question about the class, with spaces for ``_`` and ``-``."""
     row = place.as_object(row)
     name = place.as_string(row.get("path"), "path")
     kind = _kind_by_ending(name)

@@ -18,11 +18,7 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 
 def _stored(row: Any, place: Place) -> Sample:
-    """Rebuild a sample that :func:`coat_data.containers.ingested.to_record` stored.
-
-    Raises:
-        DataError: a media path leaves the media root.
-    """
+    """Rebuild a sample that :func:`coat_data.containers.ingested.to_record` stored."""
     if not isinstance(row, Record):
         raise place.error("the row is no stored sample", "give an ingested folder")
     where = f"{place.source}:{row['row']}"
@@ -81,11 +77,7 @@ _BY_NAME = {reader.name: reader for reader in READERS}
 
 
 def get_reader(name: str) -> Reader:
-    """Return the reader with a name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the reader with a name."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     names = ", ".join(reader.name for reader in READERS)
@@ -98,13 +90,6 @@ def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     Args:
         first_rows: raw rows; a DataError stands for a row that does not parse. Rows are consumed
             one by one and not stored, since they may contain media.
-        path: the source, for messages.
-
-    Returns:
-        The reader; None if there are no rows.
-
-    Raises:
-        DataError: no reader matches any row.
     """
     seen = None
     kind = ""

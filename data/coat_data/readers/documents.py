@@ -39,11 +39,7 @@ _BETWEEN_TEXTS = "\n\n"
 
 
 def _from_text(row: Any, place: Place) -> Sample:
-    """Convert a document.
-
-    Raises:
-        DataError: the text is missing or empty.
-    """
+    """Convert a document."""
     row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
@@ -58,11 +54,7 @@ def _from_text(row: Any, place: Place) -> Sample:
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
-    """Convert a document: sentences joined by spaces, images of one sentence in their order.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, or an image has no sentence.
-    """
+    """Convert a document: sentences joined by spaces, images of one sentence in their order."""
     row = place.as_object(row)
     sentences = [
         place.as_string(text, f"text_list[{number}]")
@@ -112,11 +104,7 @@ def _is_page(row: Any) -> bool:
 
 
 def _from_page(row: Any, place: Place) -> Sample:
-    """Convert a page.
-
-    Raises:
-        DataError: the lists differ in length, or a place has both or neither.
-    """
+    """Convert a page."""
     row = place.as_object(row)
     images = place.as_list(row.get("images"), "images")
     texts = place.as_list(row.get("texts"), "texts")

@@ -106,11 +106,7 @@ COLUMNS = (
 
 
 def rename(row: Any, columns: Mapping[str, str], where: str) -> Any:
-    """Return the row with each column ``columns[name]`` under ``name``.
-
-    Raises:
-        DataError: the row has no such column; names those that it has.
-    """
+    """Return the row with each column ``columns[name]`` under ``name``."""
     if not isinstance(row, dict):
         return row
     for name, column in columns.items():
@@ -127,11 +123,7 @@ def rename(row: Any, columns: Mapping[str, str], where: str) -> Any:
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check the names of a column mapping.
-
-    Raises:
-        ValueError: a name is unknown, or a column is no text.
-    """
+    """Check the names of a column mapping."""
     for name, column in columns.items():
         if name not in COLUMNS:
             raise ValueError(
@@ -154,12 +146,7 @@ def check_unused(
     Args:
         row: the row, or a turn of it.
         unused: the fields of it that no reader used.
-        ignore: fields that the user allows to be left out.
-        where: file and row, for messages.
         sample: the sample that was read from the row; None for a turn.
-
-    Raises:
-        DataError: there is such a field; names it.
     """
     for name in unused:
         value = row[name]
@@ -221,13 +208,7 @@ def _is_origin(words: frozenset[str], sample: Sample | None) -> bool:
 
 
 def _is_media_value(value: Any, *, plain: bool) -> bool:
-    """Whether a value may be a medium: a text that is no number, bytes, or a struct of these.
-
-    Args:
-        value: the value of the field.
-        plain: whether the name is that of a medium alone, such as ``image2``: any other text, such
-            as that of ``video_topic``, must look like a path, an address or base64 text.
-    """
+    """Whether a value may be a medium: a text that is no number, bytes, or a struct of these."""
     if isinstance(value, list | tuple):
         return any(_is_media_value(item, plain=plain) for item in value[:4])
     if isinstance(value, Mapping):
@@ -277,9 +258,6 @@ def find_placeholder(sample: Sample, ignore: Collection[str]) -> bool:
     LLaVA's text-only rows quote ``<image>`` in code and markup, so that one inside a text is only
     noted. One at the start or end of a question without any media, and a placeholder token of
     another project, are errors.
-
-    Raises:
-        DataError: such a placeholder; names the text.
     """
     noted = False
     for turn in sample.turns:

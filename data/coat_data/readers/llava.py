@@ -56,14 +56,6 @@ def to_sample(row: Any, place: Place) -> Sample:
       continues in the next row.
     - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
     - The names of fields and speakers may be mapped (``place.columns``).
-
-    Args:
-        row: a parsed row.
-        place: its place in the source.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, the placeholders do not match the
-            files, or :meth:`~coat_data.sample.Sample.check` fails.
     """
     row = place.as_object(row)
     said, supervised = _said(row, place)

@@ -73,9 +73,6 @@ def to_sample(row: Any, place: Place) -> Sample:
     - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
       continues in the next row.
     - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
-
-    Raises:
-        DataError: the row is invalid; names the field.
     """
     row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
@@ -215,11 +212,7 @@ def _by_parts(
 def _fill_objects(
     messages: Sequence[_Message], row: Mapping[str, Any], images: Sequence[Media], place: Place
 ) -> None:
-    """Replace ms-swift's placeholders in the texts by the names and boxes of ``objects``.
-
-    Raises:
-        DataError: there are more or fewer placeholders than names or boxes, or a box is wrong.
-    """
+    """Replace ms-swift's placeholders in the texts by the names and boxes of ``objects``."""
     objects = row.get("objects")
     if is_missing(objects):
         return

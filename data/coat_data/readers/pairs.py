@@ -46,11 +46,7 @@ def _is_query(row: Any) -> bool:
 
 
 def _query(row: Any, place: Place) -> Sample:
-    """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, or the placeholders do not match.
-    """
+    """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first."""
     row = place.as_object(row)
     said = with_system(_said(row, place), row, place)
     turns, media = place_media(said, media_fields(row, place), place)
@@ -75,11 +71,7 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
-    """Convert a row of The Cauldron or FineVision.
-
-    Raises:
-        DataError: a field is missing or of the wrong type.
-    """
+    """Convert a row of The Cauldron or FineVision."""
     row = place.as_object(row)
     said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
     files = media_fields(row, place)
@@ -115,12 +107,7 @@ _CHOICES = ("choices", "options", "candidates", "multiple_choices")
 
 
 def _question(row: Any, place: Place) -> Sample:
-    """Convert a question and its answer; a number is written as text.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, the placeholders do not match, or there
-            are choices, which belong into the question.
-    """
+    """Convert a question and its answer; a number is written as text."""
     row = place.as_object(row)
     for name in _CHOICES:
         if not is_missing(row.get(name)) and name not in place.ignore:

@@ -68,18 +68,7 @@ def with_chosen(row: Any) -> Any:
 
 
 def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Pair:
-    """Take a preference row apart.
-
-    Args:
-        row: the row.
-        where: file and row, for messages.
-        ignore: fields of messages that the user allows to be left out.
-
-    Raises:
-        DataError: there is no question, an answer is missing, empty, no text or not spoken by the
-            assistant, the conversations before them or their speakers differ, an answer has a field
-            that must not be left out, or the row has another answer or conversation besides.
-    """
+    """Take a preference row apart; DataError if it is not a pair of answers to one conversation."""
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
     if not swift and not is_missing(row.get(RESPONSE)):
@@ -120,11 +109,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
 
 
 def add_rejected(sample: Sample, rejected: str) -> Sample:
-    """Return the sample of :attr:`Pair.row` with its rejected answer; only the last is supervised.
-
-    Raises:
-        DataError: the conversation does not end with an answer, or with this one.
-    """
+    """Return the sample of ``Pair.row`` with its rejected answer; only the last is supervised."""
     said = (Turn("assistant", (Part("text", rejected),)),)
     text = (convert_tags(said, sample.where) if sample.media else said)[0].text
     last = sample.turns[-1]

@@ -117,13 +117,7 @@ class Reader:
         return self.matches(with_chosen(row))
 
     def read(self, row: Any, place: Place) -> Sample:
-        """Return the sample of a row with its :class:`~coat_data.sample.Reading`.
-
-        Raises:
-            DataError: as :attr:`to_sample`, a field that must not be left out is not used
-                (:mod:`coat_data.readers.fields`), or a pair of answers is incomplete
-                (:mod:`coat_data.readers.preference`).
-        """
+        """Return the sample of a row with its :class:`~coat_data.sample.Reading`."""
         if type(row) is not dict:
             return self.to_sample(row, place)
         pair = split_pair(row, place.where, place.ignore) if is_pair(row) else None
@@ -200,9 +194,6 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     ``data`` and the kind itself are read in the same way, also nested (OpenAI's
     ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
     A list is a video as the paths of its frames (QwenLM/Qwen2.5-VL, qwen-vl-utils).
-
-    Raises:
-        DataError: the item has another form, or is a path that leaves the media root.
     """
     if isinstance(item, Mapping):
         return with_span(_from_struct(item, kind, field, place), item, field, place)
@@ -255,9 +246,6 @@ def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -
 
     They are ``start`` and ``end``, or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL,
     qwen-vl-utils); texts are read as numbers, as CSV files have no others.
-
-    Raises:
-        DataError: a time is no number of seconds, is given twice, or the end comes first.
     """
     if media.kind != "video":
         return media
@@ -308,11 +296,7 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 
 
 def media_path(text: str, field: str, place: Place) -> str:
-    """Return the absolute path or the URL of a medium.
-
-    Raises:
-        DataError: the text is not a path, or the path leaves the media root.
-    """
+    """Return the absolute path or the URL of a medium."""
     if not text or "\0" in text or len(text) > _LONGEST_PATH:
         raise place.error(
             f"{field} {text[:80]!r} is not a path",
@@ -389,11 +373,7 @@ def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
 
 
 def get_role(name: object, roles: Mapping[str, Role], field: str, place: Place) -> Role:
-    """Return the role of a speaker, by its name in lower case if it is not in ``roles``.
-
-    Raises:
-        DataError: the name is unknown.
-    """
+    """Return the role of a speaker, by its name in lower case if it is not in ``roles``."""
     text = place.as_string(name, field)
     role = roles.get(text) or roles.get(text.lower())
     if role is None:
@@ -407,10 +387,6 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
     Sources: OpenAI, fine-tuning API (``weight``); modelscope/ms-swift, Custom-dataset.md
     (``loss``); axolotl, docs/dataset-formats/conversation.qmd (``train``).
-
-    Raises:
-        DataError: the value is another one, the names contradict each other, or a turn that is no
-            answer is to be supervised.
     """
     given = {
         key: turn[key]
@@ -435,7 +411,6 @@ def with_loss(turns: Sequence[Turn], supervised: Sequence[bool]) -> tuple[Turn, 
     """Return the turns with labels on the supervised answers alone.
 
     Args:
-        turns: the conversation.
         supervised: one for each answer of the file; the first may have been removed from the turns.
     """
     if all(supervised):
@@ -465,14 +440,6 @@ def place_media(
     videos and without images, ``<image>`` may stand for a video. If a row has media but no
     placeholders, the media, each followed by a newline, precede the first human text. Placeholders
     without a file, and placeholders in answers, are plain text.
-
-    Args:
-        said: the conversation.
-        files: the row's images and videos.
-        place: for messages.
-
-    Raises:
-        DataError: the placeholders do not match the files.
     """
     tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place)
     if not tokens:
@@ -518,11 +485,7 @@ def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[st
 
 
 def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn, ...]:
-    """Return the turns with all media, each followed by a newline, before the first human text.
-
-    Raises:
-        DataError: there are media but no human turn.
-    """
+    """Return the turns with all media, each followed by a newline, before the first human text."""
     turns = [Turn(role, (Part("text", text),) if text else ()) for role, text in said]
     first = next((number for number, (role, _) in enumerate(said) if role == "user"), None)
     if not media:

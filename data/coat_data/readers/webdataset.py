@@ -51,11 +51,7 @@ def _matches(row: Any) -> bool:
 
 
 def _to_sample(row: Any, place: Place) -> Sample:
-    """Convert a sample. Does not decode the media.
-
-    Raises:
-        DataError: the text is missing, or does not match the media.
-    """
+    """Convert a sample. Does not decode the media."""
     if not _matches(row):
         raise place.error("the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
@@ -139,18 +135,7 @@ def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) 
 def _match_members(
     entries: list[Any], own: list[str], row: Mapping[str, Any], place: Place
 ) -> list[tuple[str, Any]]:
-    """Return the members that the JSON names, in its order; all members if it names none.
-
-    Args:
-        entries: media of one kind in the JSON.
-        own: members of the tar of that kind, in natural order.
-        row: the sample of the tar.
-        place: for messages.
-
-    Raises:
-        DataError: only some entries name members, or the entries have times and are not as many as
-            the members.
-    """
+    """Return the members that the JSON names, in its order; all members if it names none."""
     base = PurePosixPath(str(row[KEY])).name.lower()
     by_name = {**{member: member for member in own}, **{f"{base}.{one}": one for one in own}}
     found = [by_name.get(PurePosixPath(_name(entry)).name.lower()) for entry in entries]

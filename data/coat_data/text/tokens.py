@@ -111,7 +111,6 @@ class SegmentTokenizer:
         Short texts are cached; a long one has the tokens of an image, whose number varies.
 
         Args:
-            text: a part of the template.
             first: whether it is the first text of the sequence.
         """
         if (text, first) in self._literals:

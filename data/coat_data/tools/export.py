@@ -70,14 +70,8 @@ def export(
     """Write every good sample of ``path`` to the new folder ``out_dir``.
 
     Args:
-        path: the source, as for :class:`SampleDataset`.
-        out_dir: folder to make; it appears when all files are complete, or not at all.
         to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
             ``webdataset`` writes tars with the media inside.
-        options: further arguments of :class:`SampleDataset`.
-
-    Raises:
-        DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
     """
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
@@ -122,7 +116,6 @@ def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     """Convert the sample to a row of LLaVA's JSON.
 
     Args:
-        sample: the sample.
         names: path of each medium, relative to the media root; those of the frames of a list.
     """
     row = _head(sample)
@@ -146,7 +139,6 @@ def messages_row(sample: Sample, names: Sequence[_Name] | None) -> dict[str, Any
     """Convert the sample to chat messages with content parts.
 
     Args:
-        sample: the sample.
         names: path of each medium, relative to the media root; None writes no paths, for media
             that are stored beside the row in order.
     """
@@ -180,11 +172,7 @@ def merge_texts(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def check_same(sample: Sample, read: Sample, format_name: str) -> None:
-    """Check that the row that was read back equals the sample.
-
-    Raises:
-        DataError: the format cannot represent the sample.
-    """
+    """Check that the row that was read back equals the sample."""
 
     def media(of: Sample) -> list[Media]:
         return [
@@ -223,12 +211,7 @@ def _place(sample: Sample, folder: Path) -> Place:
 
 
 class _JsonWriter:
-    """Writes ``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages, and the media.
-
-    Args:
-        folder: folder of the export.
-        to: the format.
-    """
+    """Writes ``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages, and the media."""
 
     def __init__(self, folder: Path, to: ExportFormat) -> None:
         self._folder = folder

@@ -17,12 +17,6 @@ def write_page(path: Path, package: str, template: str, /, **values: Any) -> Non
 
     A template can include ``page.css.jinja``: colors for light and dark, cards and tables, right
     for any width of the window.
-
-    Args:
-        path: the HTML file; its folder is created.
-        package: import package of the template.
-        template: file name of the template.
-        values: variables of the template.
     """
     packages = (package, "coat_data.tools")
     environment = Environment(

@@ -49,21 +49,10 @@ def ingest(
     ``out_dir`` appears when all files are complete, or not at all.
 
     Args:
-        path: a data file, folder, pattern or list, as for :class:`SampleDataset`.
-        out_dir: folder to make.
         embed_media: store the media files' bytes in the shards. Media without files of their own
             (in tars and Parquet) are always stored.
         check_media: decode every image, and one frame of every video.
         max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
-        shard_rows: rows per Parquet file.
-        workers: processes that read rows and media; see
-            :func:`coat_data.tools.workers.count_workers`.
-        options: further arguments of :class:`SampleDataset`.
-
-    Raises:
-        DataError: the file does not parse, more than ``max_bad_samples`` rows are bad (the first
-            ones are listed), no row is good, or ``out_dir`` is not empty.
-        ValueError: ``shard_rows`` < 1, or the format is unknown.
     """
     out_dir = Path(out_dir).absolute()
     if shard_rows < 1:
@@ -121,14 +110,7 @@ def _good_records(
     bad: list[DataError],
     counts: Counter[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of the good rows.
-
-    Args:
-        chunks: results of :func:`_read_chunk`.
-        bad: errors of the rows that are left out are appended here.
-        counts: ``rows`` counts the rows read, ``stored`` the media stored because they have no file
-            of their own.
-    """
+    """Yield the records of the good rows."""
     for result in chain.from_iterable(chunks):
         counts["rows"] += 1
         if isinstance(result, DataError):
@@ -142,14 +124,7 @@ def _good_records(
 def _read_chunk(
     media_root: Path | str, embed: bool, check: bool, samples: Chunk
 ) -> list[tuple[dict[str, Any], int] | DataError]:
-    """Return record and number of stored media of each row, or the row's error.
-
-    Args:
-        media_root: root of relative media paths.
-        embed: store the bytes of all media files.
-        check: decode every image, and one frame of every video.
-        samples: the rows.
-    """
+    """Return record and number of stored media of each row, or the row's error."""
 
     def convert(sample: Sample) -> tuple[dict[str, Any], int]:
         media: list[Media] = []

@@ -45,12 +45,9 @@ def lint(
     """Report every problem of a source.
 
     Args:
-        path: the source, as for :class:`SampleDataset`.
         report: called with each problem, in the order of the rows.
         check_media: ``none``; ``header``: check that every file exists and starts as an image;
             ``decode``: decode every image and one frame of every video.
-        workers: processes; see :func:`coat_data.tools.workers.count_workers`.
-        options: further arguments of :class:`SampleDataset`.
     """
     try:
         dataset = SampleDataset(path, in_order=True, **options)
@@ -81,14 +78,7 @@ def lint(
 def _check_chunk(
     check_media: MediaCheck, names: Mapping[str, str], other: str, samples: Chunk
 ) -> tuple[int, list[DataError], dict[str, FieldCounts]]:
-    """Return the number of rows, the problem of each bad one, and the fields of each source.
-
-    Args:
-        check_media: see :func:`lint`.
-        names: sources by file.
-        other: the source of other files.
-        samples: the rows.
-    """
+    """Return the number of rows, the problem of each bad one, and the fields of each source."""
     fields: dict[str, FieldCounts] = {}
 
     def counted() -> Chunk:
@@ -102,12 +92,7 @@ def _check_chunk(
 
 
 def find_media_problem(sample: Sample, check: MediaCheck) -> DataError | None:
-    """Return the problem of the first bad medium of a sample, with the row; None if all are good.
-
-    Args:
-        sample: the sample.
-        check: see :func:`lint`.
-    """
+    """Return the problem of the first bad medium of a sample, or None, with the row."""
     for medium in sample.media if check != "none" else ():
         try:
             if check == "decode":

@@ -128,7 +128,6 @@ class Benchmarks:
     """The hashes of the images and texts of evaluation sets.
 
     Attributes:
-        names: the benchmarks.
         unreadable: media of the benchmarks that could not be read.
         short: questions by benchmark that have too few words to be found by their text.
     """
@@ -252,18 +251,11 @@ def find_overlap(
     """Count the rows of each source that overlap with each benchmark, and list them.
 
     Args:
-        path: the training set, as for :class:`SampleDataset`.
-        benchmarks: the evaluation sets.
         out: JSONL file for the ``exclude`` of a recipe's source: ``file``, ``row``, ``benchmark``,
             ``images``, ``text`` and ``questions`` of each row; None writes none.
-        workers: processes; see :func:`coat_data.tools.workers.count_workers`.
-        options: further arguments of :class:`SampleDataset`.
 
     Returns:
         A count per source and benchmark, and the number of rows that could not be read.
-
-    Raises:
-        DataError: a source cannot be opened, or is damaged.
     """
     counts: list[OverlapCount] = []
     lines: list[str] = []

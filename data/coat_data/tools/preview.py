@@ -83,19 +83,11 @@ def write_preview(
     """Write the page.
 
     Args:
-        path: the source, as for :class:`SampleDataset`.
-        out: HTML file to write.
         number: number of samples, evenly spaced over the source; the first ones of a source without
             random access.
-        model: shows the input of this model.
-        options: further arguments of :class:`SampleDataset`.
 
     Returns:
         The number of samples on the page.
-
-    Raises:
-        DataError: the source cannot be opened.
-        ValueError: ``number`` is not positive.
     """
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")

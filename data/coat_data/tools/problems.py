@@ -20,9 +20,6 @@ class ProblemList:
     """Prints problems as they come, and counts those that are equal to earlier ones.
 
     Problems are equal if they differ only in the medium, in quoted names and in numbers.
-
-    Args:
-        say: prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -57,11 +54,7 @@ def group_equal(errors: Iterable[DataError]) -> list[list[DataError]]:
 
 
 def summarize(errors: Sequence[DataError]) -> str:
-    """Return one line for equal problems: the first one, the number, and the rows.
-
-    Args:
-        errors: equal problems in the order of the rows, at least one.
-    """
+    """Return one line for equal problems: the first one, the number, and the rows."""
     if len(errors) == 1:
         return str(errors[0])
     found = [_WHERE.match(error.where) for error in errors]

@@ -26,11 +26,7 @@ def read_samples(dataset: SampleDataset, job: str) -> Iterator[Sample | DataErro
 
 
 def decode(media: Media) -> None:
-    """Decode an image, or one frame of a video.
-
-    Raises:
-        DataError: the medium cannot be decoded; names the path.
-    """
+    """Decode an image, or one frame of a video."""
     if media.kind == "image":
         open_image(media)
     else:
@@ -40,11 +36,7 @@ def decode(media: Media) -> None:
 
 
 def media_bytes(media: Media) -> bytes:
-    """Read the encoded file of a medium.
-
-    Raises:
-        DataError: it is missing or several files, or its URL cannot be read; names the path.
-    """
+    """Read the encoded file of a medium."""
     if media.frames:
         raise DataError(
             str(media.path),
@@ -76,12 +68,6 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
     After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is
     unchanged. The temporary folder of a process that was killed is removed by the next call for
     the same ``out_dir``.
-
-    Args:
-        out_dir: folder to make; it must not exist, or be empty.
-
-    Yields:
-        The folder to write into.
 
     Raises:
         DataError: ``out_dir`` has files in it or is a file.

@@ -76,17 +76,7 @@ class SourceStats:
 def collect(
     path: str | Path, *, sizes: bool = True, workers: int | None = None, **options: Any
 ) -> list[SourceStats]:
-    """Return the statistics of every source of ``path``: one entry for each source of a list.
-
-    Args:
-        path: the source, as for :class:`SampleDataset`.
-        sizes: read the header of every image.
-        workers: processes; see :func:`coat_data.tools.workers.count_workers`.
-        options: further arguments of :class:`SampleDataset`.
-
-    Raises:
-        DataError: a source cannot be opened.
-    """
+    """Return the statistics of every source of ``path``: one entry for each source of a list."""
     found: list[SourceStats] = []
     for dataset in SampleDataset(path, in_order=True, **options).sources():
         stats = SourceStats(name=dataset.name, format=dataset.format)

@@ -42,11 +42,7 @@ T = TypeVar("T")
 
 
 def count_workers(workers: int | None) -> int:
-    """Return the number of processes: ``workers``, or one per usable core up to the limit.
-
-    Raises:
-        ValueError: ``workers`` is less than 1.
-    """
+    """Return the number of processes: ``workers``, or one per usable core up to the limit."""
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}; give 1 or more")
     usable = hasattr(os, "sched_getaffinity")
@@ -68,14 +64,9 @@ def map_chunks(
     only be read in order (a compressed tar), remote Parquet files, and a single chunk.
 
     Args:
-        dataset: the source.
         work: a function of the samples of a chunk and the errors of its bad rows.
-        job: what is done, for the progress bar.
-        workers: see :func:`count_workers`.
-        rows: rows of a chunk.
 
     Raises:
-        ValueError: ``workers`` is less than 1.
         DataError: a worker process was killed; names the rows that it read.
         RuntimeError: ``work`` raised an exception; names file and row.
     """

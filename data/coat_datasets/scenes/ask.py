@@ -68,11 +68,6 @@ def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[
     ``by_shape`` names the shapes in alphabetical order, each before its color, so that the model
     has to find the color by the shape; ``reading_order`` and ``counted`` go from the top left to
     the bottom right.
-
-    Args:
-        scene: the scene.
-        style: style of the caption; only ``referring`` has several pairs, one for each shape.
-        rng: draws the order of the shapes for ``referring``.
     """
     if style == "referring":
         found = {thing.shape: thing for thing in scene.objects}
@@ -179,13 +174,7 @@ def ask(
     rng: np.random.Generator,
     num_questions: int,
 ) -> list[Asked]:
-    """Return up to ``num_questions`` training questions; fewer if the rules allow no more.
-
-    Args:
-        scene: the scene.
-        rng: random generator.
-        num_questions: number of questions, of all five kinds in turn, in random order.
-    """
+    """Return up to ``num_questions`` training questions; fewer if the rules allow no more."""
     asked: list[Asked] = []
     order: list[Kind] = ["presence"] if rng.random() < PRESENCE_FIRST else []
     for _ in range(num_questions):

@@ -65,18 +65,7 @@ def make_scenes(
     """Generate the data set in ``out_dir`` (complete, or not at all).
 
     Args:
-        out_dir: folder to make.
-        num_train: training images, each with one caption row.
         num_test: test images, each with one question in every evaluation folder; a multiple of 8.
-        num_val: validation images.
-        seed: seed of all random choices.
-
-    Returns:
-        Number of images, rows or questions by file or folder.
-
-    Raises:
-        ValueError: a number is invalid.
-        DataError: ``out_dir`` is not empty.
     """
     if num_train < 1 or num_val < 1 or num_test < 1 or num_test % TEST_CYCLE:
         raise ValueError(

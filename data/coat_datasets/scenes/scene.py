@@ -110,12 +110,7 @@ class Scene:
 
 
 def draw_scene(rng: np.random.Generator, pairs: Collection[Pair] = SEEN) -> Scene:
-    """Draw a random scene.
-
-    Args:
-        rng: random generator.
-        pairs: the (color, shape) pairs that may occur.
-    """
+    """Draw a random scene."""
     cell_size = IMAGE_SIZE // GRID
     number = int(rng.integers(MIN_OBJECTS, MAX_OBJECTS + 1))
     shapes = rng.permutation(len(SHAPES))[:number]
@@ -188,7 +183,6 @@ def draw_image(scene: Scene, rng: np.random.Generator) -> Image.Image:
     """Draw ``scene`` as an RGB image of :data:`IMAGE_SIZE` x :data:`IMAGE_SIZE` pixels.
 
     Args:
-        scene: the scene.
         rng: draws the background's brightness, tint and noise.
     """
     tint = rng.integers(224, 246) + rng.integers(-5, 6, size=3)
