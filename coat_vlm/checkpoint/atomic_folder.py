@@ -4,21 +4,35 @@ A folder is written under a temporary name that starts with ``.tmp-``, synced, l
 manifest.json with sizes and SHA-256, and then renamed. A previous folder of that name is renamed to
 ``.old-...`` before and deleted afterwards; if the process is killed in between,
 :func:`recover_folders` restores it.
+
+:func:`write_folder` writes on rank 0 only. :class:`FolderSave` writes with all ranks while training
+goes on: a thread of each rank writes and syncs its files, and then lists them in a file of the
+temporary folder. The thread of rank 0 waits for all lists, checks that the listed files are there,
+writes the manifest and renames the folder. Threads use no collectives, since training does.
 """
 
 import json
+import logging
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
-from safetensors import SafetensorError
+from coat_data.saved_files import sync, write_text
+from coat_vlm.checkpoint.folder_files import CancelledError, FolderFiles, name_failed_file
+from coat_vlm.checkpoint.manifest import Entry, find_wrong_size, write_manifest
+from coat_vlm.checkpoint.verify import WAIT_S
+from coat_vlm.distributed import ALONE, World
 
-from coat_data.saved_files import sync
-from coat_vlm.checkpoint.folder_writer import FolderWriter, name_failed_file
-from coat_vlm.checkpoint.manifest import Entry, write_manifest
-from coat_vlm.distributed import World
+logger = logging.getLogger(__name__)
+
+COMMIT_S = 1800.0
+"""Seconds that rank 0 waits for the other ranks when its own files are written."""
+GRACE_S = 20.0
+"""The same while this process ends after an error, when other ranks may already have ended."""
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old-"
@@ -30,41 +44,184 @@ Check = Callable[[], None]
 def write_folder(
     target: Path, world: World, write: Callable[[Path], None], check: Check | None = None
 ) -> None:
-    """Write a folder on the main process, and replace ``target`` with it atomically.
+    """Write a folder on rank 0, and replace ``target`` with it atomically.
 
     If writing fails or a process is killed at any time, an existing ``target`` stays unchanged (see
     :func:`recover_folders`).
 
     Args:
         target: the folder.
-        world: the processes of the run; all must call this, and all raise an error if it failed.
-        write: writes the files into the given folder; called on the main process only.
+        world: all ranks must call this, and all raise an error if it failed.
+        write: writes the files into the given folder; called on rank 0 only.
         check: called before writing and before the rename.
 
     Raises:
         OSError: the folder could not be written, for example because the disk is full.
     """
 
+    def write_files(files: FolderFiles) -> None:
+        try:
+            write(files.folder)
+            files.add_written()
+        except Exception as error:
+            raise name_failed_file(error, files.folder) from error
+
     def write_alone() -> None:
         if check is not None:
             check()
-        temporary = make_temporary(target)
+        save = FolderSave(make_temporary(target), target, ALONE, check)
         try:
-            writer = FolderWriter(temporary)
-            try:
-                write(temporary)
-                writer.add_written()
-            except Exception as error:
-                raise name_failed_file(error, temporary) from error
-            writer.sync_folders()
-            commit_folder(temporary, target, writer.entries, check)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            # Some writers raise RuntimeError if the disk is full.
-            raise save_error(target, error) from error
+            save.run(write_files)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # made here, and renamed after success
+            shutil.rmtree(save.temporary, ignore_errors=True)
+        if isinstance(save.failure, OSError | RuntimeError):  # some writers raise RuntimeError
+            raise save_error(target, save.failure) from save.failure
+        if save.failure is not None:
+            raise save.failure
 
     world.run_on_rank0(write_alone)
+
+
+class FolderSave:
+    """One folder that all ranks write.
+
+    Args:
+        temporary: an empty folder that rank 0 made (:func:`make_temporary`).
+        target: its name when it is complete.
+        world: the processes of the run.
+        check: called on rank 0 before the rename.
+
+    Attributes:
+        failure: why this rank failed, after :meth:`wait`.
+    """
+
+    def __init__(
+        self, temporary: Path, target: Path, world: World, check: Check | None = None
+    ) -> None:
+        self.temporary = temporary
+        self.target = target
+        self.failure: Exception | None = None
+        self._world = world
+        self._check = check
+        self._cancelled = Event()
+        self._deadline = float("inf")
+        self._thread: Thread | None = None
+
+    def run(
+        self, write: Callable[[FolderFiles], None], finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write this rank's files; on rank 0 then commit the folder and call ``finish``.
+
+        Exceptions become :attr:`failure`.
+        """
+        try:
+            files = FolderFiles(self.temporary, self._cancelled)
+            try:
+                write(files)
+                files.sync_folders()
+            except Exception:  # of any kind: it is raised again
+                files.delete_written()  # so that the report below fits on a full disk
+                raise
+            if self._world.is_main:
+                self._commit(self._collect(files.entries))
+                finish()
+            else:
+                self._report({"files": files.entries})
+        except Exception as error:
+            self.fail(error)
+
+    def start(self, write: Callable[[FolderFiles], None], finish: Callable[[], None]) -> None:
+        """Call :meth:`run` in a thread."""
+        # The interpreter does not wait for a daemon: the process can end although a disk hangs.
+        self._thread = Thread(target=self.run, args=(write, finish), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """Record that this rank failed, and tell rank 0."""
+        self.failure = error
+        if not self._world.is_main:
+            try:
+                self._report({"error": f"{error}"})
+            except OSError as unreported:
+                logger.warning("rank 0 cannot be told of a failed save: %s", unreported)
+
+    def wait(self) -> None:
+        """Wait until this rank has written its files; on rank 0, until the folder is complete."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def hurry(self) -> None:
+        """Let rank 0 wait no longer than ``GRACE_S`` for the other ranks."""
+        self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
+
+    def cancel(self) -> None:
+        """Stop writing as soon as possible; the folder is not completed."""
+        self._cancelled.set()
+
+    def _report(self, content: dict[str, Any]) -> None:
+        # Not synced: as soon as rank 0 sees the list, it may rename the folder.
+        write_text(self._list_path(self._world.rank), json.dumps(content), durable=False)
+
+    def _list_path(self, rank: int) -> Path:
+        return self.temporary / f".written-{rank:05d}.json"
+
+    def _collect(self, own: dict[str, Entry]) -> dict[str, Entry]:
+        """Wait for the lists of all ranks, check that the files are there, and delete the lists."""
+        self._deadline = min(self._deadline, time.monotonic() + COMMIT_S)
+        entries = dict(own)
+        for rank in range(1, self._world.size):
+            path = self._list_path(rank)
+            self._wait_until(path.is_file, f"rank {rank} has not written its files")
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if "error" in content:
+                raise OSError(f"rank {rank}: {content['error']}")
+            written = {name: Entry(*entry) for name, entry in content["files"].items()}
+            entries |= written
+            self._deadline = max(self._deadline, time.monotonic() + WAIT_S)
+            for name, entry in written.items():
+                self._wait_until(
+                    lambda name=name, entry=entry: not self._find_wrong(name, entry),
+                    f"rank {rank} wrote {name}, and rank 0 does not see it with {entry.size} bytes",
+                )
+        for rank in range(1, self._world.size):
+            self._list_path(rank).unlink()
+        for name, entry in own.items():
+            if wrong := self._find_wrong(name, entry):
+                raise OSError(f"{wrong}, which were just written")
+        return entries
+
+    def _find_wrong(self, name: str, entry: Entry) -> str | None:
+        return find_wrong_size(self.temporary, name, entry)
+
+    def _wait_until(self, ready: Callable[[], bool], otherwise: str) -> None:
+        """Wait for a condition on the files of another rank."""
+        pause = 0.01
+        while not ready():
+            if self._cancelled.is_set():
+                raise CancelledError(f"{self.target} was not completed")
+            if time.monotonic() > self._deadline:
+                raise OSError(f"{otherwise} in time")
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+            next(self.temporary.iterdir(), None)  # NFS compares its listing with the server's
+
+    def _commit(self, entries: Mapping[str, Entry]) -> None:
+        """Write the manifest of the folder, whose files are synced, and rename the folder."""
+        target = self.target
+        write_manifest(self.temporary, entries)
+        sync(self.temporary)
+        if self._check is not None:
+            self._check()
+        if not target.exists():
+            self.temporary.rename(target)
+        else:
+            old = target.with_name(f"{_OLD}{target.name}")
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            self.temporary.rename(target)
+            sync(target.parent)
+            shutil.rmtree(old)
+        sync(target.parent)
 
 
 def save_error(target: Path, reason: object) -> OSError:
@@ -76,11 +233,7 @@ def save_error(target: Path, reason: object) -> OSError:
 
 
 def make_temporary(target: Path) -> Path:
-    """Create an empty folder beside ``target``, of a name that no other process uses.
-
-    Raises:
-        OSError: the folder could not be created.
-    """
+    """Create an empty folder next to ``target``, of a name that no other process uses."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{_TEMPORARY}{target.name}.{secrets.token_hex(4)}")
@@ -88,33 +241,6 @@ def make_temporary(target: Path) -> Path:
     except OSError as error:
         raise save_error(target, error) from error
     return temporary
-
-
-def commit_folder(
-    temporary: Path, target: Path, entries: Mapping[str, Entry], check: Check | None = None
-) -> None:
-    """Write the manifest of a folder whose files are synced, and rename the folder to ``target``.
-
-    Args:
-        temporary: the folder; see :func:`make_temporary`.
-        target: its new name; an existing folder is replaced.
-        entries: the files for the manifest.
-        check: called before the rename.
-    """
-    write_manifest(temporary, entries)
-    sync(temporary)
-    if check is not None:
-        check()
-    if not target.exists():
-        temporary.rename(target)
-    else:
-        old = target.with_name(f"{_OLD}{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        temporary.rename(target)
-        sync(target.parent)
-        shutil.rmtree(old)
-    sync(target.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

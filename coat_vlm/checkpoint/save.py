@@ -1,7 +1,7 @@
 """Saves checkpoints of an engine atomically, while training goes on, and deletes old ones.
 
 A save copies the tensors of each rank to host memory, and a thread of each rank writes them
-(:mod:`coat_vlm.checkpoint.commit`). A failure is raised on all ranks when they meet next: at the
+(:class:`.atomic_folder.FolderSave`). A failure is raised on all ranks when they meet next: at the
 next save or at the end of the stage.
 """
 
@@ -16,9 +16,14 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from coat_vlm.checkpoint.atomic_folder import Check, make_temporary, remove_folder, save_error
-from coat_vlm.checkpoint.commit import FolderSave
-from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.atomic_folder import (
+    Check,
+    FolderSave,
+    make_temporary,
+    remove_folder,
+    save_error,
+)
+from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.host_copies import HostCopies
 from coat_vlm.checkpoint.keep import KeepRule, SavedStep, choose_deletions
 from coat_vlm.checkpoint.load import list_checkpoints, path_step
@@ -161,7 +166,7 @@ class CheckpointSaver:
             self._check()
         return make_temporary(target)
 
-    def _copy(self, progress: Progress) -> Callable[[FolderWriter], None]:
+    def _copy(self, progress: Progress) -> Callable[[FolderFiles], None]:
         """Copy what a checkpoint contains; return a function that writes this rank's files."""
         rank = self._world.rank
         shards = ShardWriter(rank, None if self._copies is None else self._copies.copy)
@@ -172,7 +177,7 @@ class CheckpointSaver:
         if self._copies is not None:
             self._copies.wait()
 
-        def write(folder: FolderWriter) -> None:
+        def write(folder: FolderFiles) -> None:
             shards.write(folder)
             folder.write_json(f"random-{rank:05d}.json", random_state)
             if self._world.is_main:
@@ -210,35 +215,6 @@ class CheckpointSaver:
                 remove_folder(paths[step])
             except OSError as error:  # the new checkpoint is complete
                 logger.warning("the old checkpoint %s was not deleted: %s", paths[step], error)
-
-
-def save_checkpoint(
-    folder: Path,
-    engine: DeepSpeedEngine,
-    progress: Progress,
-    world: World,
-    keep: int,
-    describe: Callable[[Path], None] | None = None,
-    check: Check | None = None,
-) -> Path:
-    """Save a single checkpoint, complete on return; see :class:`CheckpointSaver`.
-
-    Args:
-        folder: the stage's checkpoints folder.
-        engine: model and optimizer, between two steps.
-        progress: the progress of the stage.
-        world: the processes of the run.
-        keep: number of checkpoints to keep.
-        describe: see :class:`CheckpointSaver`.
-        check: see :class:`CheckpointSaver`.
-
-    Raises:
-        OSError: the checkpoint could not be written; earlier ones are unchanged.
-    """
-    saver = CheckpointSaver(
-        folder, engine, world, KeepRule(last=keep), describe=describe, background=False, check=check
-    )
-    return saver.save(progress)
 
 
 def save_engine_state(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> None:

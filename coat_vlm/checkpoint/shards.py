@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coat_kernels import join_master
-from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.manifest import read_manifest
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.optim.state import LOW_BITS, by_element
@@ -83,7 +83,7 @@ class ShardWriter:
             }
         )
 
-    def write(self, folder: FolderWriter) -> None:
+    def write(self, folder: FolderFiles) -> None:
         """Write the tensors and the index into a checkpoint.
 
         Raises:

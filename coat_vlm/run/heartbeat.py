@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from coat_data.saved_files import write_text
 from coat_vlm.distributed import World
 
 FOLDER = "heartbeat"
@@ -171,10 +172,7 @@ class Heartbeat:
             activity=activity,
             seconds=round(time.monotonic() - since, 1),
         )
-        path = self._path(self._world.rank)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(state)), encoding="utf-8")
-        new.replace(path)
+        write_text(self._path(self._world.rank), json.dumps(asdict(state)), durable=False)
 
     def _watch(self) -> None:
         """Warn about ranks that are elsewhere, once for each activity; end after the time limit."""

@@ -16,11 +16,11 @@ class FormatVersionError(ValueError):
 
 
 @contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside ``path``; sync it and rename it to ``path`` at the end.
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a temporary file next to ``path``; sync it and rename it to ``path`` at the end.
 
-    ``path`` has its earlier content or all of the new one, also after a crash of the machine. After
-    an exception it is unchanged. Its folder is created.
+    ``path`` has its earlier content or all of the new one, also after a crash of the machine unless
+    ``durable`` is False. After an exception it is unchanged. Its folder is created.
 
     Raises:
         OSError: the file could not be written; the error names ``path``.
@@ -30,19 +30,21 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
-        sync(path.parent)
+        if durable:
+            sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file by ``text`` in UTF-8; see :func:`replace_file`."""
-    with replace_file(path) as file:
+    with replace_file(path, durable=durable) as file:
         file.write(text.encode("utf-8"))
 
 

@@ -22,7 +22,7 @@ from coat_vlm.checkpoint.atomic_folder import recover_folders
 from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.checkpoint.metadata import Progress, read_progress
-from coat_vlm.checkpoint.save import CheckpointSaver, save_checkpoint
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.distributed import ALONE
 from coat_vlm.optim import CoatAdamW
@@ -33,7 +33,7 @@ BACKGROUND = "background" in sys.argv
 
 
 def engine_of(step: int) -> Any:
-    """What save_checkpoint needs of an engine at stage 0, every number of it that of a step."""
+    """What CheckpointSaver needs of an engine at stage 0, every number of it that of a step."""
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     optimizer = CoatAdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     for parameter in model.parameters():
@@ -57,14 +57,10 @@ def save_for_ever(folder: Path, step: int, report: int) -> None:
         )  # fmt: skip
         engine = engine_of(step)
         os.write(report, b"+")  # begins
-        if BACKGROUND:
-            saver = CheckpointSaver(folder, engine, ALONE, KeepRule(last=2))
-            for _ in range(2):
-                saver.save(progress)
-            saver.finish()
-        else:
-            for _ in range(2):
-                save_checkpoint(folder, engine, progress, ALONE, keep=2)
+        saver = CheckpointSaver(folder, engine, ALONE, KeepRule(last=2), background=BACKGROUND)
+        for _ in range(2):
+            saver.save(progress)
+        saver.finish()
         os.write(report, b".")  # ends
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from killing import engine_of
 from safetensors.torch import save_file
 
-from coat_vlm.checkpoint import commit, verify
+from coat_vlm.checkpoint import atomic_folder, verify
 from coat_vlm.checkpoint.atomic_folder import write_folder
 from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import find_checkpoint, load_checkpoint
@@ -169,7 +169,7 @@ def join(rank: int, size: int, port: int) -> World:
 
 def run_ranks(run: dict[str, Any]) -> list[Any]:
     verify.WAIT_S = run.get("wait_s", 60.0)
-    commit.GRACE_S = 2.0
+    atomic_folder.GRACE_S = 2.0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

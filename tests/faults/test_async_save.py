@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coat_vlm.checkpoint.atomic_folder import make_temporary
-from coat_vlm.checkpoint.commit import FolderSave
+from coat_vlm.checkpoint.atomic_folder import FolderSave, make_temporary
 from coat_vlm.distributed import World
 
 Run = Callable[..., list[Any]]
@@ -62,7 +61,7 @@ def test_rank_0_may_rename_the_folder_as_soon_as_the_lists_are_there(
     temporary, cpu = make_temporary(target), torch.device("cpu")
     saves = [FolderSave(temporary, target, World(rank, 2, cpu)) for rank in range(2)]
     for rank, save in enumerate(saves):
-        save.start(lambda folder, rank=rank: folder.write(f"rank-{rank}", [b"x"]), lambda: None)
+        save.start(lambda files, rank=rank: files.write(f"rank-{rank}", [b"x"]), lambda: None)
     for save in saves:
         save.wait()
     assert [save.failure for save in saves] == [None, None]

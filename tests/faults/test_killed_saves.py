@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders, write_folder
-from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.verify import find_damage
@@ -87,7 +87,7 @@ def test_a_flipped_bit_and_a_truncated_file_are_named_and_passed_over(
 
 def test_a_file_that_the_disk_damaged_while_it_was_written_is_found(tmp_path: Path) -> None:
     """The hash is of what was to be written, not of what the disk returns."""
-    writer = FolderWriter(tmp_path)
+    writer = FolderFiles(tmp_path)
 
     def chunks() -> Iterator[bytes]:
         yield bytes([1]) * 100_000

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from coat_vlm.checkpoint.atomic_folder import read_json, write_json
-from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.metadata import Contents, SavedParameter, read_contents
 from coat_vlm.checkpoint.partitions import Fragment
@@ -79,7 +79,7 @@ def test_optimizers_and_their_codecs_have_different_names() -> None:
 
 
 def write_shards(writer: ShardWriter, folder: Path) -> None:
-    files = FolderWriter(folder)
+    files = FolderFiles(folder)
     writer.write(files)
     write_manifest(folder, files.entries)
     for path in folder.glob("*.safetensors"):

@@ -46,16 +46,11 @@ class CancelledError(Exception):
     """Writing was cancelled, because the process ends."""
 
 
-class FolderWriter:
-    """Writes files into a folder and records their sizes and SHA-256.
+class FolderFiles:
+    """Writes files into a folder, which is created, and records their sizes and SHA-256.
 
-    Args:
-        folder: the folder; created if it does not exist.
-        cancelled: ends the writing when set.
-
-    Attributes:
-        folder: see above.
-        entries: the files written so far, by path relative to the folder.
+    Writing ends when ``cancelled`` is set. ``entries`` are the files written so far, by path
+    relative to the folder, with ``/`` between parts.
     """
 
     def __init__(self, folder: Path, cancelled: Event | None = None) -> None:
@@ -66,11 +61,7 @@ class FolderWriter:
         folder.mkdir(exist_ok=True)
 
     def write(self, name: str, chunks: Iterable["bytes | memoryview"]) -> None:
-        """Write a file.
-
-        Args:
-            name: path relative to the folder, with ``/`` between parts.
-            chunks: the content.
+        """Write a file of this path relative to the folder.
 
         Raises:
             OSError: the file could not be written; the error names it.
