@@ -5,27 +5,25 @@ A step with bad gradients changes nothing.
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
+import tiny_run
 from safetensors.torch import load_file
 
 from coat_cli.main import main
-
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bad_gradients_are_counted_and_then_stop_the_run(
     tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
-    recipe = training["tiny_recipe"](tiny_data, tmp_path / "run", zero_stage=zero_stage)
+    recipe = tiny_run.tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage)
     stage = recipe["stages"]["sft"]
     stage["language"] = {"train": True, "lr": 1e30}  # after the first step nothing is finite
     stage.update(max_skipped_steps=2, save_steps=1, lr_scheduler_type="constant", val_data=[])
     recipe["save_total_limit"] = 9
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 2, done.stderr[-3000:]
     assert re.search(
         r"step 4: gradients are NaN or infinite \(first in (language_model|projector)\S+, one of "
@@ -55,15 +53,15 @@ def test_bad_rows_stop_the_run_or_are_listed(tiny_data: Path, tmp_path: Path) ->
     rows[4]["image"] = "missing.png"
     bad = tiny_data / "bad.json"
     bad.write_text(json.dumps(rows))
-    recipe = training["tiny_recipe"](tiny_data, tmp_path / "run")
+    recipe = tiny_run.tiny_recipe(tiny_data, tmp_path / "run")
     recipe["stages"]["sft"].update(data=[{"name": "bad", "path": str(bad)}], max_steps=3)
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 2
     assert "bad.json:4" in done.stderr
     assert "missing.png" in done.stderr
     assert "Traceback" not in done.stderr
     recipe["stages"]["sft"]["max_bad_samples"] = 5
-    done = training["train"](recipe, tmp_path, "--overwrite")
+    done = tiny_run.train(recipe, tmp_path, "--overwrite")
     assert done.returncode == 0, done.stderr[-2000:]
     (listed,) = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert "bad.json:4" in json.loads(listed)["where"]

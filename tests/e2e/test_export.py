@@ -1,12 +1,12 @@
 """A run that changes its ranks and its ZeRO stage twice, and what its checkpoints export."""
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -14,8 +14,6 @@ from transformers import AutoModelForImageTextToText
 from coat_cli.main import main
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.generate import load
-
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 SEGMENTS = [(2, 2), (1, 3), (1, 0)]
 """Ranks and ZeRO stage: of two steps each."""
@@ -26,14 +24,14 @@ def changing(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run of six steps, each two of them with other ranks; the tower is frozen."""
     folder = tmp_path_factory.mktemp("changing")
     for number, (ranks, zero_stage) in enumerate(SEGMENTS):
-        recipe = training["tiny_recipe"](
+        recipe = tiny_run.tiny_recipe(
             tiny_data, folder / "run", precision="coat", save_total_limit=9, zero_stage=zero_stage
         )
         recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
         recipe["stages"]["sft"].update(save_steps=2, vision={"train": False})
         recipe["stages"]["sft"]["micro_batch_size"] = 2 if ranks == 1 else 4
         options = ["--resume", "auto"] if number else []
-        done = training["train"](training["no_dropout"](recipe), folder, *options, ranks=ranks)
+        done = tiny_run.train(tiny_run.no_dropout(recipe), folder, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         if number:
             assert f"repartitioned for {ranks} at stage {zero_stage}" in done.stderr + done.stdout
@@ -63,7 +61,7 @@ def exported(source: Path, target: Path, *options: str) -> dict[str, torch.Tenso
 
 def test_the_losses_are_those_of_an_unchanged_run(changing: Path) -> None:
     """The first segment ran all six steps; the later ones repeat four of them."""
-    changed, unchanged = (training["losses"](run) for run in (changing, changing / "after-2"))
+    changed, unchanged = (tiny_run.losses(run) for run in (changing, changing / "after-2"))
     assert changed[:2] == unchanged[:2]
     assert changed[2:] != unchanged[2:]
     assert changed == pytest.approx(unchanged, rel=0.01)  # FP8 scales are a micro-batch's

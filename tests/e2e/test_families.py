@@ -2,13 +2,14 @@
 
 import json
 import re
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import started
+import tiny_run
 import torch
 from family_folders import MAKERS
 from PIL import Image
@@ -21,8 +22,6 @@ from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.generate import PromptEncoder, generate, load, media_inputs
 from coat_vlm.model.families import FAMILIES
-
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 SIX_LINES = """\
 name: six
@@ -80,7 +79,7 @@ def make_recipe(data: Path, source: Path, run: Path, questions: Path | None = No
 
 
 def train(recipe: Any, folder: Path, *options: str, ranks: int = 1) -> str:
-    done = training["train"](recipe, folder, *options, ranks=ranks)
+    done = tiny_run.train(recipe, folder, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr + done.stdout
 
@@ -160,11 +159,9 @@ def test_it_continues_bit_for_bit(run: Path, tiny_data: Path, tmp_path: Path) ->
     shutil.rmtree(again / "sft" / "checkpoints" / "step-00000004")
     path = again / "recipe.yaml"
     path.write_text(path.read_text().replace(str(run), str(again)))
-    done = training["started"].run(
-        ["train", str(path), "--resume", "auto"], ranks=2, env=training["ENV"]
-    )
+    done = started.run(["train", str(path), "--resume", "auto"], ranks=2, env=tiny_run.ENV)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert training["losses"](again) == training["losses"](run)
+    assert tiny_run.losses(again) == tiny_run.losses(run)
     ours, theirs = weights(again / "sft" / "model"), weights(run / "sft" / "model")
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
@@ -286,7 +283,7 @@ def test_fp8(
     plain = make_recipe(tiny_data, source, tmp_path / "plain")
     del plain["stages"]["align"]
     train(plain, tmp_path)
-    pairs = zip(*(training["losses"](tmp_path / one) for one in ("run", "plain")), strict=True)
+    pairs = zip(*(tiny_run.losses(tmp_path / one) for one in ("run", "plain")), strict=True)
     for number, (fp8, fp32) in enumerate(pairs):
         # The first loss is of the same weights: FP8 has 3 mantissa bits, so each of the products
         # is off by up to 2^-4 of its size and their sums by less.
@@ -300,7 +297,7 @@ def test_six_lines(family: str, published: Path, tiny_data: Path, tmp_path: Path
     text = SIX_LINES.format(run=tmp_path / "run", source=published / family, data=tiny_data)
     assert len(text.splitlines()) <= 6
     path.write_text(text)
-    done = training["started"].run(["train", str(path)], env=training["ENV"])
+    done = started.run(["train", str(path)], env=tiny_run.ENV)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run/sft/model/config.json").is_file()
 
@@ -319,13 +316,13 @@ def test_another_family_ends_before_the_engine(
     source.mkdir()
     (source / "config.json").write_text(json.dumps(change))
     recipe = make_recipe(tiny_data, source, tmp_path / "run")
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "run").exists()
     recipe = make_recipe(tiny_data, published / "qwen3_vl", tmp_path / "run")
     recipe["init_from"] = str(published / "llava_onevision")
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert "is a Qwen3-VL; name a folder of the same family" in done.stderr
 
 
@@ -344,7 +341,7 @@ def test_another_family_ends_before_the_engine(
 )
 def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, Path("Qwen/Qwen3-VL-2B-Instruct"), tmp_path / "run")
-    path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
+    path = tiny_run.write_recipe(recipe, tmp_path / "recipe.yaml")
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(str(path), changes)
     saved = load_recipe(str(path), ["model.max_pixels=200704"])
@@ -360,7 +357,7 @@ def test_what_needs_a_composed_model(
 ) -> None:
     source = published / "qwen3_vl"
     recipe = make_recipe(tiny_data, source, tmp_path / "run")
-    path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
+    path = tiny_run.write_recipe(recipe, tmp_path / "recipe.yaml")
     assert main(["plan", str(path)]) == 2
     assert "coat-vlm plan supports models composed of" in capsys.readouterr().err
     for option, value in (("--format", "llava"), ("--weights", "fp8")):

@@ -1,13 +1,13 @@
 """LoRA as a user runs it: two ranks at ZeRO-2, resumed, exported merged and as peft's folder."""
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import tiny_run
 import torch
 from safetensors.torch import load_file
 
@@ -15,14 +15,12 @@ from coat_cli.main import main
 from coat_vlm.generate import load
 from coat_vlm.model.vlm import CoatVlm
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-
 RANK, ALPHA = 4, 12
 
 
 def lora_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     """Align trains the projector, sft adapters of tower and language model, and the projector."""
-    recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
+    recipe = tiny_run.tiny_recipe(data, run, save_total_limit=9, **changes)
     recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
     sft = recipe["stages"]["sft"]
     sft.update(vision={"train": False}, max_steps=4, save_steps=2)
@@ -38,7 +36,7 @@ def lora_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
 def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     recipe = lora_recipe(tiny_data, folder / "run", zero_stage=2)
-    done = training["train"](recipe, folder, ranks=2)
+    done = tiny_run.train(recipe, folder, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rsLoRA rank 4, alpha 12, dropout 0.05 on 13 layers" in done.stderr + done.stdout
     return folder / "run"
@@ -80,9 +78,9 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(
     again = tmp_path / "run"
     stopped_after_two_steps(run, again)
     recipe = lora_recipe(tiny_data, again, zero_stage=2)
-    done = training["train"](recipe, tmp_path, "--resume", "auto", ranks=2)
+    done = tiny_run.train(recipe, tmp_path, "--resume", "auto", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert training["losses"](again) == training["losses"](run)
+    assert tiny_run.losses(again) == tiny_run.losses(run)
     for folder, name in (("model", "model"), ("model/adapter", "adapter_model")):
         ours, theirs = (weights(at / "sft" / folder, f"{name}.safetensors") for at in (again, run))
         assert ours.keys() == theirs.keys()
@@ -169,7 +167,7 @@ def test_a_run_in_coat_at_stage_3_from_its_own_parts(
     recipe = lora_recipe(tiny_data, tmp_path / "run", precision="coat", zero_stage=3)
     del recipe["stages"]["align"]
     recipe["stages"]["sft"].update(max_steps=2, gradient_checkpointing=True)
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "frozen linear layers in FP8, LoRA adapters in BF16" in done.stderr + done.stdout
     folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--adapter")
@@ -193,7 +191,7 @@ def test_dora_on_every_module_in_coat(
     sft = recipe["stages"]["sft"]
     sft["lora"] |= {"dora": True, "modules": ["vision", "projector", "language"]}
     sft.update(max_steps=2)
-    done = training["train"](recipe, tmp_path)
+    done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rsDoRA rank 4, alpha 12, dropout 0.05 on 15 layers" in done.stderr + done.stdout
     folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--adapter")

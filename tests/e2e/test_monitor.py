@@ -1,11 +1,11 @@
 """Runs whose recipe has a ``monitor``: what is written, what changes, and what a resume keeps."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
+import tiny_run
+
 BLOCK = "language_model.model.layers.0"
 TOWER = "vision_tower.model.encoder.layers.0"
 
@@ -13,11 +13,11 @@ TOWER = "vision_tower.model.encoder.layers.0"
 def run(data: Path, folder: Path, name: str, *options: str, **keys: Any) -> Path:
     """A run of six steps on two ranks or one; its folder."""
     ranks = keys.pop("ranks", 1)
-    recipe = training["tiny_recipe"](data, folder / name, precision="coat", **keys)
+    recipe = tiny_run.tiny_recipe(data, folder / name, precision="coat", **keys)
     recipe["stages"]["sft"]["save_steps"] = 2
     recipe["save_total_limit"] = 9
     recipe["tracking"] = {"tensorboard": True}
-    done = training["train"](recipe, folder, *options, ranks=ranks)
+    done = tiny_run.train(recipe, folder, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / f"{name}.out").write_text(done.stdout + done.stderr)
     return folder / name
@@ -32,7 +32,7 @@ def test_looking_changes_nothing(tiny_data: Path, tmp_path: Path) -> None:
     keys = {"ranks": 2, "zero_stage": 3}
     plain = run(tiny_data, tmp_path, "plain", **keys)
     looked = run(tiny_data, tmp_path, "looked", monitor={"every": 2}, **keys)
-    assert training["losses"](looked) == training["losses"](plain)
+    assert tiny_run.losses(looked) == tiny_run.losses(plain)
     assert [r["grad_norm"] for r in rows(looked, "step")] == [
         r["grad_norm"] for r in rows(plain, "step")
     ]
@@ -58,7 +58,7 @@ def test_a_block_goes_back_and_stays_so_when_resumed(tiny_data: Path, tmp_path: 
     for step in (2, 6):
         path = whole / "sft" / "checkpoints" / f"step-{step:08d}" / "trainer.json"
         assert json.loads(path.read_text())["bf16_blocks"] == [BLOCK]
-    before = training["losses"](whole)
+    before = tiny_run.losses(whole)
 
     (whole / "sft" / "model" / "manifest.json").unlink()
     for path in (whole / "sft" / "checkpoints").glob("step-*"):
@@ -66,11 +66,11 @@ def test_a_block_goes_back_and_stays_so_when_resumed(tiny_data: Path, tmp_path: 
             (path / "manifest.json").unlink()
     keys["monitor"] = None  # what was decided stays, whatever the recipe says now
     again = run(tiny_data, tmp_path, "whole", "--resume", "auto", **keys)
-    assert training["losses"](again) == before
+    assert tiny_run.losses(again) == before
     saved = json.loads((again / "sft" / "model" / "training.json").read_text())
     assert saved["bf16_blocks"] == [BLOCK]
 
     plain = run(tiny_data, tmp_path, "plain", **(keys | {"monitor": None}))
-    without = training["losses"](plain)
+    without = tiny_run.losses(plain)
     assert without[:2] == before[:2]
     assert without[2:] != before[2:]

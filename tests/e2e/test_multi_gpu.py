@@ -1,14 +1,13 @@
 """Training on two GPUs through NCCL: every ZeRO stage, resumption, another number of GPUs."""
 
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-train, losses = training["launch"], training["losses"]
+train, losses = tiny_run.launch, tiny_run.losses
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -18,8 +17,8 @@ are those of a rank's own tokens."""
 
 
 def recipe_of(data: Path, run: Path, precision: str, zero_stage: int, **stage: Any) -> Any:
-    recipe = training["no_dropout"](
-        training["tiny_recipe"](data, run, precision=precision, zero_stage=zero_stage)
+    recipe = tiny_run.no_dropout(
+        tiny_run.tiny_recipe(data, run, precision=precision, zero_stage=zero_stage)
     )
     recipe["stages"]["sft"].update(stage)
     return recipe

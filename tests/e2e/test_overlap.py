@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import runpy
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import tiny_run
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,8 +25,6 @@ from coat_vlm.train import stages
 from coat_vlm.train import step as step_module
 from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.step import TrainStep
-
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 TIMES = ("time", "step_s", "data_wait_s", "save_s", "val_s", "peak_memory_mb")
 KINDS = ("step", "save", "val", "monitor", "divergence", "rollback")
@@ -66,9 +64,9 @@ def train(
 
         folder = tmp_path / ("waiting" if overlaps is False else "overlapping")
         folder.mkdir(exist_ok=True)
-        recipe = training["tiny_recipe"](tiny_data, folder / "run", precision="coat", **keys)
+        recipe = tiny_run.tiny_recipe(tiny_data, folder / "run", precision="coat", **keys)
         recipe["stages"]["sft"].update(stage)
-        path = training["write_recipe"](recipe, folder / "recipe.yaml")
+        path = tiny_run.write_recipe(recipe, folder / "recipe.yaml")
         with monkeypatch.context() as patch:
             if overlaps is not None:
                 patch.setattr(stages, "steps_overlap", lambda *_: overlaps)
@@ -186,8 +184,8 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
     assert count == count_after == 4
     if allowed:
         assert status == 0
-        assert [row["skipped_steps"] for row in training["steps"](run)] == [0] * 4 + [1] * 4
-        assert [row["grad_norm"] is None for row in training["steps"](run)].index(True) == 4
+        assert [row["skipped_steps"] for row in tiny_run.steps(run)] == [0] * 4 + [1] * 4
+        assert [row["grad_norm"] is None for row in tiny_run.steps(run)].index(True) == 4
         assert not history[5][0].equal(history[5][2])
         return
     assert status == 2
@@ -238,7 +236,7 @@ def test_an_error_in_the_next_step_loses_no_row(
     assert status == 2
     end = [(5, "unread"), (6, "raised")]
     assert calls[-2:] == (end if method != "wait" else [(4, "unread"), end[0]])
-    assert [row["step"] for row in training["steps"](run)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in tiny_run.steps(run)] == [1, 2, 3, 4, 5]
 
 
 def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +254,7 @@ def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatc
     status, overlapping, calls = train(True, stage=stage)
     assert status == 75  # --resume auto continues
     assert calls[-2:] == [(4, "unread"), (5, "unread")]
-    assert [row["step"] for row in training["steps"](overlapping)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in tiny_run.steps(overlapping)] == [1, 2, 3, 4, 5]
     assert [path.name for path in (overlapping / "sft/checkpoints").iterdir()] == ["step-00000005"]
     status, _, calls = train(True, "--resume", "auto", stage=stage)
     assert (status, calls[0]) == (0, (6, "unread"))
@@ -290,7 +288,7 @@ def test_waiting_for_data_is_in_the_time_of_a_step(
     begun = time.perf_counter()
     _, run, _ = train(True, stage=stage)
     duration = time.perf_counter() - begun
-    rows = training["steps"](run)
+    rows = tiny_run.steps(run)
     assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [late]
     assert all(row["data_wait_s"] <= row["step_s"] for row in rows)
     assert sum(row["step_s"] for row in rows) < duration
@@ -311,7 +309,7 @@ def test_the_step_whose_time_has_a_capture_says_so(
 
     monkeypatch.setattr(TrainStep, "loss", capturing)
     _, run, _ = train(True, stage={"max_steps": 8, "val_data": [], "save_steps": 0})
-    rows = training["steps"](run)
+    rows = tiny_run.steps(run)
     assert [row["step"] for row in rows if row["step_s"] >= 2.5] == [4]
     assert [row["step"] for row in rows if row.get("captured")] == [4]
 
@@ -377,13 +375,13 @@ def test_a_wait_while_the_gpu_works_is_no_wait(
     monkeypatch.setattr(step_module, "_record_event", lambda _: Moment())
     stage = {"max_steps": 8, "val_data": [], "save_steps": save_steps}
     _, run, _ = train(True, stage=stage)
-    assert [row["step"] for row in training["steps"](run) if row["data_wait_s"] >= 2.5] == late
+    assert [row["step"] for row in tiny_run.steps(run) if row["data_wait_s"] >= 2.5] == late
 
 
 @pytest.mark.gpu
 def test_a_gpu_overlaps_steps_by_default(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the losses of steps that wait, and measures a wait for data in which it was idle."""
-    model = training["no_dropout"](training["tiny_recipe"](Path(), Path()))["model"]
+    model = tiny_run.no_dropout(tiny_run.tiny_recipe(Path(), Path()))["model"]
     stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
     status, waiting, calls = train(False, stage=stage, model=model)
     assert (status, calls) == (0, [(step, "read") for step in range(1, 9)])
@@ -392,7 +390,7 @@ def test_a_gpu_overlaps_steps_by_default(train: Any, monkeypatch: pytest.MonkeyP
     unread = range(2, 8)  # FP8 is measured in the first and the last step
     found = [(step, "unread" if step in unread else "read") for step in range(1, 9)]
     assert (status, calls) == (0, found)
-    rows, expected = training["steps"](overlapping), training["steps"](waiting)
+    rows, expected = tiny_run.steps(overlapping), tiny_run.steps(waiting)
     assert [row["loss"] for row in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
     assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [4]
     assert all(row["data_wait_s"] <= row["step_s"] for row in rows)

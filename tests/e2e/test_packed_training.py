@@ -1,24 +1,23 @@
 """Training with packing as users start it: ranks, resume, bad rows."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import yaml
 
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.checkpoint.metadata import read_progress
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-train = training["train"]
+train = tiny_run.train
 
 
 def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any]:
-    recipe = training["no_dropout"](training["tiny_recipe"](folder, output_dir))
+    recipe = tiny_run.no_dropout(tiny_run.tiny_recipe(folder, output_dir))
     recipe["model"].update(max_length=128, image={"augment": "none"})
     packing = {"tokens": 192, "images": 3, "align": 32}
     changes = {"batch_size": 6, "micro_batch_size": 1, "max_steps": 5, "val_data": []}
@@ -116,11 +115,9 @@ def test_training_without_padding_is_training_with_it(tiny_data: Path, tmp_path:
         source = {"name": "tiny", "path": str(tiny_data / "data.json")}
         recipe["stages"]["sft"].update(val_data=[source])
         del recipe["stages"]["sft"]["packing"]
-        path = training["write_recipe"](recipe, tmp_path / f"{name}.yaml")
+        path = tiny_run.write_recipe(recipe, tmp_path / f"{name}.yaml")
         words = [*program, "train", str(path)]
-        done = subprocess.run(
-            words, env=training["ENV"], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(words, env=tiny_run.ENV, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         for said in ("over 10% of padding are packed", "Packed sequences: attention uses"):
             assert (said in done.stderr + done.stdout) is (name == "packed"), said

@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from datasets import Dataset
 from family_folders import MAKERS
@@ -23,7 +23,6 @@ from coat_vlm.generate import load
 from coat_vlm.report import write_report
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e '.[trl]'")
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 COLORS = ("red", "green", "blue", "gray")
 STEPS, BETA = 12, 0.5
@@ -52,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
     """One step of sft, then dpo on all pairs in every step."""
-    recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
+    recipe = tiny_run.tiny_recipe(data, run, save_total_limit=9, **changes)
     recipe["model"]["image"] = {}
     recipe["model"]["template"] = "chatml"
     del recipe["model"]["language"]["config"]["attention_dropout"]
@@ -69,12 +68,12 @@ def make_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
 
 def train(recipe: dict[str, Any], folder: Path, *options: str, ranks: int = 1) -> None:
     folder.mkdir(exist_ok=True)
-    done = training["train"](recipe, folder, *options, ranks=ranks)
+    done = tiny_run.train(recipe, folder, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    return training["steps"](run, "dpo")
+    return tiny_run.steps(run, "dpo")
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +157,13 @@ def test_a_signal_ends_with_75_and_a_resume_continues_bit_for_bit(
     run: Path, data: Path, tmp_path: Path
 ) -> None:
     recipe = make_recipe(data, tmp_path / "run")
-    path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
+    path = tiny_run.write_recipe(recipe, tmp_path / "recipe.yaml")
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("dpo", "*.jsonl"))
     (tmp_path / "run" / "recipe.yaml").write_text(path.read_text())
-    command = [*training["TRAIN"], str(path), "--resume", "auto"]
+    command = [*tiny_run.TRAIN, str(path), "--resume", "auto"]
     log = tmp_path / "stderr"
     with log.open("wb") as stderr:
-        process = subprocess.Popen(command, env=training["ENV"], stderr=stderr)
+        process = subprocess.Popen(command, env=tiny_run.ENV, stderr=stderr)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not metrics.is_file() or '"step_s"' not in metrics.read_text():
         assert process.poll() is None, log.read_text()[-3000:]

@@ -1,22 +1,20 @@
 """QLoRA as a user runs it: two ranks at ZeRO-2, exports, and recipes that cannot work."""
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from safetensors.torch import load_file
 
 from coat_cli.main import main
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-
 
 def make_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
-    recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
+    recipe = tiny_run.tiny_recipe(data, run, save_total_limit=9, **changes)
     recipe["stages"]["sft"].update(vision={"train": False}, max_steps=4, save_steps=2)
     recipe["stages"]["sft"]["lora"] = {"rank": 4, "alpha": 8, "quantize": "nf4"}
     return recipe
@@ -55,7 +53,7 @@ def test_a_run_resumes_and_exports_the_original_weights(tiny_data: Path, tmp_pat
     """Two ranks; a resumed stage ends with the same losses; merged: the start's weights + BA."""
     pytest.importorskip("bitsandbytes")
     recipe = make_recipe(tiny_data, tmp_path / "run", zero_stage=2, precision="bf16")
-    done = training["train"](recipe, tmp_path, ranks=2)
+    done = tiny_run.train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "run", again)
@@ -63,17 +61,17 @@ def test_a_run_resumes_and_exports_the_original_weights(tiny_data: Path, tmp_pat
     shutil.rmtree(again / "sft/checkpoints/step-00000004")
     text = (again / "recipe.yaml").read_text()
     (again / "recipe.yaml").write_text(text.replace(str(tmp_path / "run"), str(again)))
-    done = training["train"](
+    done = tiny_run.train(
         {**recipe, "output_dir": str(again)}, tmp_path, "--resume", "auto", ranks=2
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = training["losses"](tmp_path / "run")
-    assert training["losses"](again) == losses
+    losses = tiny_run.losses(tmp_path / "run")
+    assert tiny_run.losses(again) == losses
     del recipe["stages"]["sft"]["lora"]["quantize"]
     recipe["stages"]["sft"]["max_steps"] = 1
-    done = training["train"]({**recipe, "output_dir": str(tmp_path / "plain")}, tmp_path, ranks=2)
+    done = tiny_run.train({**recipe, "output_dir": str(tmp_path / "plain")}, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert training["losses"](tmp_path / "plain")[0] != losses[0]
+    assert tiny_run.losses(tmp_path / "plain")[0] != losses[0]
     model = load_file(tmp_path / "run/sft/model/model.safetensors")
     adapters = load_file(tmp_path / "run/sft/model/adapter/adapter_model.safetensors")
     step = tmp_path / "run/sft/checkpoints/step-00000002"

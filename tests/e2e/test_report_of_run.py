@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import started
-from test_training import ENV, tiny_recipe, write_recipe
+from tiny_run import ENV, tiny_recipe, write_recipe
 
 from coat_vlm.config.load import load_recipe
 from coat_vlm.plan import plan_recipe

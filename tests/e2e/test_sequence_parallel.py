@@ -2,25 +2,24 @@
 
 import json
 import re
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 
 from coat_vlm.config.load import load_recipe
 from coat_vlm.train.checks import check_recipe
 
-training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-train, launch, losses = training["train"], training["launch"], training["losses"]
+train, launch, losses = tiny_run.train, tiny_run.launch, tiny_run.losses
 
 COUNTS = ("samples", "tokens", "supervised_tokens", "tiles", "vision_tokens", "tflop")
 
 
 def recipe_of(data: Path, run: Path, size: int, **changes: Any) -> Any:
     """A run of 4 steps with 4 attention heads that share 2 key heads."""
-    recipe = training["no_dropout"](training["tiny_recipe"](data, run, **changes))
+    recipe = tiny_run.no_dropout(tiny_run.tiny_recipe(data, run, **changes))
     recipe["model"]["language"]["config"].update(num_attention_heads=4, num_key_value_heads=2)
     recipe["stages"]["sft"].update(sequence_parallel=size, max_steps=4, save_steps=2)
     return recipe
@@ -136,7 +135,7 @@ def test_lora_and_bad_samples(tiny_data: Path, tmp_path: Path) -> None:
 def test_checks_before_training(
     tiny_data: Path, tmp_path: Path, overrides: list[str], ranks: int, why: str
 ) -> None:
-    path = training["write_recipe"](recipe_of(tiny_data, tmp_path / "run", 1), tmp_path / "r.yaml")
+    path = tiny_run.write_recipe(recipe_of(tiny_data, tmp_path / "run", 1), tmp_path / "r.yaml")
     found = check_recipe(load_recipe(str(path), overrides), num_ranks=ranks)
     assert [why in problem for problem in found.problems] == [True], found.problems
 
@@ -152,7 +151,7 @@ def test_checks_before_training(
 def test_settings_that_exclude_it(
     tiny_data: Path, tmp_path: Path, overrides: list[str], why: str
 ) -> None:
-    path = training["write_recipe"](recipe_of(tiny_data, tmp_path / "run", 2), tmp_path / "r.yaml")
+    path = tiny_run.write_recipe(recipe_of(tiny_data, tmp_path / "run", 2), tmp_path / "r.yaml")
     with pytest.raises(ValueError, match=f"sequence_parallel.*{why}|{why}.*sequence_parallel"):
         load_recipe(str(path), overrides)
 

@@ -2,93 +2,39 @@
 
 import copy
 import json
-import os
 import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import started
 import torch
 import yaml
 from safetensors.torch import load_file
+from tiny_run import (
+    ENV,
+    TRAIN,
+    launch,
+    losses,
+    no_dropout,
+    steps,
+    tiny_recipe,
+    train,
+    write_recipe,
+)
 
 from coat_cli.main import main
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
 
-
-def tiny_recipe(data: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe for ``tiny_data`` with one stage; ``changes`` replace its top-level keys."""
-    trains = {"train": True, "lr": 3e-3}
-    source = {"name": "tiny", "path": str(data / "data.json")}
-    recipe: dict[str, Any] = {
-        "name": "tiny",
-        "output_dir": str(output_dir),
-        "precision": "fp32",
-        "num_workers": 0,
-        "tracking": {"tensorboard": False},
-        "model": {
-            "vision": {
-                "config": {
-                    "model_type": "siglip_vision_model",
-                    "hidden_size": 16,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "intermediate_size": 32,
-                    "image_size": 16,
-                    "patch_size": 4,
-                },
-                "select_layer": -1,
-            },
-            "language": {
-                "config": {
-                    "model_type": "qwen2",
-                    "hidden_size": 32,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 1,
-                    "intermediate_size": 64,
-                    "max_position_embeddings": 128,
-                    "attention_dropout": 0.1,
-                }
-            },
-            "tokenizer": {"train_vocab_size": 280},
-            "image": {"augment": "crop_flip"},
-        },
-        "stages": {
-            "sft": {
-                "data": [source],
-                "val_data": [source],
-                "vision": trains,
-                "projector": trains,
-                "language": trains,
-                "batch_size": 8,
-                "micro_batch_size": 2,
-                "max_steps": 6,
-                "weight_decay": 0.01,
-            }
-        },
-    }
-    return {**recipe, **changes}
-
-
-def write_recipe(recipe: dict[str, Any], path: Path) -> Path:
-    """Write a recipe as YAML."""
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-def steps(run_dir: Path, stage: str = "sft") -> list[dict[str, Any]]:
-    """The steps of a stage in metrics.jsonl."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "step" and row["stage"] == stage]
+LINE = (
+    r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
+    r"wait \d+\.\d% imbalance \d+\.\d% mem [\d.]+ GB( first step [\d.]+ s)? eta \d:\d\d:\d\d"
+)
 
 
 def first_grad_norm(run_dir: Path) -> float:
@@ -96,55 +42,10 @@ def first_grad_norm(run_dir: Path) -> float:
     return steps(run_dir)[0]["grad_norm"]
 
 
-def losses(run_dir: Path, stage: str = "sft") -> list[float]:
-    """The training losses in metrics.jsonl by step."""
-    rows = steps(run_dir, stage)
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
-
-
 def videos(run_dir: Path) -> list[dict[str, int]]:
     """What was counted in steps that read a video, in metrics.jsonl."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row["videos"] for row in rows if row.get("videos")]
-
-
-LINE = (
-    r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
-    r"wait \d+\.\d% imbalance \d+\.\d% mem [\d.]+ GB( first step [\d.]+ s)? eta \d:\d\d:\d\d"
-)
-TRAIN = [sys.executable, "-m", "coat_cli.main", "train"]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def train(
-    recipe: dict[str, Any], tmp_path: Path, *options: str, ranks: int = 1
-) -> subprocess.CompletedProcess[str]:
-    path = write_recipe(recipe, tmp_path / "recipe.yaml")
-    return started.run(["train", str(path), *options], ranks=ranks, env=ENV)
-
-
-def launch(
-    recipe: dict[str, Any], tmp_path: Path, *options: str, ranks: int = 1, **popen: Any
-) -> subprocess.CompletedProcess[str]:
-    """As :func:`train`, by the real commands."""
-    path = write_recipe(recipe, tmp_path / "recipe.yaml")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launcher = TRAIN if ranks == 1 else [sys.executable, *torchrun, *TRAIN[1:]]
-    return subprocess.run(
-        [*launcher, str(path), *options],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **popen,
-    )
-
-
-def no_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
-    recipe["model"]["language"]["config"]["attention_dropout"] = 0.0
-    return recipe
 
 
 @pytest.fixture(scope="module")

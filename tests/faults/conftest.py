@@ -1,8 +1,7 @@
-"""The tiny data set of the end-to-end tests, and processes that the fault tests start."""
+"""Which fault tests always run, and the processes that they start."""
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -12,10 +11,30 @@ from typing import Any
 
 import pytest
 from fault_runs import Run, descendants, write_data
+from shared_run import small_run, tiny_data
 
 HERE = Path(__file__).parent
 
-tiny_data = runpy.run_path(str(HERE.parent / "e2e" / "conftest.py"))["tiny_data"]
+__all__ = ["small_run", "tiny_data"]
+
+FAST = (
+    "test_a_killed_save_leaves_the_checkpoint_before_it",
+    "test_three_kills",
+    "test_any_damaged_file_makes_a_resume_fall_back",
+    "test_a_stopped_rank_ends_the_run_within_the_time_limit_and_is_named",
+    "test_in_a_step[SIGTERM]",
+    "test_a_killed_launcher_leaves_no_orphan[torchrun-SIGKILL]",
+    "test_a_stopped_run_that_wakes_up_writes_nothing",
+    "test_resume_refuses_changed_data_unless_allowed[1]",
+)
+"""The faults of every test run; the others need ``-m faults``."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE and item.name not in FAST:
+            item.add_marker(pytest.mark.faults)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import re
-import runpy
 import shutil
 import types
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
+import tiny_run
 from safetensors.torch import load_file
 
 from coat_vlm.config import Recipe
@@ -25,15 +25,14 @@ from coat_vlm.train.resume import (
     find_stage_states,
 )
 
-training = runpy.run_path(str(Path(__file__).parents[1] / "e2e" / "test_training.py"))
 RESUME = ("--resume", "auto")
 
 
 def interrupted(data: Path, folder: Path, **stage: Any) -> dict[str, Any]:
     """The recipe of a run of 8 steps of which 4 are saved, as if it was killed at the sixth."""
-    recipe = training["tiny_recipe"](data, folder / "run")
+    recipe = tiny_run.tiny_recipe(data, folder / "run")
     recipe["stages"]["sft"].update(max_steps=8, save_steps=4, val_data=[], **stage)
-    done = training["train"](recipe, folder)
+    done = tiny_run.train(recipe, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "run/sft/model/manifest.json").unlink()
     (folder / "run/sft/checkpoints/step-00000008/manifest.json").unlink()
@@ -55,7 +54,7 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     stage.update(weight_decay=0.5, max_skipped_steps=3, max_bad_samples=2, save_steps=3)
     stage.update(gradient_checkpointing=True, micro_batch_size=4)
     recipe.update(save_total_limit=5, log_every_steps=1, num_workers=1)
-    done = training["train"](recipe, tmp_path, *RESUME)
+    done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stages.sft.language.lr: 0.003 -> 0.001\n" in done.stdout
     after = rows(tmp_path / "run", "step")
@@ -94,7 +93,7 @@ def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path:
         run["stages"]["sft"]["weight_decay"] = decay
         run["output_dir"] = str(tmp_path / f"run-{decay}")
         shutil.copytree(tmp_path / "run", run["output_dir"])
-        done = training["train"](run, tmp_path, *RESUME)
+        done = tiny_run.train(run, tmp_path, *RESUME)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(load_file(tmp_path / f"run-{decay}/sft/model/model.safetensors")[name])
     plain, decayed = found
@@ -107,12 +106,12 @@ def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path:
 def test_a_later_resume_keeps_the_record(tiny_data: Path, tmp_path: Path) -> None:
     recipe = interrupted(tiny_data, tmp_path)
     recipe["stages"]["sft"]["max_grad_norm"] = 0.5
-    assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
+    assert tiny_run.train(recipe, tmp_path, *RESUME).returncode == 0
     run = tmp_path / "run"
     (run / "sft/model/manifest.json").unlink()
     (run / "sft/checkpoints/step-00000008/manifest.json").unlink()
     whole = [row["loss"] for row in rows(run, "step")]
-    assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
+    assert tiny_run.train(recipe, tmp_path, *RESUME).returncode == 0
     assert [row["loss"] for row in rows(run, "step")] == whole
     (resume,) = rows(run, "resume")
     assert resume["changes"] == ["stages.sft.max_grad_norm: 1.0 -> 0.5"]
@@ -126,7 +125,7 @@ def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> Non
     stage.update(batch_size=4, max_steps=6, betas=[0.9, 0.99])
     stage["data"] = [*stage["data"], {**stage["data"][0], "name": "more"}]
     before = (tmp_path / "run/recipe.yaml").read_bytes()
-    done = training["train"](recipe, tmp_path, *RESUME)
+    done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 2, done.stderr[-3000:]
     for line in (
         "  seed: 0 -> 5: it seeds the initialization and the order of samples",
@@ -143,22 +142,22 @@ def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> Non
 
 
 def test_finished_stages_stay_and_later_ones_are_free(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = training["tiny_recipe"](tiny_data, tmp_path / "run")
+    recipe = tiny_run.tiny_recipe(tiny_data, tmp_path / "run")
     sft = {**recipe["stages"]["sft"], "max_steps": 2, "val_data": []}
     align = {**sft, "vision": {"train": False}, "language": {"train": False}}
     recipe["stages"] = {"align": align, "sft": sft}
-    assert training["train"](recipe, tmp_path, "--stage", "align").returncode == 0
+    assert tiny_run.train(recipe, tmp_path, "--stage", "align").returncode == 0
     align["projector"] = {"train": True, "lr": 1e-3}
     sft["batch_size"] = 4
-    done = training["train"](recipe, tmp_path, *RESUME)
+    done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 2
     assert "stages.align.projector.lr: 0.003 -> 0.001: stage align is finished" in done.stderr
     assert "batch_size" not in done.stderr
     align["projector"] = {"train": True, "lr": 3e-3}
-    done = training["train"](recipe, tmp_path, *RESUME)
+    done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stages.sft.batch_size: 8 -> 4" in done.stdout
-    assert [row["samples"] for row in training["steps"](tmp_path / "run")] == [4, 4]
+    assert [row["samples"] for row in tiny_run.steps(tmp_path / "run")] == [4, 4]
 
 
 def keys_of(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,132 @@
+"""Changed data is found by sizes, hashes and sampled rows; a copy of the data is not a change."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from shared_run import make_data
+
+from coat_vlm.config import SourceConfig
+from coat_vlm.train import data_record
+from coat_vlm.train.data_record import (
+    build_source_record,
+    describe_contents,
+    find_source_changes,
+)
+from coat_vlm.train.open_sources import open_sources
+
+
+def edit_answer(data: Path) -> None:
+    """One that is not among the sampled rows, without another size."""
+    file = data / "data.json"
+    rows = json.loads(file.read_text())
+    rows[2]["conversations"][1]["value"] = rows[2]["conversations"][1]["value"][::-1]
+    file.write_text(json.dumps(rows))
+
+
+def shuffle_rows(data: Path) -> None:
+    file = data / "data.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps(rows[::-1]))
+
+
+def replace_image(data: Path) -> None:
+    Image.new("RGB", (16, 16), (1, 2, 3)).save(data / "23.png")
+
+
+def add_row(data: Path) -> None:
+    file = data / "data.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([*rows, rows[0]]))
+
+
+def record_of(data: Path, path: str = "data.json") -> list[dict[str, Any]]:
+    configs, datasets = open_sources([SourceConfig(name="tiny", path=str(data / path))], 0)
+    return build_source_record(configs, [len(d) for d in datasets], describe_contents(datasets))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    make_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (edit_answer, ["tiny has another data.json: another content of the same size"]),
+        (shuffle_rows, ["tiny has another text and media in ", "data.json:0"]),
+        (replace_image, ["tiny has another media in ", "data.json:23"]),
+        (add_row, ["tiny has rows 25, had 24", "tiny has another data.json: "]),
+        (lambda data: (data / "23.png").unlink(), ["tiny has another media in "]),
+    ],
+)
+def test_a_change_is_found_and_named(
+    data: Path, tmp_path: Path, edit: Callable[[Path], None], words: list[str]
+) -> None:
+    path = tmp_path / "sources.json"
+    path.write_text(json.dumps(record_of(data)))
+    assert find_source_changes(path, record_of(data)) == []
+    edit(data)
+    changes = "; ".join(find_source_changes(path, record_of(data)))
+    assert all(word in changes for word in words), changes
+
+
+def test_a_copy_elsewhere_is_the_same_data(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sources.json"
+    path.write_text(json.dumps(record_of(data)))
+    for file in data.rglob("*"):
+        os.utime(file, (1, 1))
+    moved = data.rename(tmp_path / "elsewhere")
+    assert find_source_changes(path, record_of(moved)) == []
+
+
+def test_large_files_are_hashed_in_blocks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_record, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(data_record, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(data_record, "_BLOCKS", 8)
+    assert (data / "data.json").stat().st_size > 8 * 64
+    path = tmp_path / "sources.json"
+    path.write_text(json.dumps(record_of(data)))
+    assert find_source_changes(path, record_of(data)) == []
+    text = (data / "data.json").read_bytes()
+    (data / "data.json").write_bytes(text.replace(b'blue"}]}]', b'red!"}]}]'))
+    (change, *_) = find_source_changes(path, record_of(data))
+    assert "another content of the same size" in change
+
+
+def test_ingested_folders_are_recorded(data: Path, tmp_path: Path) -> None:
+    from coat_cli.main import main
+
+    assert main(["data", "ingest", str(data / "data.json"), "--out", str(tmp_path / "in")]) == 0
+    (record,) = record_of(tmp_path, "in")
+    assert {Path(name).suffix for name in record["files"]} == {".json", ".parquet"}
+    assert len(record["samples"]) == data_record.SAMPLED_ROWS
+
+
+def test_remote_shards_are_recorded_by_version(data: Path, tmp_path: Path) -> None:
+    rows = json.loads((data / "data.json").read_text())
+    shard = tmp_path / "rows.jsonl"
+
+    def record() -> list[dict[str, Any]]:
+        url = f"file://{shard}"
+        configs, datasets = open_sources(
+            [SourceConfig(name="far", path=url, media_root=str(data))], 0
+        )
+        return build_source_record(configs, [24], describe_contents(datasets))
+
+    shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "sources.json"
+    path.write_text(json.dumps(record()))
+    assert find_source_changes(path, record()) == []
+    shard.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    (change,) = find_source_changes(path, record())
+    assert change.startswith(f"far has another file://{shard}")
