@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_run import no_dropout, tiny_recipe, train
+from tiny_run import small_recipe, train
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.folder_lock import hold_lock
@@ -31,9 +31,7 @@ def small_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """
 
     def make(folder: Path) -> None:
-        recipe = no_dropout(tiny_recipe(tiny_data, folder / "run", save_total_limit=9))
-        recipe["stages"]["sft"]["save_steps"] = 2
-        done = train(recipe, folder)
+        done = train(small_recipe(tiny_data, folder / "run"), folder)
         assert done.returncode == 0, done.stderr[-3000:]
 
     return make_once(tmp_path_factory, "small_run", make) / "run"

@@ -1,10 +1,7 @@
 """A run continues with the recipe keys that messages name as remedies, and refuses the others."""
 
-import copy
 import dataclasses
-import json
 import re
-import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import tiny_run
-from safetensors.torch import load_file
 
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
@@ -28,25 +24,17 @@ from coat_vlm.train.resume import (
 RESUME = ("--resume", "auto")
 
 
-def interrupted(data: Path, folder: Path, **stage: Any) -> dict[str, Any]:
-    """The recipe of a run of 8 steps of which 4 are saved, as if it was killed at the sixth."""
-    recipe = tiny_run.tiny_recipe(data, folder / "run")
-    recipe["stages"]["sft"].update(max_steps=8, save_steps=4, val_data=[], **stage)
-    done = tiny_run.train(recipe, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "run/sft/model/manifest.json").unlink()
-    (folder / "run/sft/checkpoints/step-00000008/manifest.json").unlink()
-    return recipe
+def interrupted(small_run: Path, data: Path, folder: Path) -> dict[str, Any]:
+    """The recipe of a run of 6 steps of which 4 are saved, as if it was killed at the sixth."""
+    tiny_run.forget_after(tiny_run.copy_run(small_run, folder / "run"), 4)
+    return tiny_run.small_recipe(data, folder / "run")
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
-
-
-def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = interrupted(tiny_data, tmp_path, lr_scheduler_type="constant")
-    before = rows(tmp_path / "run", "step")
+def test_remedies_reach_optimizer_and_schedule(
+    small_run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    recipe = interrupted(small_run, tiny_data, tmp_path)
+    before = tiny_run.entries(tmp_path / "run", "step")
     stage = recipe["stages"]["sft"]
     stage["language"] = {"train": True, "lr": 1e-3}
     stage.update(max_steps=10, min_lr_ratio=0.5, lr_scheduler_type="linear", max_grad_norm=0.5)
@@ -57,7 +45,7 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stages.sft.language.lr: 0.003 -> 0.001\n" in done.stdout
-    after = rows(tmp_path / "run", "step")
+    after = tiny_run.entries(tmp_path / "run", "step")
     assert [row["step"] for row in after] == [*range(1, 11)]
     assert after[:4] == before[:4]
     for row in after[4:]:
@@ -66,7 +54,7 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
         factor = row["step"] / 6 if before_it < 6 else warm
         assert row["lr"]["language"] == pytest.approx(1e-3 * factor)
         assert row["lr"]["vision"] == pytest.approx(3e-3 * factor)
-    (resume,) = rows(tmp_path / "run", "resume")
+    (resume,) = tiny_run.entries(tmp_path / "run", "resume")
     assert resume["step"] == 4
     assert {change.partition(":")[0] for change in resume["changes"]} == {
         *(
@@ -80,49 +68,15 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
         *("save_total_limit", "log_every_steps", "num_workers"),
     }
     saved = sorted(path.name for path in (tmp_path / "run/sft/checkpoints").iterdir())
-    assert saved == [f"step-{step:08d}" for step in (4, 6, 9, 10)]
+    assert saved == [f"step-{step:08d}" for step in (2, 4, 6, 9, 10)]
 
 
-def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path: Path) -> None:
-    """In one step at lr, decay w takes lr * w of every matrix more than no decay."""
-    recipe = interrupted(tiny_data, tmp_path, lr_scheduler_type="constant")
-    name = "language_model.model.layers.0.mlp.gate_proj.weight"
-    found = []
-    for decay in (0.0, 0.5):
-        run = copy.deepcopy(recipe)
-        run["stages"]["sft"]["weight_decay"] = decay
-        run["output_dir"] = str(tmp_path / f"run-{decay}")
-        shutil.copytree(tmp_path / "run", run["output_dir"])
-        done = tiny_run.train(run, tmp_path, *RESUME)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(load_file(tmp_path / f"run-{decay}/sft/model/model.safetensors")[name])
-    plain, decayed = found
-    # Four steps at lr 3e-3 and decay 0.5 shrink every matrix by 0.6% (gradients differ a little).
-    assert float((plain * decayed).sum() / (plain * plain).sum()) == pytest.approx(
-        (1 - 3e-3 * 0.5) ** 4, abs=1.5e-3
-    )
-
-
-def test_a_later_resume_keeps_the_record(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = interrupted(tiny_data, tmp_path)
-    recipe["stages"]["sft"]["max_grad_norm"] = 0.5
-    assert tiny_run.train(recipe, tmp_path, *RESUME).returncode == 0
-    run = tmp_path / "run"
-    (run / "sft/model/manifest.json").unlink()
-    (run / "sft/checkpoints/step-00000008/manifest.json").unlink()
-    whole = [row["loss"] for row in rows(run, "step")]
-    assert tiny_run.train(recipe, tmp_path, *RESUME).returncode == 0
-    assert [row["loss"] for row in rows(run, "step")] == whole
-    (resume,) = rows(run, "resume")
-    assert resume["changes"] == ["stages.sft.max_grad_norm: 1.0 -> 0.5"]
-
-
-def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = interrupted(tiny_data, tmp_path)
+def test_fixed_keys_are_named_one_by_one(small_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    recipe = interrupted(small_run, tiny_data, tmp_path)
     recipe["seed"] = 5
     recipe["model"]["max_length"] = 1024
     stage = recipe["stages"]["sft"]
-    stage.update(batch_size=4, max_steps=6, betas=[0.9, 0.99])
+    stage.update(batch_size=4, max_steps=5, betas=[0.9, 0.99])
     stage["data"] = [*stage["data"], {**stage["data"][0], "name": "more"}]
     before = (tmp_path / "run/recipe.yaml").read_bytes()
     done = tiny_run.train(recipe, tmp_path, *RESUME)
@@ -132,7 +86,7 @@ def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> Non
         "  model.max_length: 2048 -> 1024: it changes the samples or their order",
         "  stages.sft.data.more: not set -> added: it changes the samples or their order",
         "  stages.sft.batch_size: 8 -> 4: finished steps",
-        "  stages.sft.max_steps: 8 -> 6: it may only be raised",
+        "  stages.sft.max_steps: 6 -> 5: it may only be raised",
         "  stages.sft.betas: [0.9, 0.95] -> [0.9, 0.99]: the saved moments",
     ):
         assert line in done.stderr

@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 from tiny_run import (
     ENV,
     TRAIN,
+    copy_run,
+    forget_after,
     launch,
     losses,
     no_dropout,
+    small_recipe,
     steps,
     tiny_recipe,
     train,
@@ -27,7 +30,7 @@ from tiny_run import (
 )
 
 from coat_cli.main import main
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
 
@@ -49,16 +52,8 @@ def videos(run_dir: Path) -> list[dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def one_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("one_rank")
-    done = launch(no_dropout(tiny_recipe(tiny_data, folder / "run")), folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def one_rank(one_run: Path) -> list[float]:
-    return losses(one_run)
+def one_rank(small_run: Path) -> list[float]:
+    return losses(small_run)
 
 
 def test_accumulation_does_not_change_the_losses(
@@ -71,17 +66,17 @@ def test_accumulation_does_not_change_the_losses(
     assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=2e-5)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_two_ranks_give_the_losses_of_one(
-    one_run: Path, tiny_data: Path, tmp_path: Path, zero_stage: int
+    small_run: Path, tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
     recipe.update(log_every_steps=4, log_phases=True)
     recipe["stages"]["sft"]["balance"] = zero_stage == 1
     done = (launch if zero_stage == 2 else train)(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "run") == pytest.approx(losses(one_run), rel=2e-5)
-    for ours, alone in zip(steps(tmp_path / "run"), steps(one_run), strict=True):
+    assert losses(tmp_path / "run") == pytest.approx(losses(small_run), rel=2e-5)
+    for ours, alone in zip(steps(tmp_path / "run"), steps(small_run), strict=True):
         for key in ("tokens", "vision_tokens", "tiles", "tflop"):
             assert ours[key] == alone[key], key
         assert 0 <= ours["imbalance"] < 0.5
@@ -100,19 +95,6 @@ def test_two_ranks_give_the_losses_of_one(
     assert videos(tmp_path / "run") == [{"video_folder": 1}] * 2  # two passes over its one video
     model, _ = load(tmp_path / "run" / "sft" / "model")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_a_tied_output_layer_on_two_ranks(tiny_data: Path, tmp_path: Path) -> None:
-    """At stage 3 its weight is gathered twice a pass: for the embeddings and for the loss."""
-    found = []
-    for zero_stage, ranks in ((0, 1), (3, 2)):
-        run = tmp_path / str(zero_stage)
-        recipe = no_dropout(tiny_recipe(tiny_data, run, zero_stage=zero_stage))
-        recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
-        done = train(recipe, tmp_path, ranks=ranks)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(losses(run))
-    assert found[1] == pytest.approx(found[0], rel=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +119,7 @@ def test_coat_follows_fp32_and_is_not_it(one_rank: list[float], one_coat_rank: l
 
 @pytest.mark.parametrize(
     ("precision", "zero_stage"),
-    [("coat", 0), ("coat", 1), ("coat", 2), ("coat", 3), ("coat_lean", 3), ("fp8_linear", 3)],
+    [("coat", 0), ("coat", 2), ("coat", 3), ("fp8_linear", 3)],
 )
 def test_coat_trains_on_two_ranks(
     one_coat_rank: list[float], tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int
@@ -181,11 +163,9 @@ def test_coat_accumulates(
     assert first_grad_norm(tmp_path / "run") == pytest.approx(first_grad_norm(coat_run), rel=0.05)
 
 
-@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (3, 2)])
-def test_coat_takes_the_projector_and_a_tied_output_layer(
-    tiny_data: Path, tmp_path: Path, zero_stage: int, ranks: int
-) -> None:
-    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", zero_stage=zero_stage)
+def test_coat_takes_the_projector_and_a_tied_output_layer(tiny_data: Path, tmp_path: Path) -> None:
+    """At stage 3 its weight is gathered twice a pass: for the embeddings and for the loss."""
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", zero_stage=3)
     recipe["fp8"] = {"projector": "fp8_linear", "lm_head": "fp8_linear", "bf16_forward_first": 1}
     recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
     recipe["model"]["tokenizer"]["train_vocab_size"] = 288  # a multiple of 16
@@ -194,7 +174,7 @@ def test_coat_takes_the_projector_and_a_tied_output_layer(
     del exact["fp8"]
     done = train(exact, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    done = train(recipe, tmp_path, ranks=ranks)
+    done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("language_model.lm_head", "projector.layers"):
         assert re.search(rf"{name}\S*: FP8 linear", done.stderr + done.stdout), name
@@ -203,7 +183,7 @@ def test_coat_takes_the_projector_and_a_tied_output_layer(
 
 @pytest.mark.parametrize(
     ("precision", "zero_stage", "num_workers"),
-    [("fp32", 0, 0), ("fp32", 2, 2), ("coat", 0, 0), ("coat", 2, 0), ("coat", 3, 0)],
+    [("fp32", 2, 2), ("coat", 0, 0), ("coat", 3, 0)],
 )
 def test_a_signal_saves_and_resume_continues_bit_exactly(
     tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int, num_workers: int
@@ -222,8 +202,7 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75, log.read_text()[-3000:]
-    checkpoint = find_latest_checkpoint(tmp_path / "broken" / "sft" / "checkpoints")
-    assert checkpoint is not None
+    assert find_checkpoint(tmp_path / "broken" / "sft" / "checkpoints").path is not None
     assert len(losses(tmp_path / "broken")) < 40
     done = train(broken, tmp_path, "--resume", "auto")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -232,7 +211,7 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
 
 @pytest.mark.parametrize(
     "sharding",
-    [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"master_weights": "low_bits"}],
+    [{"zero_stage": 3}, {"master_weights": "low_bits"}],
     ids=str,
 )
 def test_two_coat_ranks_resume_bit_exactly(
@@ -245,9 +224,7 @@ def test_two_coat_ranks_resume_bit_exactly(
     whole = losses(tmp_path / "run")
     model = tmp_path / "run" / "sft" / "model"
     weights = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
-    # As if the run had been killed while it was writing its last checkpoint.
-    (model / "manifest.json").unlink()
-    (tmp_path / "run/sft/checkpoints/step-00000008/manifest.json").unlink()
+    forget_after(tmp_path / "run", 4)
     done = train(recipe, tmp_path, "--resume", "auto", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"continues from \S*step-00000004", done.stdout + done.stderr)
@@ -309,49 +286,36 @@ def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -
     assert [list(row["losses"]) for row in validations] == [["tiny"], ["tiny"]]
     # The second stage alone, in another run folder, from the first one's model.
     start = tmp_path / "run" / "align" / "model"
-    new = [f"output_dir={tmp_path / 'new'}", f"init_from={start}", "model.template=vicuna_v1"]
-    done = train(recipe, tmp_path, "--stage", "sft", *new[:2])
+    new = [f"output_dir={tmp_path / 'new'}", f"init_from={start}"]
+    done = train(recipe, tmp_path, "--stage", "sft", *new)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"stage sft starts from {start}" in done.stdout
     assert losses(tmp_path / "new") == losses(tmp_path / "run")
-    done = train(recipe, tmp_path, "--stage", "sft", *new, "--overwrite")
-    assert done.returncode == 0, done.stderr[-2000:]
-    template = tmp_path / "new" / "sft" / "model" / "chat_template.jinja"
-    assert "ASSISTANT" in template.read_text()
-    assert "im_start" not in template.read_text()
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tiny_data, tmp_path / "run")
-    recipe["stages"]["sft"].update(max_steps=2, save_steps=1)
-    assert train(recipe, tmp_path).returncode == 0
-    checkpoints = tmp_path / "run" / "sft" / "checkpoints"
-    before = find_latest_checkpoint(checkpoints)
-    (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()
-    for path in sorted(checkpoints.glob("step-*"))[1:]:
-        (path / "manifest.json").unlink()  # as if it was cut off while being written
+def test_a_full_disk_leaves_the_earlier_checkpoint(
+    small_run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    run = copy_run(small_run, tmp_path / "run")
+    forget_after(run, 2)
 
     def limit_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
+    recipe = small_recipe(tiny_data, run)
     done = launch(recipe, tmp_path, "--resume", "auto", preexec_fn=limit_files)
     assert done.returncode == 2, done.stderr[-2000:]
     assert "could not be saved" in done.stderr
     assert "is not used" in done.stderr
-    usable = find_latest_checkpoint(checkpoints)
-    assert before is not None
-    assert usable == before.with_name("step-00000001")
+    checkpoints = run / "sft" / "checkpoints"
+    assert find_checkpoint(checkpoints).path == checkpoints / "step-00000002"
 
 
-def test_an_earlier_run_is_not_overwritten_by_accident(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tiny_data, tmp_path / "run")
-    recipe["stages"]["sft"]["max_steps"] = 1
-    assert train(recipe, tmp_path).returncode == 0
+def test_an_earlier_run_is_not_overwritten_by_accident(
+    small_run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tiny_data, copy_run(small_run, tmp_path / "run"))
     done = train(recipe, tmp_path)
     assert done.returncode == 2
     assert "--resume auto" in done.stderr
-    recipe["seed"] = 5
-    done = train(recipe, tmp_path, "--resume", "auto")
-    assert done.returncode == 2
-    assert "seed: 0 -> 5" in done.stderr

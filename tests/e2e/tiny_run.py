@@ -119,6 +119,13 @@ def no_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe
 
 
+def small_recipe(data: Path, run_dir: Path) -> dict[str, Any]:
+    """The recipe of the fixture ``small_run``."""
+    recipe = no_dropout(tiny_recipe(data, run_dir, save_total_limit=9))
+    recipe["stages"]["sft"]["save_steps"] = 2
+    return recipe
+
+
 def entries(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The entries of metrics.jsonl of one kind."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()

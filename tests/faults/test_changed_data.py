@@ -24,19 +24,16 @@ def data(tiny_data: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_data, tmp_path / "data")
 
 
-def interrupted(data: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    recipe = tiny_run.tiny_recipe(data, folder / "run", **changes)
-    recipe["stages"]["sft"].update(max_steps=4, save_steps=2, val_data=[])
-    done = tiny_run.train(recipe, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "run/sft/model/manifest.json").unlink()
-    (folder / "run/sft/checkpoints/step-00000004/manifest.json").unlink()
-    return recipe
+def interrupted(small_run: Path, data: Path, folder: Path) -> dict[str, Any]:
+    tiny_run.forget_after(tiny_run.copy_run(small_run, folder / "run"), 2)
+    return tiny_run.small_recipe(data, folder / "run")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
-def test_resume_refuses_changed_data_unless_allowed(data: Path, tmp_path: Path, ranks: int) -> None:
-    recipe = interrupted(data, tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_refuses_changed_data_unless_allowed(
+    small_run: Path, data: Path, tmp_path: Path, ranks: int
+) -> None:
+    recipe = interrupted(small_run, data, tmp_path)
     tokenizer = (tmp_path / "run/tokenizer/tokenizer.json").read_bytes()
     saved = (tmp_path / "run/sft/sources.json").read_bytes()
     edit_answer(data)
@@ -48,23 +45,18 @@ def test_resume_refuses_changed_data_unless_allowed(data: Path, tmp_path: Path, 
     done = tiny_run.train(recipe, tmp_path, *RESUME, "--allow-changed-data", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "continues with changed data:\n  tiny has another data.json" in done.stdout
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    (row,) = [row for row in map(json.loads, lines) if row["kind"] == "resume"]
-    assert (row["step"], len(row["changed_data"])) == (2, 1)
+    (entry,) = tiny_run.entries(tmp_path / "run", "resume")
+    assert (entry["step"], len(entry["changed_data"])) == (2, 1)
     # The tokenizer is the one of the checkpoint, although the texts are others.
     assert (tmp_path / "run/tokenizer/tokenizer.json").read_bytes() == tokenizer
     (tmp_path / "run/sft/model/manifest.json").unlink()
     assert tiny_run.train(recipe, tmp_path, *RESUME, ranks=ranks).returncode == 0
 
 
-def test_a_moved_data_set_continues_exactly(data: Path, tmp_path: Path) -> None:
-    recipe = interrupted(data, tmp_path)
-    whole = tiny_run.losses(tmp_path / "run")
-    moved = data.rename(tmp_path / "moved")
-    recipe["stages"]["sft"]["data"][0]["path"] = str(moved / "data.json")
-    done = tiny_run.train(recipe, tmp_path, *RESUME)
+def test_a_moved_data_set_continues_exactly(small_run: Path, data: Path, tmp_path: Path) -> None:
+    done = tiny_run.train(interrupted(small_run, data, tmp_path), tmp_path, *RESUME)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert tiny_run.losses(tmp_path / "run") == whole
+    assert tiny_run.losses(tmp_path / "run") == tiny_run.losses(small_run)
 
 
 def test_packed_rows_continue_with_fewer_samples(data: Path, tmp_path: Path) -> None:
@@ -75,8 +67,7 @@ def test_packed_rows_continue_with_fewer_samples(data: Path, tmp_path: Path) -> 
     stage.update(max_steps=4, save_steps=2, val_data=[], packing=True, batch_size=1)
     stage["micro_batch_size"] = 1
     assert tiny_run.train(recipe, tmp_path).returncode == 0
-    (tmp_path / "run/sft/model/manifest.json").unlink()
-    (tmp_path / "run/sft/checkpoints/step-00000004/manifest.json").unlink()
+    tiny_run.forget_after(tmp_path / "run", 2)
     stage["data"] = [{**stage["data"][0], "select": "first 3"}]
     done = tiny_run.train(recipe, tmp_path, *RESUME)
     assert done.returncode == 2
