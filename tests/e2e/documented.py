@@ -154,14 +154,14 @@ def _make_checkpoints(place: Path) -> None:
     train_tokenizer(texts, 300).save_pretrained(place / LANGUAGE)
 
 
-def make_reader(parent: Path) -> Path:
-    """A reader's folder: all files of the documents, after README's commands have run in it."""
+def make_reader(parent: Path) -> None:
+    """Make a reader's folder: all files of the documents; README's commands have run in it."""
     folder = parent / "reader"
     folder.mkdir()
     make_place(folder)
     run_page(PAGES[0], folder)
+    assert (folder / "runs/my_vlm/report.html").is_file()
     _make_runs(folder)
-    return folder
 
 
 def _environment() -> dict[str, str]:

@@ -1,32 +1,95 @@
-"""Every command and every Python block of README and guides runs, on small weights and files."""
+"""The commands and Python blocks of README, guides and ``--help``, on small weights and files.
 
+All are parsed in every test run; those that need neither minutes, GPUs nor downloads also run in
+the long one.
+"""
+
+import argparse
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from documented import PAGES, ROOT, Block, blocks, make_reader, run_page
+from documented import PAGES, ROOT, Block, blocks, make_reader, run, run_page
+from shared_run import make_once
 from transformers import LlamaConfig, LlamaForCausalLM
 
-OTHERS = PAGES[1:]
+from coat_cli.main import build_parser, parse
+
+NOT_RUN = re.compile(r"torchrun|deepspeed|train quickstart|data download|--measure")
+"""Examples of ``--help`` that need minutes, several GPUs or downloads."""
+
+
+def leaves(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
+    """The commands without subcommands, with the text below their arguments."""
+    nested = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
+    if not nested:
+        yield name, parser.epilog or ""
+    for action in nested:
+        for word, child in action.choices.items():
+            yield from leaves(child, f"{name} {word}")
+
+
+def examples(text: str) -> list[str]:
+    """The command lines between the heading and the first blank line, without comments."""
+    block = text.removeprefix("examples:\n").split("\n\n")[0].replace("\\\n", " ")
+    lines = [re.sub(r"\s+# .*", "", line) for line in block.splitlines()]
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+EXAMPLES = {name: examples(text) for name, text in leaves(build_parser(), "coat-vlm") if text}
+DOCUMENTED = [
+    (f"{block.page.name}:{block.line}", command)
+    for page in PAGES
+    for block in blocks(page)
+    if block.language == "bash"
+    for command in block.commands()
+] + [(name, command) for name, commands in EXAMPLES.items() for command in commands]
+
+
+def test_documented_commands_parse() -> None:
+    """Options and choices are those of today."""
+    parsed, refused = 0, []
+    for where, command in DOCUMENTED:
+        for part in re.split(r"[|;&]+|\bdo\b", command):
+            words = shlex.split(part.partition(">")[0])
+            if "coat-vlm" in words and words.index("coat-vlm") + 1 < len(words):
+                parsed += 1
+                try:
+                    parse(words[words.index("coat-vlm") + 1 :])
+                except SystemExit as stopped:
+                    refused += [f"{where}: {command}"] if stopped.code else []
+    assert refused == []
+    assert parsed > 100
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a reader works; README's commands have been run in it."""
-    return make_reader(tmp_path_factory.mktemp("documents"))
+    return make_once(tmp_path_factory, "documents", make_reader) / "reader"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_readme(place: Path) -> None:
-    assert (place / "runs/my_vlm/report.html").is_file()
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_page(page: Path, reader: Path) -> None:
+    run_page(page, reader)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
-def test_page(page: Path, place: Path) -> None:
-    run_page(page, place)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str, reader: Path) -> None:
+    """In the order of ``coat-vlm --help``: some examples use the output of earlier ones."""
+    for command in EXAMPLES[name]:
+        if not NOT_RUN.search(command):
+            run(command, reader)
 
 
 PYTHON = [
@@ -37,10 +100,11 @@ PYTHON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page.stem}-{block.line}")
-def test_python(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ``model`` that the page takes for granted is a Llama."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(reader)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
         num_attention_heads=4,
@@ -51,36 +115,6 @@ def test_python(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.arange(8, 24)[None]  # below are special tokens
     loss = model(input_ids=ids, labels=ids).loss
     assert torch.isfinite(loss)
-
-
-def test_what_is_not_run() -> None:
-    """The blocks that no test runs, by the reason that stands before them in the page's source."""
-    reasons = {
-        block.not_run: None for page in PAGES for block in blocks(page) if block.not_run is not None
-    }
-    assert list(reasons) == [
-        "installs packages",
-        "a test of its own, five to eight minutes",
-        "needs eight GPUs",
-        "the tests themselves",
-        "installs packages; the quickstart has a test of its own",
-        "downloads from the Hub, or needs the published archives",
-        "downloads from the Hub, or needs eight GPUs",
-        "needs lmms-eval, a checkout of VLMEvalKit and their downloads",
-        "downloads a model; tests/e2e/test_families.py trains small ones",
-        "needs a GPU",
-        "tests/vlm/test_trl.py trains a small model with each",
-        "needs two GPUs",
-        "an 8B model at 65,536 tokens, two to four minutes",
-        "needs a trained model and GPUs; a test runs it with a small one",
-        "needs a trained model and Video-MME",
-        "an 8B model, 20 s",
-        "a server runs until it is stopped; tests/vlm/test_serve.py runs it",
-        "needs vLLM and a GPU",
-        "needs the server",
-        "uploads to the Hub",
-        "needs several GPUs, ssh or SLURM",
-    ]
 
 
 def test_the_reference_is_not_stale() -> None:

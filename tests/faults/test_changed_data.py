@@ -45,7 +45,8 @@ def test_resume_refuses_changed_data_unless_allowed(
     done = tiny_run.train(recipe, tmp_path, *RESUME, "--allow-changed-data", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "continues with changed data:\n  tiny has another data.json" in done.stdout
-    (entry,) = tiny_run.entries(tmp_path / "run", "resume")
+    changes = tiny_run.entries(tmp_path / "run", "resume")
+    (entry,) = [entry for entry in changes if "changed_data" in entry]
     assert (entry["step"], len(entry["changed_data"])) == (2, 1)
     # The tokenizer is the one of the checkpoint, although the texts are others.
     assert (tmp_path / "run/tokenizer/tokenizer.json").read_bytes() == tokenizer
