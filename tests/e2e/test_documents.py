@@ -5,6 +5,7 @@ the long one.
 """
 
 import argparse
+import itertools
 import re
 import shlex
 import subprocess
@@ -57,14 +58,17 @@ def test_documented_commands_parse() -> None:
     """Options and choices are those of today."""
     parsed, refused = 0, []
     for where, command in DOCUMENTED:
-        for part in re.split(r"[|;&]+|\bdo\b", command):
-            words = shlex.split(part.partition(">")[0])
-            if "coat-vlm" in words and words.index("coat-vlm") + 1 < len(words):
-                parsed += 1
-                try:
-                    parse(words[words.index("coat-vlm") + 1 :])
-                except SystemExit as stopped:
-                    refused += [f"{where}: {command}"] if stopped.code else []
+        lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        for control, group in itertools.groupby(lexer, lambda word: not set(word) - set("|;&<>")):
+            words = list(group)
+            if control or "coat-vlm" not in words[:-1]:
+                continue
+            parsed += 1
+            try:
+                parse(words[words.index("coat-vlm") + 1 :])
+            except SystemExit as stopped:
+                refused += [f"{where}: {command}"] if stopped.code else []
     assert refused == []
     assert parsed > 100
 
