@@ -114,8 +114,10 @@ class Side:
 
     def make_data(self, folder: Path) -> Result:
         """Job: make the data set."""
-        command = ["-m", "coat_vlm.cli", "data", "make", "scenes", "--out", "made", *SCENES]
-        self.run(command, folder)
+        # Earlier commits have no removed.py and other names.
+        new = (self.folder / "packages/coat_cli/removed.py").is_file()
+        words = ["scenes", "--to"] if new else ["make", "scenes", "--out"]
+        self.run(["-m", "coat_vlm.cli", "data", *words, "made", *SCENES], folder)
         kept = [path for path in (folder / "made").rglob("*") if path.suffix in (".json", ".png")]
         return {path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(kept)}
 

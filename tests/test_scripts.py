@@ -227,13 +227,13 @@ def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):
     script = (SCRIPTS / "quickstart").read_text().replace("make_environment\n", "true\n", 1)
     script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f"cd {ROOT}")
     (tmp_path / "quickstart").write_text(script)
-    done = run_bash(f"bash {tmp_path}/quickstart --precision bf16 seed=1", tmp_path, programs)
+    done = run_bash(f"bash {tmp_path}/quickstart precision=bf16 seed=1", tmp_path, programs)
     assert done.returncode == 1
     assert calls.read_text().splitlines() == [
-        "data make scenes --out runs/quickstart-data --reuse",
+        "data scenes --to runs/quickstart-data --reuse",
         "torchrun --standalone --nproc-per-node 2 --no-python",
-        "train quickstart --precision bf16 seed=1 output_dir=runs/quickstart --overwrite",
-        "eval --run runs/quickstart",
+        "train quickstart precision=bf16 seed=1 output_dir=runs/quickstart --overwrite",
+        "eval --model runs/quickstart",
         "report runs/quickstart",
     ]
 

@@ -65,7 +65,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class EvalSetConfig:
-    """One evaluation set, run by ``coat-vlm eval --run``."""
+    """One evaluation set, run by ``coat-vlm eval --model RUN``."""
 
     task: Literal["yes_no", "multiple_choice", "short_answer"]
     """Extraction and scoring of answers."""
@@ -74,7 +74,7 @@ class EvalSetConfig:
     media_root: str | None = None
     """Folder or URL to which relative image paths are relative; defaults to ``path``."""
     require: dict[str, float] = field(default_factory=dict)
-    """Minimum value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+    """Minimum value of a metric, in percent; ``coat-vlm eval --model RUN`` fails below it."""
 
 
 CHOSEN_IN_STAGES = ("micro_batch_size", "gradient_checkpointing")

@@ -250,7 +250,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
         if config is None:
             raise ValueError(
                 f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
-                "with the adapters merged; export the run's own folder, or remove --adapter"
+                "with the adapters merged; export the run's own folder, or remove --format adapter"
             )
         base_folder = config["base_model_name_or_path"]
         missing = not base_folder or not (Path(base_folder) / "config.json").is_file()

@@ -184,7 +184,7 @@ def _check_shared(
             raise ValueError(
                 f"{folder} changes {name}, whose weights are those of {', '.join(others)}, too "
                 "(tie_word_embeddings), so that it would change both; give a merged model in which "
-                "each has weights of its own as the model, without --adapter"
+                "each has weights of its own as the model, without --adapters"
             )
 
 

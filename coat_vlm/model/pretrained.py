@@ -30,7 +30,7 @@ def check_composed_folder(path: str) -> str:
     if kind.get("model_type") in _OTHER_LAYOUTS:
         raise ValueError(
             f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; convert it "
-            f"first: coat-vlm export {path} --to FOLDER, then init_from=FOLDER"
+            f"first: coat-vlm export --model {path} --to FOLDER, then init_from=FOLDER"
         )
     return path
 

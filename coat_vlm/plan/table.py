@@ -125,12 +125,12 @@ _LINES = (
 )
 
 
-def format_plan(plans: Sequence[StagePlan]) -> str:
-    """Format the tables of all stages, each with its advice."""
-    return "\n\n".join(_stage(plan) for plan in plans)
+def format_plan(plans: Sequence[StagePlan], *, verbose: bool = False) -> str:
+    """Format the advice and the assumptions of each stage; ``verbose`` adds the tables."""
+    return "\n\n".join(_stage(plan, verbose=verbose) for plan in plans)
 
 
-def _stage(plan: StagePlan) -> str:
+def _stage(plan: StagePlan, *, verbose: bool) -> str:
     sizes, stage = plan.sizes, plan.stage
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.replicas)
     shared = stage.sequence_parallel
@@ -140,7 +140,9 @@ def _stage(plan: StagePlan) -> str:
     if sizes.low_bits:
         checkpointed += ", low bits of master weights at ZeRO 0"
     lines = [
-        f"stage {plan.name}: {sizes.parameters:,} parameters, {sizes.trained:,} trained; "
+        f"stage {plan.name}: {advice(plan)}",
+        *_frames(plan),
+        f"  {sizes.parameters:,} parameters, {sizes.trained:,} trained; "
         f"{plan.precision}, {plan.optimizer}{checkpointed}",
         *assumed,
         f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
@@ -153,9 +155,12 @@ def _stage(plan: StagePlan) -> str:
             if plan.patches
             else f"only text ({plan.images_reason})"
         ),
-        "",
-        _row("GB per rank", [f"ZeRO {zero}" for zero in plan.memory]),
     ]
+    return "\n".join([*lines, *(_tables(plan) if verbose else _graphs(plan))])
+
+
+def _tables(plan: StagePlan) -> list[str]:
+    lines = ["", _row("GB per rank", [f"ZeRO {zero}" for zero in plan.memory])]
     memories = list(plan.memory.values())
     lines += [
         _row(label, [_gb(getattr(memory, name)) for memory in memories]) for label, name in _LINES
@@ -163,8 +168,7 @@ def _stage(plan: StagePlan) -> str:
     fits = [memory.peak <= plan.usable_bytes for memory in memories]
     lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
     largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
-    lines += [_row("largest micro-batch", largest), "", *_activations(plan), *_graphs(plan), ""]
-    return "\n".join([*lines, advice(plan), *_frames(plan)])
+    return [*lines, _row("largest micro-batch", largest), "", *_activations(plan), *_graphs(plan)]
 
 
 def _frames(plan: StagePlan) -> list[str]:
@@ -177,7 +181,7 @@ def _frames(plan: StagePlan) -> list[str]:
         groups += f" per {frames.group_frames} frames"
     limit = "of the row's length" if most == frames.most else "of memory"
     return [
-        f"Videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
+        f"  videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
         f"{plan.recipe_zero}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), because "
         f"{limit}."
     ]

@@ -167,7 +167,7 @@ def _results(run: RunFolder, *, final: bool, weights: str | None) -> str:
         if one.value is not None
     ]
     if not rows:
-        return "Not measured: the run has no evaluation (`coat-vlm eval --run`).\n"
+        return "Not measured: the run has no evaluation (`coat-vlm eval --model RUN`).\n"
     note = f" The weights in this folder were quantized afterwards ({weights})." if weights else ""
     precision = run.eval_json.get("precision")
     return (

@@ -116,7 +116,7 @@ def find_command(run: RunFolder) -> str:
             words = ["torchrun", "--nproc-per-node", str(ranks), "--no-python", *words]
     else:
         read = [settings.get("path") for settings in sets.values()]
-        words = ["coat-vlm", "eval", "--run", str(folder)]
+        words = ["coat-vlm", "eval", "--model", str(folder)]
         if not sets or all(name in run.eval_json for name in sets):
             return ""
     found = all("://" in str(path) or Path(str(path)).exists() for path in read)

@@ -54,12 +54,12 @@ class Limits:
         for setting in settings:
             name, _, value = setting.partition("=")
             if name not in kinds:
-                raise ValueError(f"--limit {setting}: choose NAME=NUMBER from {', '.join(kinds)}")
+                raise ValueError(f"--limits {setting}: choose NAME=NUMBER from {', '.join(kinds)}")
             try:
                 values[name] = kinds[name](value)
             except ValueError:
                 kind = "a number" if kinds[name] is float else "a whole number"
-                raise ValueError(f"--limit {setting}: {value!r} is not {kind}") from None
+                raise ValueError(f"--limits {setting}: {value!r} is not {kind}") from None
         return cls(**values)
 
     def unpacked_bytes(self, packed_bytes: int) -> int:

@@ -309,7 +309,7 @@ class SetComparison:
 def compare_runs(
     first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
 ) -> list[SetComparison]:
-    """Compare run folders that ``coat-vlm eval --run`` has evaluated.
+    """Compare run folders that ``coat-vlm eval --model RUN`` has evaluated.
 
     Args:
         first: run folders of one group, one per seed.
@@ -365,7 +365,7 @@ def _read_runs(runs: Sequence[Path], name: str, metric: str) -> list[ScoredSet]:
         if name not in found:
             raise FileNotFoundError(
                 f"{run / 'eval' / name / 'items.jsonl'} does not exist; evaluate it: "
-                f"coat-vlm eval --run {run}"
+                f"coat-vlm eval --model {run}"
             )
         check_same_items(name, sets[0] if sets else found[name], found[name])
         sets.append(found[name])

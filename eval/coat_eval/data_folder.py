@@ -181,7 +181,7 @@ def find_tables(
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a folder; put the files of {name} there, or fetch them with: "
-            f"coat-vlm data download {name} --out {path.parent}"
+            f"coat-vlm data download {name} --to {path.parent}"
         )
     split = split or next(iter(layouts))
     if split not in layouts:
@@ -209,7 +209,7 @@ def make_no_questions_error(path: Path, name: str, problem: str) -> DataError:
         str(path),
         f"has no questions of {name}, {problem}",
         f"put them there (docs/reference/benchmarks.md lists the files), or fetch them with "
-        f"coat-vlm data download {name} --out {out}",
+        f"coat-vlm data download {name} --to {out}",
     )
 
 

@@ -355,7 +355,7 @@ def select_device(name: str | None = None) -> torch.device:
             return device
     if not torch.cuda.is_available():
         if name is not None:
-            raise ValueError(f"device {name!r}, but PyTorch finds no GPU here; use --device cpu")
+            raise ValueError(f"device {name!r}, but PyTorch finds no GPU here")
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""A model with one of several adapters (``coat-vlm eval --adapter``)."""
+"""A model with one of several adapters (``coat-vlm eval --adapters``)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,11 +86,11 @@ def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:
         folder = Path(path if named else text)
         name = name if named else folder.resolve().name
         if not name or Path(name).name != name or name == "..":
-            raise ValueError(f"--adapter {text}: {name!r} is not the name of a folder below --out")
+            raise ValueError(f"--adapters {text}: {name!r} is not the name of a folder below --to")
         if name in folders:
             raise ValueError(
-                f"--adapter {folders[name]} and {folder} would both write to {name}: give them "
-                f"names, as in --adapter {name}_2={folder}"
+                f"--adapters: {folders[name]} and {folder} would both write to {name}: give them "
+                f"names, as in {name}_2={folder}"
             )
         read_adapter_config(folder)
         folders[name] = folder

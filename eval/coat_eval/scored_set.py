@@ -1,8 +1,8 @@
 """Reads scored answers from a run folder, a report, or a folder of reports.
 
-Three writers are supported: ``coat-vlm eval --run`` (RUN/eval/SET/items.jsonl), ``coat-vlm score``
-and ``eval`` for a question set (report.json with items.jsonl beside it), and official benchmarks
-(report.json with ``items`` inside, alone or as OUT/TASK/report.json).
+Three writers are supported: ``coat-vlm eval --model RUN`` (RUN/eval/SET/items.jsonl), ``score`` and
+``eval`` for a question set (report.json next to items.jsonl), and official benchmarks (report.json
+with ``items`` inside, also as OUT/TASK/report.json).
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
         folders = sorted(file.parent for file in path.glob(f"eval/*/{ITEMS_FILE}"))
         if not folders:
             raise FileNotFoundError(
-                f"{path}/eval has no scored set; evaluate it: coat-vlm eval --run {path}"
+                f"{path}/eval has no scored set; evaluate it: coat-vlm eval --model {path}"
             )
         precision = read_json(path / "eval.json", "evaluate again").get("precision") or ""
         return {
@@ -87,7 +87,7 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
     if not reports:
         raise FileNotFoundError(
             f"{path} is not a run folder, a report or a folder of reports: give a RUN that "
-            "coat-vlm eval --run has evaluated, a report of coat-vlm score --items, or a folder "
+            "coat-vlm eval --model has evaluated, a report of coat-vlm score --items, or a folder "
             "with TASK/report.json"
         )
     return {report.parent.name: _read_report(report) for report in reports}

@@ -1,17 +1,17 @@
-"""``coat-vlm chat``: a conversation with a trained model in the terminal."""
+"""``coat-vlm generate`` answers a prompt; ``coat-vlm chat`` is a conversation in the terminal."""
 
 import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import PRECISIONS, Commands, command, complain, say
-from coat_cli.evaluate import add_media, check_media, prompt_sample
+from coat_cli.command import Commands, add_precision, at_least, command, complain, say
 
 if TYPE_CHECKING:
-    from coat_data.sample import Media, Turn
+    from coat_data.sample import Media, Sample, Turn
 
 _MEDIA = {"/image": "image", "/video": "video"}
 _HELP = """\
@@ -23,48 +23,122 @@ _HELP = """\
 
 
 def add(commands: Commands) -> None:
-    """Declare ``chat``."""
+    """Declare ``generate`` and ``chat``."""
+    parser = command(
+        commands,
+        "generate",
+        _generate,
+        "answer a prompt about images and videos",
+        """\
+  coat-vlm generate --model runs/my_vlm --image cat.jpg --prompt "Is there a cat?"
+  coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg images/1.jpg \\
+      --prompt "What differs?"
+  coat-vlm generate --model runs/my_vlm/sft/model --video clip.mp4 --prompt "What happens?" \\
+      --max-new-tokens 64
+""",
+    )
+    _add_model(parser, "of the prompt", 128)
+    parser.add_argument("--prompt", required=True, help="the question")
     parser = command(
         commands,
         "chat",
         _chat,
         "talk with a trained model about images and videos, in the terminal",
         """\
-  coat-vlm chat runs/my_vlm --image cat.jpg
-  coat-vlm chat runs/my_vlm/sft/model --video clip.mp4 --max-new-tokens 64
+  coat-vlm chat --model runs/my_vlm --image cat.jpg
+  coat-vlm chat --model runs/my_vlm/sft/model --video clip.mp4 --max-new-tokens 64
 
 A line is a message; a line that begins with / is a command:
 
 """
         + "".join(f"  {line}\n" for line in _HELP.splitlines())
         + """
-Media come first in their message, or at <image> and <video> in it. Answers are greedy, as those of
+Media come first in their message, or at <image> and <video> in it. Answers are greedy, as in
 coat-vlm generate; Ctrl-C stops an answer.
 """,
     )
-    parser.add_argument(
-        "model", type=Path, metavar="RUN_OR_FOLDER", help="run folder, or RUN/sft/model"
+    _add_model(parser, "of the first message", 512)
+
+
+def _add_model(parser: argparse.ArgumentParser, where: str, max_new_tokens: int) -> None:
+    """Declare the model and its media; ``where`` ends the help of ``--image`` and ``--video``."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="run or model folder")
+    for kind in ("image", "video"):
+        add(
+            f"--{kind}",
+            dest="media",
+            action="extend",
+            nargs="+",
+            type=lambda path, kind=kind: (kind, Path(path)),
+            default=[],
+            metavar="FILE",
+            help=f"{kind}s {where}, in this order",
+        )
+    add(
+        "--max-new-tokens",
+        type=at_least(1),
+        default=max_new_tokens,
+        metavar="N",
+        help=f"default {max_new_tokens}",
     )
-    add_media(parser, "of the first message")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="default 512")
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        help="default: the run's precision for a run folder, the dtype of the weights for a model "
-        "folder (FP32 on a CPU)",
-    )
+    add_precision(parser)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    _check_media(args.media)
+    from coat_eval.generation import select_device
+    from coat_eval.own_model import load_run_or_model
+    from coat_vlm.generate import generate
+
+    model, processor, _, _ = load_run_or_model(args.model, select_device(), args.precision)
+    sample = prompt_sample(args.prompt, args.media)
+    say(generate(model, processor, [sample], args.max_new_tokens)[0])
+    return 0
+
+
+def _check_media(files: Sequence[tuple[str, Path]]) -> None:
+    """Raise FileNotFoundError for a file that does not exist; a video may be a folder of frames."""
+    for kind, path in files:
+        if not path.exists():
+            raise FileNotFoundError(f"--{kind} {path}: there is no such file")
+
+
+def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
+    """Convert the prompt as the LLaVA reader converts a row of a file.
+
+    Args:
+        prompt: the question. ``<image>`` and ``<video>`` in it mark the places of the files;
+            without them, the files come first, in the order given, each on its own line.
+        files: (``image`` or ``video``, path).
+
+    Raises:
+        DataError: placeholders and files do not match.
+    """
+    from coat_data.media.root import MediaRoot
+    from coat_data.readers.llava import to_sample
+    from coat_data.readers.reader import Place
+
+    if not any(f"<{kind}>" in prompt for kind, _ in files):
+        prompt = "".join(f"<{kind}>\n" for kind, _ in files) + prompt
+    row = {
+        "image": [str(path.absolute()) for kind, path in files if kind == "image"],
+        "video": [str(path.absolute()) for kind, path in files if kind == "video"],
+        # A sample needs an answer, which generation ignores.
+        "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
+    }
+    anywhere = MediaRoot("/", follow_links=True)  # the user named the files
+    return to_sample(row, Place(source="--prompt", row=0, root=anywhere))
 
 
 def _chat(args: argparse.Namespace) -> int:
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; give 1 or more")
-    check_media(args.media or [])
+    _check_media(args.media)
     from coat_eval.generation import select_device
     from coat_eval.own_model import load_run_or_model
 
     model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
     chat = _Conversation(model, processor, args.max_new_tokens)
-    for kind, path in args.media or []:
+    for kind, path in args.media:
         chat.attach(kind, path)
     prompt = ""
     if sys.stdin.isatty():

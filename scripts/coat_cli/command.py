@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -19,17 +20,14 @@ PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat", "coat_lean")
 def command(
     commands: Commands, name: str, handler: Handler, summary: str, examples: str = ""
 ) -> argparse.ArgumentParser:
-    """Declare a subcommand.
+    """Declare a subcommand and return its parser.
 
     Args:
         commands: the parser's subcommands.
         name: its name.
         handler: called with the parsed arguments, returns the exit status.
         summary: one clause for the list of commands, without a period.
-        examples: lines at the end of ``--help``.
-
-    Returns:
-        The subcommand's parser.
+        examples: lines at the end of ``--help``: commands, a blank line, explanations.
     """
     parser = commands.add_parser(
         name,
@@ -37,10 +35,23 @@ def command(
         description=summary[0].upper() + summary[1:] + ".",
         epilog=f"examples:\n{examples}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(handler=handler)
     return parser
+
+
+def stoppable(handler: Handler) -> Handler:
+    """Return a handler that a signal stops at a point from which the same command continues."""
+
+    def run(args: argparse.Namespace) -> int:
+        from coat_vlm.run.signals import SIGNALS
+
+        with SIGNALS.handle():
+            return handler(args)
+
+    return run
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -54,25 +65,51 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def check_effects(args: argparse.Namespace, without_effect: Mapping[str, str]) -> None:
+    """Raise ValueError for an option that is given, with the reason why it has no effect."""
+    for name, why in without_effect.items():
+        if getattr(args, name) not in (None, False, []):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect: it {why}; drop it")
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declare the recipe and the overrides of its keys, for :func:`read_recipe`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
     )
+    parser.add_argument("--stage", help="only this stage: align, pretrain, sft or dpo")
 
 
 def read_recipe(args: argparse.Namespace, *, unset_variables: bool = False) -> "Recipe":
-    """Load the recipe of :func:`add_recipe` with its overrides; ``--precision`` is the last one.
+    """Load the recipe of :func:`add_recipe` with its overrides.
 
     Raises:
         ValueError: see :func:`coat_vlm.config.load.load_recipe`.
     """
     from coat_vlm.config.load import load_recipe
 
-    precision = getattr(args, "precision", None)
-    overrides = [*args.overrides, *([f"precision={precision}"] if precision else [])]
-    return load_recipe(args.recipe, overrides, unset_variables=unset_variables, say=say)
+    return load_recipe(args.recipe, args.overrides, unset_variables=unset_variables, say=say)
+
+
+def find_model(folder: Path) -> Path:
+    """Return the model folder of a run's last stage; any other folder is returned unchanged."""
+    if not (folder / "recipe.yaml").is_file():
+        return folder
+    from coat_eval.own_model import find_final_model
+    from coat_vlm.config.load import load_recipe
+
+    return find_final_model(folder, load_recipe(str(folder / "recipe.yaml")))
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--precision`` of a command that takes ``--model``."""
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="default: the run's for a run folder, the dtype of the weights for a model folder "
+        "(FP32 on a CPU)",
+    )
 
 
 def add_launcher_rank(parser: argparse.ArgumentParser) -> None:

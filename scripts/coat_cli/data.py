@@ -4,12 +4,11 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import Commands, command, say
-from coat_cli.evaluate import OFFICIAL
+from coat_cli.command import Commands, at_least, command, find_model, say, stoppable
 
 if TYPE_CHECKING:
     from coat_data.tools.overlap import Question
@@ -34,129 +33,127 @@ def add(commands: Commands) -> None:
     """Declare ``data`` and its jobs."""
     parser = commands.add_parser("data", help="check, preview, convert, download or generate data")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    _add_ingest(jobs)
-    _add_looks(jobs)
-    _add_overlap(jobs)
-    _add_export(jobs)
-    _add_download(jobs)
-    make = jobs.add_parser("make", help="generate or convert a data set as LLaVA JSON and images")
-    _add_makers(make.add_subparsers(title="data sets", metavar="SET", required=True))
+    for declare in (_add_looks, _add_ingest, _add_export, _add_overlap, _add_download, _add_scenes):
+        declare(jobs)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Callable[..., Any]:
     """Declare the arguments of a source; returns the parser's ``add_argument``."""
     add = parser.add_argument
     add(
         "path",
+        metavar="PATH",
         help="file (JSON, JSONL, CSV, Parquet, tar, .txt), folder, pattern or address (https://, "
         "hf://, s3://) of shards, or list of sources",
     )
-    add(
-        "--media-root",
-        help="root of media paths, a folder or an address; default: the folder of PATH",
-    )
-    add("--format", metavar="NAME", help="row format; default: recognized by content")
-    add(
-        "--follow-links",
-        action="store_true",
-        help="follow symbolic links that leave the media root",
-    )
+    add("--media-root", metavar="DIR", help="folder or address of the media; default: PATH's")
+    add("--read-as", metavar="NAME", help="row format; default: recognized by content")
+    add("--follow-links", action="store_true", help="follow links that leave the media root")
     add(
         "--network",
+        choices=("allow", "deny"),
         default="allow",
-        metavar="HOSTS",
-        help="hosts that rows may name: allow (every public one, the default), deny (none), or "
-        "names with commas between, also of private hosts",
+        help="whether addresses in rows are read; default allow",
     )
     add(
-        "--limit",
-        action="append",
+        "--limits",
+        nargs="+",
         default=[],
         metavar="NAME=NUMBER",
-        help="change a limit of the recipe's section limits, such as archive_bytes; repeatable",
+        help="change limits of the recipe's section limits, such as archive_bytes",
     )
     add(
         "--columns",
-        type=_columns,
-        metavar="NAME=COLUMN,...",
-        help="columns of flat rows, such as image=img_path,question=q,answer=a",
+        nargs="+",
+        type=_column,
+        metavar="NAME=COLUMN",
+        help="columns of flat rows, such as image=img_path question=q answer=a",
     )
     add(
         "--ignore-fields",
-        type=lambda text: text.split(","),
+        nargs="+",
         default=(),
-        metavar="FIELD,...",
+        metavar="FIELD",
         help="fields to leave out that look like media or weights of the loss",
     )
+    if parallel:
+        add(
+            "--num-workers",
+            type=at_least(1),
+            metavar="N",
+            help="processes; the result is the same for any N; default: usable cores, at most 8",
+        )
     return add
 
 
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes; the result is the same for any N; default: usable cores, at most 8",
-    )
+def _column(text: str) -> tuple[str, str]:
+    name, _, column = text.partition("=")
+    if not (name and column):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COLUMN")
+    return name, column
 
 
-def _columns(text: str) -> dict[str, str]:
-    """Parse ``image=img_path,question=q``."""
-    pairs = [item.partition("=") for item in text.split(",")]
-    wrong = next((name for name, mark, column in pairs if not (name and mark and column)), None)
-    if wrong is not None:
-        raise argparse.ArgumentTypeError(f"{wrong!r} in {text!r} is not NAME=COLUMN")
-    return {name.strip(): column.strip() for name, _, column in pairs}
-
-
-def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return the arguments of :func:`_add_source`, and ``names``, as keyword arguments."""
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of :func:`_add_source` as those of ``SampleDataset`` and ``workers``."""
     from coat_data.limits import Limits, Network
 
-    names = ("media_root", "format", "follow_links", "columns", "ignore_fields", *names)
-    network, limits = Network.parse(args.network), Limits.parse(args.limit)
-    return {name: getattr(args, name) for name in names} | {"network": network, "limits": limits}
+    options = {
+        "media_root": args.media_root,
+        "format": args.read_as,
+        "follow_links": args.follow_links,
+        "columns": dict(args.columns) if args.columns else None,
+        "ignore_fields": args.ignore_fields,
+        "network": Network.parse(args.network),
+        "limits": Limits.parse(args.limits),
+    }
+    return options | ({"workers": args.num_workers} if "num_workers" in args else {})
 
 
 def _add_ingest(jobs: Commands) -> None:
     parser = command(
         jobs,
         "ingest",
-        _ingest,
+        stoppable(_ingest),
         "check every row of a source and write it as Parquet shards",
         """\
-  coat-vlm data ingest chat.json --media-root images --out data/chat
-  coat-vlm data ingest "shards/{000..001}.tar" --out data/captions --max-bad-samples 100
-  coat-vlm data ingest dataset_info.json#mllm_demo --out data/demo --embed-media
+  coat-vlm data ingest chat.json --media-root images --to data/chat
+  coat-vlm data ingest "shards/{000..001}.tar" --to data/captions --max-bad-samples 100
+  coat-vlm data ingest dataset_info.json#mllm_demo --to data/demo --embed-media
 """,
     )
     add = _add_source(parser)
-    add("--out", type=Path, required=True, help="folder to make")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
     add("--embed-media", action="store_true", help="store the media in the shards")
-    add("--no-check-media", action="store_true", help="do not open every image and video")
+    add(
+        "--check-media",
+        choices=("none", "decode"),
+        default="decode",
+        help="decode: open every image and video (default)",
+    )
     add(
         "--max-bad-samples",
-        type=int,
+        type=at_least(0),
         default=0,
+        metavar="N",
         help="skip and list up to N bad samples; default 0",
     )
-    add("--shard-rows", type=int, default=10_000, help="rows per shard; default 10000")
-    _add_workers(parser)
+    add("--shard-rows", type=at_least(1), default=10_000, metavar="N", help="default 10000")
 
 
 def _ingest(args: argparse.Namespace) -> int:
     from coat_data.tools.ingest import ingest
-    from coat_vlm.run.signals import SIGNALS
 
-    with SIGNALS.handle():
-        manifest = ingest(
-            args.path,
-            args.out,
-            **_options(args, "embed_media", "max_bad_samples", "shard_rows", "workers"),
-            check_media=not args.no_check_media,
-        )
+    manifest = ingest(
+        args.path,
+        args.to,
+        embed_media=args.embed_media,
+        check_media=args.check_media != "none",
+        max_bad_samples=args.max_bad_samples,
+        shard_rows=args.shard_rows,
+        **_options(args),
+    )
     say(
-        f"{args.out}: {manifest.rows} rows in {len(manifest.shards)} shards, "
+        f"{args.to}: {manifest.rows} rows in {len(manifest.shards)} shards, "
         f"{manifest.bad_samples} bad samples left out"
     )
     return 0
@@ -166,13 +163,13 @@ def _add_looks(jobs: Commands) -> None:
     parser = command(
         jobs,
         "lint",
-        _lint,
+        stoppable(_lint),
         "check every row and print problems as file:row: problem -> remedy",
         """\
   coat-vlm data lint chat.json --media-root images
   coat-vlm data lint "shards/{000..001}.tar" --check-media decode
-  coat-vlm data lint chat.json --format llava --check-media none
-  coat-vlm data lint flat.csv --columns image=img_path,question=q,answer=a
+  coat-vlm data lint chat.json --read-as llava --check-media none
+  coat-vlm data lint flat.csv --columns image=img_path question=q answer=a
 
 exit status: 0 if all rows are good, else 1
 """,
@@ -184,22 +181,23 @@ exit status: 0 if all rows are good, else 1
         default="header",
         help="header: files exist and start like images (default); decode: files can be decoded",
     )
-    _add_workers(parser)
-
     parser = command(
         jobs,
         "stats",
-        _stats,
+        stoppable(_stats),
         "count rows, media and turns, and summarize text lengths and image sizes",
         """\
   coat-vlm data stats chat.json --media-root images
-  coat-vlm data stats data/chat --no-sizes
+  coat-vlm data stats data/chat --check-media none
 """,
     )
     add = _add_source(parser)
-    add("--no-sizes", action="store_true", help="do not read image headers")
-    _add_workers(parser)
-
+    add(
+        "--check-media",
+        choices=("none", "header"),
+        default="header",
+        help="header: read the size of every image (default)",
+    )
     parser = command(
         jobs,
         "preview",
@@ -210,22 +208,18 @@ exit status: 0 if all rows are good, else 1
   coat-vlm data preview data/chat --model runs/my_vlm/sft/model --out tokens.html
 """,
     )
-    add = _add_source(parser)
-    add("--out", type=Path, required=True, help="HTML file to write")
-    add("--number", type=int, default=20, help="samples to show; default 20")
-    add("--model", type=Path, help="model folder: also show the model's inputs")
-    add("--template", help="with --model: chat template instead of the model's")
+    add = _add_source(parser, parallel=False)
+    add("--out", type=Path, required=True, metavar="FILE", help="HTML file to write")
+    add("--limit", type=at_least(1), default=20, metavar="N", help="at most N samples; default 20")
+    add("--model", type=Path, metavar="DIR", help="run or model folder whose inputs are shown")
 
 
 def _lint(args: argparse.Namespace) -> int:
     from coat_data.tools.lint import lint
     from coat_data.tools.problems import ProblemList
-    from coat_vlm.run.signals import SIGNALS
 
     problems = ProblemList(say)
-    options = _options(args, "check_media", "workers")
-    with SIGNALS.handle():
-        summary = lint(args.path, problems.add, **options)
+    summary = lint(args.path, problems.add, check_media=args.check_media, **_options(args))
     problems.finish()
     for name, counts in summary.fields.items():
         for line in counts.lines(name):
@@ -238,11 +232,8 @@ def _lint(args: argparse.Namespace) -> int:
 
 def _stats(args: argparse.Namespace) -> int:
     from coat_data.tools.stats import as_text, collect
-    from coat_vlm.run.signals import SIGNALS
 
-    with SIGNALS.handle():
-        found = collect(args.path, sizes=not args.no_sizes, **_options(args, "workers"))
-    for line in as_text(found):
+    for line in as_text(collect(args.path, sizes=args.check_media != "none", **_options(args))):
         say(line)
     return 0
 
@@ -250,19 +241,18 @@ def _stats(args: argparse.Namespace) -> int:
 def _preview(args: argparse.Namespace) -> int:
     from coat_data.tools.preview import write_preview
 
-    if args.template and not args.model:
-        raise ValueError("--template has no effect without --model; add --model FOLDER")
-    model = _model_view(args.model, args.template) if args.model else None
-    shown = write_preview(args.path, args.out, model=model, **_options(args, "number"))
+    model = _model_view(args.model) if args.model else None
+    shown = write_preview(args.path, args.out, model=model, number=args.limit, **_options(args))
     say(f"{args.out}: {shown} samples")
     return 0
 
 
-def _model_view(folder: Path, template: str | None) -> "ModelView":
+def _model_view(folder: Path) -> "ModelView":
     from coat_data.tools.preview import ModelView
     from coat_vlm.model.folder import is_family
     from coat_vlm.model.processor import IMAGE_TOKEN, CoatVlmProcessor
 
+    folder = find_model(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name a model that training wrote")
     if is_family(folder):
@@ -273,7 +263,7 @@ def _model_view(folder: Path, template: str | None) -> "ModelView":
     processor = CoatVlmProcessor.from_pretrained(folder)
     tokenizer = processor.tokenizer
     return ModelView(
-        encode=processor.encoder(train=False, template=template),
+        encode=processor.encoder(train=False),
         decode=lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False),
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
         mean=processor.image_mean,
@@ -286,34 +276,33 @@ def _add_overlap(jobs: Commands) -> None:
     parser = command(
         jobs,
         "overlap",
-        _overlap,
+        stoppable(_overlap),
         "find images and texts of evaluation sets in a training set",
         """\
-  coat-vlm data overlap chat.json --media-root images --with pope,gqa --data benchmarks
-  coat-vlm data overlap chat.json --media-root images --with my_questions,held_out.json \\
+  coat-vlm data overlap chat.json --media-root images --against pope gqa --data benchmarks
+  coat-vlm data overlap chat.json --media-root images --against my_questions held_out.json \\
       --out overlap.jsonl      # for a source's exclude: overlap.jsonl
 """,
     )
     add = _add_source(parser)
     add(
-        "--with", dest="sets", required=True, metavar="SET,...",
-        help=f"official benchmarks ({', '.join(OFFICIAL)}), folders with questions.jsonl, or data "
-        "files",
-    )  # fmt: skip
-    add("--data", type=Path, help="folder with the official benchmarks, as for eval --tasks")
-    add("--out", type=Path, help="file to write: the rows, for the exclude of a recipe's source")
-    _add_workers(parser)
+        "--against",
+        nargs="+",
+        required=True,
+        metavar="SET",
+        help="benchmarks (coat-vlm eval --list-tasks), folders with questions.jsonl, data files",
+    )
+    add("--data", type=Path, metavar="DIR", help="folder with one folder per benchmark")
+    add("--out", type=Path, metavar="FILE", help="list the rows, for the exclude of a source")
 
 
 def _overlap(args: argparse.Namespace) -> int:
     from coat_data.tools.overlap import Benchmarks, as_table, find_overlap
-    from coat_vlm.run.signals import SIGNALS
 
-    with SIGNALS.handle():
-        benchmarks = Benchmarks()
-        for name in args.sets.split(","):
-            benchmarks.add(name, _read_questions(name.strip(), args.data))
-        counts, bad = find_overlap(args.path, benchmarks, args.out, **_options(args, "workers"))
+    benchmarks = Benchmarks()
+    for name in args.against:
+        benchmarks.add(name, _read_questions(name, args.data))
+    counts, bad = find_overlap(args.path, benchmarks, args.out, **_options(args))
     for line in as_table(counts):
         say(line)
     if benchmarks.unreadable:
@@ -329,18 +318,18 @@ def _overlap(args: argparse.Namespace) -> int:
 
 
 def _read_questions(name: str, data: Path | None) -> "Iterator[Question]":
-    """Yield the questions of an official benchmark, a folder with questions, or a data file."""
+    """Yield the questions of a benchmark, a folder with questions, or a data file."""
     from coat_data.load.dataset import SampleDataset
     from coat_data.sample import DataError
     from coat_data.tools.overlap import Question
     from coat_eval.benchmark import PromptOptions
     from coat_eval.runner import EvalTask, make_eval_task
-    from coat_eval.tasks import get_task
+    from coat_eval.tasks import BENCHMARKS, get_task
     from coat_eval.tasks.question_set import QUESTIONS_FILE
 
     path = Path(name)
     own = (path / QUESTIONS_FILE).is_file()
-    if own or (name.partition("_")[0] in OFFICIAL and not path.exists()):
+    if own or (name.partition("_")[0] in BENCHMARKS and not path.exists()):
         if own:  # the kind of a set decides about answers, which are not compared
             task, data = EvalTask(benchmark=get_task("short_answer")), path
         elif data is None:
@@ -352,8 +341,8 @@ def _read_questions(name: str, data: Path | None) -> "Iterator[Question]":
         return
     if not path.exists():
         raise ValueError(
-            f"--with {name}: there is no such file or folder, and no benchmark of that name; "
-            f"allowed: {', '.join(OFFICIAL)}, a folder with {QUESTIONS_FILE}, or a data file"
+            f"--against {name}: there is no such file or folder, and no benchmark of that name; "
+            f"allowed: {', '.join(BENCHMARKS)}, a folder with {QUESTIONS_FILE}, or a data file"
         )
     for sample in SampleDataset(path).stream():
         if isinstance(sample, DataError):
@@ -382,23 +371,28 @@ def _add_export(jobs: Commands) -> None:
         _export,
         "write a source as LLaVA JSON, messages JSONL or WebDataset tars",
         """\
-  coat-vlm data export data/chat --to messages --out data/messages
-  coat-vlm data export chat.json --media-root images --to webdataset --out data/tars
-  coat-vlm data export data/tars --to llava --out data/llava
+  coat-vlm data export data/chat --format messages --to data/messages
+  coat-vlm data export chat.json --media-root images --format webdataset --to data/tars
+  coat-vlm data export data/tars --format llava --to data/llava
 """,
     )
-    add = _add_source(parser)
-    add("--to", choices=("llava", "messages", "webdataset"), required=True)
-    add("--out", type=Path, required=True, help="folder to make")
+    add = _add_source(parser, parallel=False)
+    add(
+        "--format",
+        choices=("llava", "messages", "webdataset"),
+        required=True,
+        help="layout that is written",
+    )
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
 
 
 def _export(args: argparse.Namespace) -> int:
     from coat_data.tools.export import BAD_NAME, export
 
-    summary = export(args.path, args.out, args.to, **_options(args))
+    summary = export(args.path, args.to, args.format, **_options(args))
     say(f"{summary.path}: {summary.rows} samples")
     if summary.left_out:
-        say(f"{summary.left_out} were left out; {args.out / BAD_NAME} says why")
+        say(f"{summary.left_out} were left out; {args.to / BAD_NAME} says why")
     return 0
 
 
@@ -410,16 +404,14 @@ def _add_download(jobs: Commands) -> None:
         "download a known data set or benchmark from the Hugging Face Hub, or list them",
         """\
   coat-vlm data download                           # list the names
-  coat-vlm data download llava_558k --out data
+  coat-vlm data download llava_558k --to data
   coat-vlm data download pope                      # what it would fetch: files, license, size
-  coat-vlm data download pope --out benchmarks     # for coat-vlm eval --tasks pope
+  coat-vlm data download pope --to benchmarks      # for coat-vlm eval --tasks pope
 """,
     )
     add = parser.add_argument
-    add("name", nargs="?", help="a name from the list, or a mixture file")
-    add(
-        "--out", type=Path, help="folder to download into; a benchmark without it is only described"
-    )
+    add("name", metavar="NAME", nargs="?", help="a name from the list, or a mixture file")
+    add("--to", type=Path, metavar="DIR", help="folder; without it a benchmark is only described")
 
 
 def _download(args: argparse.Namespace) -> int:
@@ -441,33 +433,33 @@ def _download(args: argparse.Namespace) -> int:
         return 0
     if args.name in BENCHMARKS:
         say(describe_benchmark(args.name))
-        if args.out is None:
+        if args.to is None:
             return 0
-        path = download_benchmark(args.name, args.out)
-        say(f"{path}: coat-vlm eval --tasks {args.name} --data {args.out} --model ... --out ...")
+        path = download_benchmark(args.name, args.to)
+        say(f"{path}: coat-vlm eval --tasks {args.name} --data {args.to} --model ... --to ...")
         return 0
-    if args.out is None:
-        raise ValueError("--out is missing; name the folder to download into")
-    path, notes = download(args.name, args.out)
+    if args.to is None:
+        raise ValueError("--to is missing; name the folder to download into")
+    path, notes = download(args.name, args.to)
     say(f"{path}: use it as the path of a source; statistics: coat-vlm data stats {path}")
     for note in notes:
         say(note)
     return 0
 
 
-def _add_makers(sets: Commands) -> None:
+def _add_scenes(jobs: Commands) -> None:
     parser = command(
-        sets,
+        jobs,
         "scenes",
         _scenes,
         "draw scenes of colored shapes with captions and questions, deterministic per seed",
         """\
-  coat-vlm data make scenes --out runs/quickstart-data
-  coat-vlm data make scenes --out data/small --num-train 50 --num-val 8 --num-test 8 --seed 1
+  coat-vlm data scenes --to runs/quickstart-data
+  coat-vlm data scenes --to data/small --num-train 50 --num-val 8 --num-test 8 --seed 1
 """,
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder to make")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
     add(
         "--reuse",
         action="store_true",
@@ -483,22 +475,18 @@ def _scenes(args: argparse.Namespace) -> int:
     from coat_datasets import scenes
 
     settings = {name: getattr(args, name) for name in _SCENES_SETTINGS if name in args}
-    note = args.out / MADE_FILE
+    note = args.to / MADE_FILE
     # Other code may generate other data.
     code = b"".join(path.read_bytes() for path in sorted(Path(scenes.__file__).parent.glob("*.py")))
     made = {"settings": settings, "coat_datasets.scenes": hashlib.sha256(code).hexdigest()}
     if args.reuse and note.is_file():
         if json.loads(note.read_text(encoding="utf-8")) == made:
-            say(f"{args.out} exists already")
+            say(f"{args.to} exists already")
             return 0
-        shutil.rmtree(args.out)
-    summary = scenes.make_scenes(args.out, **settings)
+        shutil.rmtree(args.to)
+    summary = scenes.make_scenes(args.to, **settings)
     note.write_text(json.dumps(made), encoding="utf-8")
-    _say_made(args.out, summary)
-    return 0
-
-
-def _say_made(out: Path, summary: Mapping[str, float]) -> None:
-    say(f"{out}:")
+    say(f"{args.to}:")
     for name, number in summary.items():
         say(f"  {name:<24} {number}")
+    return 0

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_cli.command import Commands, command, say
+from coat_cli.command import Commands, check_effects, command, find_model, say, stoppable
 
 
 def add(commands: Commands) -> None:
@@ -11,33 +11,38 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         "export",
-        _export,
+        stoppable(_export),
         "export a checkpoint as a Hugging Face model folder",
         """\
-  coat-vlm export runs/my_vlm/sft/checkpoints/step-00000001 --to exported_step
-  coat-vlm export runs/my_vlm/sft/model --to exported_bf16 --dtype bfloat16
-  coat-vlm export runs/my_vlm/sft/model --to exported_llava --format llava
-  coat-vlm export runs/my_vlm/sft/model --to exported_vila --format vila
-  coat-vlm export runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
-  coat-vlm export runs/my_vlm/sft/model --to exported_llm --format language
-  coat-vlm export runs/my_vlm/sft/model --to exported_card --card
-  coat-vlm export exported_vila --to imported                  # a VILA or NVILA checkpoint
-  coat-vlm export exported_llava --to imported_llava           # one like llava-hf/llava-1.5-7b-hf
-  coat-vlm export runs/my_lora/sft/model --to exported_adapter --adapter
+  coat-vlm export --model runs/my_vlm --to exported
+  coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exported_step
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_bf16 --dtype bfloat16
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_llava --format llava
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_vila --format vila
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_llm --format language
+  coat-vlm export --model runs/my_vlm/sft/model --to exported_card --card
+  coat-vlm export --model exported_vila --to imported          # a VILA or NVILA checkpoint
+  coat-vlm export --model exported_llava --to imported_llava   # such as llava-hf/llava-1.5-7b-hf
+  coat-vlm export --model runs/my_lora/sft/model --to exported_adapter --format adapter
 
 The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
-it. The formats of the exported folder:
+it. --format is the layout that is written:
 
   coat      loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
             "import coat_vlm", and as init_from of a recipe
-  llava     loads with transformers alone (LlavaForConditionalGeneration, AutoProcessor) and in
+  llava     loads with transformers only (LlavaForConditionalGeneration, AutoProcessor) and in
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
-            (resize or pad); such a checkpoint is also read as CKPT, and --format coat converts it
-            for init_from
-  vila      VILA's folders llm/, vision_tower/ and mm_projector/; such a checkpoint is also read as
-            CKPT, and --format coat converts it for init_from
-  language  the language model alone (the whole model of a text-only run), for
+            (resize or pad); --model also takes such a folder, and --format coat converts it for
+            init_from
+  vila      VILA's folders llm/, vision_tower/ and mm_projector/; --model also takes such a folder
+  language  only the language model (the whole model of a text-only run), for
             AutoModelForCausalLM of transformers and model.language.name_or_path of a recipe
+  adapter   only the LoRA adapters and the other trained modules, in peft's layout. The same model
+            is returned by peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), DIR), where
+            BASE is the folder that the stage started from. If there is no such folder, give a
+            checkpoint: its frozen weights are then written to DIR/base. The other layouts have
+            adapters merged into the weights
 
 --weights quantizes the linear layers of the language model; embeddings, lm_head, projector and
 vision tower stay in --dtype (default bfloat16). vLLM and transformers (with the compressed-tensors
@@ -51,91 +56,65 @@ quantization.json; "coat-vlm eval --model DIR" measures the effect on answers.
 --card writes README.md, a model card for the Hugging Face Hub, from the files of the run:
 parameters, precision, hardware, steps, tokens, data, results with intervals, recipe (with the paths
 in it). The license is left to you. --push-to-hub uploads the folder; a new repository is private.
-
-LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes only the
-adapters and the other trained modules. The same model is returned by
-peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), DIR), where BASE is the folder that
-the stage started from. If there is no such folder, give a checkpoint: its frozen weights are then
-written to DIR/base.
 """,
     )
-    parser.add_argument(
-        "source",
+    add = parser.add_argument
+    add(
+        "--model",
         type=Path,
-        metavar="CKPT",
-        help="RUN/STAGE/checkpoints/step-..., RUN/STAGE/model, or a checkpoint of VILA or llava-hf",
+        required=True,
+        metavar="DIR",
+        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., or a checkpoint of VILA "
+        "or llava-hf",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the new folder")
-    parser.add_argument(
+    add("--to", type=Path, required=True, metavar="DIR", help="the new folder")
+    add(
+        "--format",
+        choices=["coat", "llava", "vila", "language", "adapter"],
+        default="coat",
+        help="default coat",
+    )
+    add(
         "--dtype",
         choices=["bfloat16", "float32"],
         help="dtype of the weights; default: as in training (float32 exports the master weights)",
     )
-    parser.add_argument(
-        "--format",
-        choices=["coat", "llava", "vila", "language"],
-        help="coat (default), llava, vila or language, see below",
-    )
-    parser.add_argument(
+    add(
         "--weights",
         choices=["fp8", "fp8_block", "int8"],
         help="quantize the language model's linear layers; not with --format vila",
     )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write the LoRA adapters as a peft folder instead of merging them",
-    )
-    parser.add_argument("--card", action="store_true", help="write a model card (README.md)")
-    parser.add_argument(
-        "--push-to-hub", metavar="NAME", help="upload to this repository (USER/MODEL) of the Hub"
-    )
+    add("--card", action="store_true", help="write a model card (README.md)")
+    add("--push-to-hub", metavar="NAME", help="upload to this repository (USER/MODEL) of the Hub")
 
 
 def _export(args: argparse.Namespace) -> int:
-    from coat_vlm.run.signals import SIGNALS
-
-    with SIGNALS.handle():
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from coat_vlm.export.hugging_face import export, export_adapter
+    from coat_vlm.export.hugging_face import check_hub, export, export_adapter, push
     from coat_vlm.model.compressed import table
 
+    source = find_model(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    if not args.adapter:
-        layout = args.format or "coat"
-        if args.push_to_hub:
-            from coat_vlm.export.hugging_face import check_hub
-
-            check_hub(args.push_to_hub)
-        card = None
-        if args.card:
-            from coat_vlm.report.card import build_card
-
-            card = build_card(args.source, layout, args.weights)
-        folder = export(args.source, args.to, dtype, layout, args.weights)
-        if args.weights:
-            say(table(folder))
-        say(f"model: {folder}")
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
-            say(f"card: {folder / 'README.md'}; its license is for you to fill in")
-        if args.push_to_hub:
-            from coat_vlm.export.hugging_face import push
-
-            say(f"pushed: {push(folder, args.push_to_hub)}")
+    if args.format == "adapter":
+        names = ("weights", "card", "push_to_hub")
+        check_effects(args, dict.fromkeys(names, "is for layouts other than --format adapter"))
+        say(f"adapter: {export_adapter(source, args.to, dtype)}")
         return 0
-    for name in ("format", "weights", "card", "push_to_hub"):
-        value = getattr(args, name)
-        if value:
-            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise ValueError(
-                f"{option} has no effect with --adapter, which writes only the adapters in "
-                "peft's layout; drop one of the two"
-            )
-    say(f"adapter: {export_adapter(args.source, args.to, dtype)}")
+    if args.push_to_hub:
+        check_hub(args.push_to_hub)
+    card = None
+    if args.card:
+        from coat_vlm.report.card import build_card
+
+        card = build_card(source, args.format, args.weights)
+    folder = export(source, args.to, dtype, args.format, args.weights)
+    if args.weights:
+        say(table(folder))
+    say(f"model: {folder}")
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        say(f"card: {folder / 'README.md'}; its license is for you to fill in")
+    if args.push_to_hub:
+        say(f"pushed: {push(folder, args.push_to_hub)}")
     return 0

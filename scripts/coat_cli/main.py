@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from coat_cli import chat, compare, data, evaluate, export, plan, show, text, train
+from coat_cli import chat, compare, data, evaluate, export, plan, show, train
 from coat_cli.command import add_launcher_rank, complain
+from coat_cli.removed import find_removed
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -24,14 +25,7 @@ PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; default: those of the process.
-
-    Returns:
-        The exit status: 0, or a status that the module docstring lists.
-    """
+    """Run one command and return its exit status, which the module docstring lists."""
     args = parse(argv)
     _configure_allocator()
     logging.getLogger("DeepSpeed").addFilter(_print_to_stderr)
@@ -73,20 +67,24 @@ def build_parser() -> argparse.ArgumentParser:
         prog="coat-vlm",
         description="Train VILA-style vision-language models and evaluate them.",
         epilog="coat-vlm COMMAND --help explains a command with examples.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"coat-vlm {version('coat-vlm')}")
     # DeepSpeed's launcher puts its argument before the command.
     add_launcher_rank(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, plan, evaluate, chat, compare, text, data, export, show):
+    for module in (train, plan, show, evaluate, compare, chat, export, data):
         module.add(commands)
     return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; exit with status 2 and the usage if one is wrong."""
+    """Parse the arguments; exit with status 2 and a message if one is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
+    if replacement := find_removed(words):
+        parser.exit(USER_ERROR, f"coat-vlm: {replacement}\n")
+    args, rest = parser.parse_known_args(words)
     # argparse takes key=value arguments only before the first option; later ones are in ``rest``.
     if "overrides" in args and all("=" in word and not word.startswith("-") for word in rest):
         args.overrides = [*args.overrides, *rest]

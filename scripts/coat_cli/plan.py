@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from coat_cli.command import PRECISIONS, Commands, add_recipe, at_least, command, read_recipe, say
+from coat_cli.command import Commands, add_recipe, at_least, command, read_recipe, say
 
 DEFAULT_GPU_MEMORY_GB = 80.0
 
@@ -18,14 +18,16 @@ def add(commands: Commands) -> None:
         """\
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
-  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat_lean stages.sft.micro_batch_size=2
+  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat stages.sft.micro_batch_size=2
+  coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft --verbose
   coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
   torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2
-  coat-vlm plan my_recipe.yaml --gpus 4 --zero 2,3 --images 5 --stage sft
 
-The estimate assumes full rows: every row has model.max_length tokens, and all tokens but those of
-images are supervised. The model runs once on shapes alone, which takes no memory and, for an 8B
+The estimate assumes full rows: every row has model.max_length tokens, and all tokens except those
+of images are supervised. The model runs once on shapes only, which takes no memory and, for an 8B
 model, seconds to minutes (long rows with recomputation).
+
+--verbose adds a table of all ZeRO stages, precisions and parts of the memory.
 
 --measure also takes a few steps of training with random weights and data on the GPUs of this
 launch, and prints their speed and their peak memory next to the plan's. init_from must be a folder
@@ -34,29 +36,23 @@ in every step; loading data is not part of it.
 """,
     )
     add_recipe(parser)
-    parser.add_argument(
-        "--gpus", type=at_least(1), metavar="N", help="GPUs; default 1, or as many as torchrun's"
-    )
-    parser.add_argument(
-        "--gpu-memory", type=_positive_number, metavar="GB",
-        help="memory of each GPU as it is sold; default: that of this machine's GPU, else "
+    add = parser.add_argument
+    add("--gpus", type=at_least(1), metavar="N", help="GPUs; default 1, or as many as torchrun's")
+    add(
+        "--gpu-memory",
+        type=_positive_number,
+        metavar="GB",
+        help="nominal memory of each GPU; default: that of this machine's GPU, else "
         f"{DEFAULT_GPU_MEMORY_GB:.0f}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--zero", type=_stages, default=(0, 1, 2, 3), metavar="0,1,2,3",
-        help="ZeRO stages to compare with the recipe's own, separated by commas; default all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--images", type=at_least(0), metavar="N",
+    )
+    add(
+        "--images",
+        type=at_least(0),
+        metavar="N",
         help="image tiles and video frames per row; default: counted in the stage's data, else 1",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", type=at_least(1), metavar="T",
-        help="tokens per row, images included; default model.max_length, or packing.tokens",
-    )  # fmt: skip
-    parser.add_argument("--stage", help="plan this stage only: align, pretrain, sft or dpo")
-    parser.add_argument("--precision", choices=PRECISIONS, help="same as precision=...")
-    parser.add_argument("--measure", action="store_true", help="also measure a few steps")
+    )
+    add("--verbose", action="store_true", help="also print the table of all settings")
+    add("--measure", action="store_true", help="also measure a few steps")
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -74,12 +70,11 @@ def _plan(args: argparse.Namespace) -> int:
         recipe,
         ranks=ranks,
         gpu_bytes=1e9 * (args.gpu_memory or _local_gpu_gb()),
-        zero_stages=args.zero,
+        zero_stages=(0, 1, 2, 3),
         images=args.images,
-        tokens=args.tokens,
         only_stage=args.stage,
     )
-    say(format_plan(plans))
+    say(format_plan(plans, verbose=args.verbose))
     if args.measure:
         from coat_vlm.distributed import join_world
         from coat_vlm.plan.measure import measure_stage
@@ -105,10 +100,3 @@ def _positive_number(text: str) -> float:
     if not number > 0:
         raise argparse.ArgumentTypeError(f"{text}: more than 0 is needed")
     return number
-
-
-def _stages(text: str) -> tuple[int, ...]:
-    stages = tuple(int(word) for word in text.split(","))
-    if not set(stages) <= {0, 1, 2, 3}:
-        raise argparse.ArgumentTypeError(f"{text}: ZeRO stages are 0, 1, 2 and 3, as in --zero 2,3")
-    return stages

@@ -5,15 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coat_cli.command import (
-    PRECISIONS,
-    Commands,
-    add_launcher_rank,
-    add_recipe,
-    command,
-    read_recipe,
-    say,
-)
+from coat_cli.command import Commands, add_launcher_rank, add_recipe, command, read_recipe, say
 
 if TYPE_CHECKING:
     from coat_vlm.config import Recipe
@@ -28,7 +20,7 @@ def add(commands: Commands) -> None:
         "train the stages of a recipe",
         """\
   coat-vlm train quickstart
-  coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1
+  coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1 precision=bf16
   coat-vlm train my_recipe.yaml --stage sft output_dir=runs/seed1 seed=1   # on align's model
   coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64 log_phases=true
   coat-vlm train my_recipe.yaml --resume auto          # continue an interrupted run
@@ -44,7 +36,6 @@ of a step goes.
 """,
     )
     add_recipe(parser)
-    parser.add_argument("--stage", help="train this stage only: align, pretrain, sft or dpo")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -61,11 +52,6 @@ of a step goes.
         action="store_true",
         help="with --resume: continue although the data, or recipe keys that change the samples or "
         "their order, differ from those of the start; the change is recorded",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        help="same as precision=...: fp32, bf16, or an FP8 precision: fp8_linear, coat, coat_lean",
     )
     parser.add_argument(
         "--status-file",

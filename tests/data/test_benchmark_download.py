@@ -58,7 +58,7 @@ def test_files_of_the_benchmark_and_nothing_else(
 ):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
     for name in ("pope", "videomme"):
-        assert main(["data", "download", name, "--out", str(tmp_path)]) == 0
+        assert main(["data", "download", name, "--to", str(tmp_path)]) == 0
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert "pope/Full/random-0.parquet" in found
     assert "pope/data/test-0.parquet" not in found
@@ -75,7 +75,7 @@ def test_without_a_network(
         raise OfflineModeIsEnabled("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    assert main(["data", "download", "gqa", "--out", str(tmp_path)]) == 2
+    assert main(["data", "download", "gqa", "--to", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "hf download lmms-lab/GQA --repo-type dataset --include" in said
     assert f"--local-dir {tmp_path / 'gqa'}" in said
@@ -103,7 +103,7 @@ def test_a_table_with_its_checksum(
         return Answer(b"index\tanswer\n")
 
     monkeypatch.setattr(download, "request", serve)
-    words = ["data", "download", "mmstar", "--out", str(tmp_path)]
+    words = ["data", "download", "mmstar", "--to", str(tmp_path)]
     assert main(words) == 2
     assert f"has the MD5 {md5}, not e1ecd21408" in capsys.readouterr().err
     assert not (tmp_path / "mmstar" / "MMStar.tsv").exists()
@@ -134,7 +134,7 @@ def test_an_interrupted_table_goes_on(
     monkeypatch.setattr(download, "request", serve)
     known = replace(BENCHMARKS["mmstar"], md5=hashlib.md5(content).hexdigest())
     monkeypatch.setattr(download, "BENCHMARKS", {"mmstar": known})
-    words = ["data", "download", "mmstar", "--out", str(tmp_path)]
+    words = ["data", "download", "mmstar", "--to", str(tmp_path)]
     part = tmp_path / "mmstar" / "MMStar.tsv.part"
     for have in (1000, 2000):
         assert main(words) == 2
@@ -155,7 +155,7 @@ def test_a_table_without_a_network(
         raise ConnectionError("no network")
 
     monkeypatch.setattr(download, "request", offline)
-    assert main(["data", "download", "ccbench", "--out", str(tmp_path)]) == 2
+    assert main(["data", "download", "ccbench", "--to", str(tmp_path)]) == 2
     assert f"curl -LO {BENCHMARKS['ccbench'].repo}" in capsys.readouterr().err
 
 
@@ -227,7 +227,7 @@ def test_what_it_would_fetch_and_fetching_it_from_a_hub(tmp_path: Path):
         f"revision: {Hub.sha}, 1 files, 0.000 GB",
         "not tried: the tests of this program run without a network",
     ]
-    fetched = run("--out", str(tmp_path))
+    fetched = run("--to", str(tmp_path))
     assert fetched.returncode == 0, fetched.stderr
     assert (tmp_path / "pope/Full/random-0.parquet").read_bytes() == b"x" * 3000
     assert not (tmp_path / "pope" / "other.bin").exists()

@@ -363,8 +363,8 @@ def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(DataError, match=r"no column 'image_path' for image \(columns: img_path"):
         SampleDataset(path, columns={"image": "image_path"}, format="question")[0]
     Path(tmp_path / "0.jpg").write_bytes(b"")
-    mapped = ",".join(f"{name}={column}" for name, column in COLUMNS.items())
-    assert main(["data", "lint", str(path), "--columns", mapped, "--check-media", "none"]) == 0
+    mapped = [f"{name}={column}" for name, column in COLUMNS.items()]
+    assert main(["data", "lint", str(path), "--check-media", "none", "--columns", *mapped]) == 0
     assert "fields used: answer, image, question; ignored: none" in capsys.readouterr().out
     path = jsonl(tmp_path, {"text": "t", "audio": "a.wav"})
     arguments = ["data", "lint", str(path), "--check-media", "none"]

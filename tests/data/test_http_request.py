@@ -208,9 +208,9 @@ def test_the_command_line_opens_hosts_and_raises_limits(
     assert main(["data", "lint", str(path), "--network", HOST]) == 0
     assert main(["data", "lint", str(path), "--network", "deny"]) == 1
     decode = ["data", "lint", str(path), "--network", HOST, "--check-media", "decode"]
-    assert main([*decode, "--limit", "remote_bytes=50"]) == 1
+    assert main([*decode, "--limits", "remote_bytes=50"]) == 1
     assert "larger than 50 bytes" in capsys.readouterr().out
-    assert main([*decode, "--limit", "no_such=50"]) == 2
+    assert main([*decode, "--limits", "no_such=50"]) == 2
     assert "choose NAME=NUMBER from archive_bytes" in capsys.readouterr().err
 
 

@@ -194,7 +194,7 @@ def test_stats_count_what_is_there(
     assert measured["image height"] == [20] * 6
     # "q" or "\nq" and "a"; of the row without an image "two words" and "a".
     assert (measured["text characters"][0], measured["text characters"][-1]) == (2, 10)
-    assert main(["data", "stats", str(source), "--no-sizes"]) == 0
+    assert main(["data", "stats", str(source), "--check-media", "none"]) == 0
     assert "rows without media            1" in capsys.readouterr().out
     listed = tmp_path / "mix.yaml"
     listed.write_text("sources: [{path: a.jsonl}, {path: a.jsonl, select: first 1}]")

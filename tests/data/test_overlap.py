@@ -101,8 +101,8 @@ def test_copies_are_listed_and_left_out_by_exclude(
     rows.append(talk("<image>\nq", image="absent.png"))
     path, out = write_rows(tmp_path, rows), tmp_path / "overlap.jsonl"
     for workers in "1", "2":
-        words = ["data", "overlap", str(path), "--with", str(benchmark), "--out", str(out)]
-        assert main([*words, "--workers", workers]) == 0
+        words = ["data", "overlap", str(path), "--against", str(benchmark), "--out", str(out)]
+        assert main([*words, "--num-workers", workers]) == 0
         printed = capsys.readouterr().out
         assert printed.splitlines()[1].split() == ["train", str(benchmark), "9", "1", "10"]
         assert "1 rows could not be read" in printed
@@ -157,5 +157,5 @@ def test_a_set_that_does_not_exist_is_refused(
 ) -> None:
     path = write_rows(tmp_path, [talk("q")])
     for name, problem in (("pop", "no benchmark of that name"), ("pope", "--data is missing")):
-        assert main(["data", "overlap", str(path), "--with", name]) == 2
+        assert main(["data", "overlap", str(path), "--against", name]) == 2
         assert problem in capsys.readouterr().err

@@ -65,7 +65,6 @@ def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any, 
     with Image.open(io.BytesIO(base64.b64decode(address[1]))) as shown:
         assert shown.size == (16, 16)
         assert shown.getpixel((8, 8)) == (250, 10, 40)
-    assert main([*arguments, "--template", "plain"]) == 2  # without a model it has no effect
 
 
 def test_a_page_without_a_model(source: Path, tmp_path: Path) -> None:

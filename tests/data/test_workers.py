@@ -66,7 +66,7 @@ def test_lint_and_stats_say_the_same_in_the_same_order(
     printed: dict[str, list[str]] = {}
     for number in "1", "3":
         for job in "lint", "stats":
-            main(["data", job, str(source), "--workers", number])
+            main(["data", job, str(source), "--num-workers", number])
         printed[number] = capsys.readouterr().out.splitlines()
     assert printed["1"] == printed["3"]
     found: dict[int, list[DataError]] = {1: [], 3: []}
@@ -170,8 +170,9 @@ def test_a_killed_worker_names_its_rows(source: Path, monkeypatch: pytest.Monkey
 
 
 def test_too_few_workers_are_refused(source: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["data", "stats", str(source), "--workers", "0"]) == 2
-    assert "workers is 0; give 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "stats", str(source), "--num-workers", "0"])
+    assert "0: at least 1 is needed" in capsys.readouterr().err
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -207,8 +208,8 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
         address = f"http://127.0.0.1:{server.server_port}"
         rows = [talk(n, image=f"{address}/{n}.png") for n in range(100)]
         (tmp_path / "a.json").write_text(json.dumps(rows))
-        words = ["data", "ingest", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]
-        words += ["--network", "127.0.0.1", "--limit", "remote_wait_s=600", "--workers", "3"]
+        words = ["data", "ingest", str(tmp_path / "a.json"), "--to", str(tmp_path / "out")]
+        words += ["--network", "127.0.0.1", "--limits", "remote_wait_s=600", "--num-workers", "3"]
         command = [sys.executable, "-m", "coat_cli.main", *words]
         process = subprocess.Popen(
             command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True

@@ -204,7 +204,7 @@ def _make_runs(folder: Path) -> None:
     for name in ("bf16", "coat"):
         shutil.copytree(folder / "out/my_vlm", folder / "out" / name)
     run(
-        "coat-vlm train my_recipe.yaml --precision bf16 output_dir=runs/my_lora "
+        "coat-vlm train my_recipe.yaml precision=bf16 output_dir=runs/my_lora "
         "stages.sft.lora.rank=4 stages.sft.lora.alpha=8",
         folder,
     )

@@ -55,7 +55,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def exported(source: Path, target: Path, *options: str) -> dict[str, torch.Tensor]:
-    assert main(["export", str(source), "--to", str(target), *options]) == 0
+    assert main(["export", "--model", str(source), "--to", str(target), *options]) == 0
     return load_file(target / "model.safetensors")
 
 
@@ -111,7 +111,7 @@ def test_the_last_checkpoint_exports_the_stages_model(changing: Path, tmp_path: 
 def test_what_cannot_be_exported(
     changing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(changing), "--to", str(tmp_path / "a")]) == 2
+    assert main(["export", "--model", str(changing), "--to", str(tmp_path / "a")]) == 2
     assert "did you mean" in capsys.readouterr().err
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint(changing, 2), damaged)
@@ -119,14 +119,17 @@ def test_what_cannot_be_exported(
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    assert main(["export", str(damaged), "--to", str(tmp_path / "a")]) == 2
+    assert main(["export", "--model", str(damaged), "--to", str(tmp_path / "a")]) == 2
     assert "rank-00001-000.safetensors is damaged" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
-    assert main(["export", str(changing / "sft" / "model"), "--to", str(tmp_path / "used")]) == 2
+    assert (
+        main(["export", "--model", str(changing / "sft" / "model"), "--to", str(tmp_path / "used")])
+        == 2
+    )
     assert "not empty" in capsys.readouterr().err
     inside = changing / "sft" / "model" / "exported"
-    assert main(["export", str(inside.parent), "--to", str(inside)]) == 2
+    assert main(["export", "--model", str(inside.parent), "--to", str(inside)]) == 2
     assert f"{inside} is inside {inside.parent}" in capsys.readouterr().err
     assert not inside.exists()

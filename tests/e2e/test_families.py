@@ -170,7 +170,7 @@ def test_stock_transformers_loads_the_model_and_an_export(
     run: Path, tiny_data: Path, tmp_path: Path, in_own_memory: Any
 ) -> None:
     step = run / "sft" / "checkpoints" / "step-00000004"
-    assert main(["export", str(step), "--to", str(tmp_path / "exported")]) == 0
+    assert main(["export", "--model", str(step), "--to", str(tmp_path / "exported")]) == 0
     ours, processor = load(run / "sft" / "model")
     expected = compute_logits(in_own_memory(ours), processor, tiny_data / "1.png")
     for folder in (run / "sft" / "model", tmp_path / "exported"):
@@ -181,7 +181,7 @@ def test_stock_transformers_loads_the_model_and_an_export(
 
 
 def test_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--run", str(run)]) == 0
+    assert main(["eval", "--model", str(run)]) == 0
     assert "yes_no" in capsys.readouterr().out
     answers = (run / "eval" / "q" / "predictions.jsonl").read_text().splitlines()
     assert len(answers) == 3
@@ -197,7 +197,7 @@ def test_a_new_user_asks_the_model(
 ) -> None:
     """The command, a pipeline and an OpenAI client of transformers' server answer the same."""
     image, model = tiny_data / "1.png", tmp_path / "sharp"
-    assert main(["export", str(run / "sft" / "model"), "--to", str(model)]) == 0
+    assert main(["export", "--model", str(run / "sft" / "model"), "--to", str(model)]) == 0
     sharpen(model)
     expected = generate(*load(model, "cpu"), [ask(image, "What is it?")], 8)[0]
     assert expected
@@ -246,10 +246,15 @@ def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> No
     model = tmp_path / "lora" / "sft" / "model"
     assert changed_parts(start, model) == {"vision", "projector", "language"}
     step = tmp_path / "lora" / "sft" / "checkpoints" / "step-00000004"
-    assert main(["export", str(step), "--to", str(tmp_path / "merged")]) == 0
+    assert main(["export", "--model", str(step), "--to", str(tmp_path / "merged")]) == 0
     merged, expected = weights(tmp_path / "merged"), weights(model)
     assert all(torch.equal(value, merged[name]) for name, value in expected.items())
-    assert main(["export", str(model), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+    assert (
+        main(
+            ["export", "--model", str(model), "--to", str(tmp_path / "peft"), "--format", "adapter"]
+        )
+        == 0
+    )
     base: Any = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
     ours, processor = load(model)
@@ -361,5 +366,8 @@ def test_what_needs_a_composed_model(
     assert main(["plan", str(path)]) == 2
     assert "coat-vlm plan supports models composed of" in capsys.readouterr().err
     for option, value in (("--format", "llava"), ("--weights", "fp8")):
-        assert main(["export", str(source), "--to", str(tmp_path / "a"), option, value]) == 2
+        assert (
+            main(["export", "--model", str(source), "--to", str(tmp_path / "a"), option, value])
+            == 2
+        )
         assert f"{option} {value} is for models composed of parts" in capsys.readouterr().err

@@ -144,12 +144,15 @@ def test_stock_transformers_loads_the_export(
     capsys: pytest.CaptureFixture[str],
     in_own_memory: Callable[[Any], Any],
 ) -> None:
-    """Of a run in FP8 at ZeRO-2, from its checkpoint; eval-text says the same of both."""
+    """Of a run in FP8 at ZeRO-2, from its checkpoint; eval --text says the same of both."""
     run = tmp_path / "run"
     train(texts, run, precision="coat", zero_stage=2)
     plain = tmp_path / "plain"
     checkpoint = run / "pretrain" / "checkpoints" / "step-00000004"
-    assert main(["export", str(checkpoint), "--to", str(plain), "--format", "language"]) == 0
+    assert (
+        main(["export", "--model", str(checkpoint), "--to", str(plain), "--format", "language"])
+        == 0
+    )
     ours, processor = load(run / "pretrain" / "model")
     stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     assert json.loads((plain / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -158,14 +161,19 @@ def test_stock_transformers_loads_the_export(
     with torch.no_grad():
         of_stock = in_own_memory(stock)(input_ids=ids).logits
         assert torch.equal(of_stock, in_own_memory(ours)(input_ids=ids).logits)
-    assert main(["export", str(checkpoint), "--to", str(tmp_path / "x"), "--format", "llava"]) == 2
+    assert (
+        main(
+            ["export", "--model", str(checkpoint), "--to", str(tmp_path / "x"), "--format", "llava"]
+        )
+        == 2
+    )
     assert "no vision tower" in capsys.readouterr().err
     assert main(["report", str(run)]) == 0
     numbers = []
     for model in (run / "pretrain" / "model", plain):
         out = tmp_path / "text.json"
-        text = ["--text", str(texts / "books" / "0.txt"), "--out", str(out)]
-        assert main(["eval-text", "--model", str(model), *text]) == 0
+        text = ["--text", str(texts / "books" / "0.txt"), "--to", str(tmp_path)]
+        assert main(["eval", "--model", str(model), *text]) == 0
         numbers.append(re.findall(r'"perplexity": [0-9.]+', out.read_text()))
     assert numbers[0]
     assert numbers[0] == numbers[1]

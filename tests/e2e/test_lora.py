@@ -59,7 +59,7 @@ def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Te
 
 
 def exported(source: Path, target: Path, *options: str) -> Path:
-    assert main(["export", str(source), "--to", str(target), *options]) == 0
+    assert main(["export", "--model", str(source), "--to", str(target), *options]) == 0
     return target
 
 
@@ -129,7 +129,7 @@ def test_stock_peft_loads_the_adapter(run: Path, tmp_path: Path, source: str) ->
         base.rename(moved)
     try:
         origin = run / "sft" / "model" if source == "model" else step(run, 4)
-        folder = exported(origin, tmp_path / "peft", "--adapter")
+        folder = exported(origin, tmp_path / "peft", "--format", "adapter")
         named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         assert Path(named) == (folder / "base" if source.endswith("base") else base)
         theirs: Any = peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(named), folder)
@@ -144,20 +144,20 @@ def test_what_cannot_be_exported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*arguments: str) -> str:
-        assert main(["export", *arguments, "--to", str(tmp_path / "a")]) == 2
+        assert main(["export", "--model", *arguments, "--to", str(tmp_path / "a")]) == 2
         assert not (tmp_path / "a").exists()
         return capsys.readouterr().err
 
     model = str(run / "sft" / "model")
-    assert "no effect with --adapter" in refused(model, "--adapter", "--format", "coat")
-    assert "has no LoRA adapters" in refused(str(run / "align" / "model"), "--adapter")
+    assert "--card has no effect" in refused(model, "--format", "adapter", "--card")
+    assert "has no LoRA adapters" in refused(str(run / "align" / "model"), "--format", "adapter")
     copied = tmp_path / "copied"
     shutil.copytree(run / "sft" / "model", copied)
     (copied / "manifest.json").unlink()  # changed by its owner
     path = copied / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "base_model_name_or_path": "gone"}))
-    assert "not in a folder (gone)" in refused(str(copied), "--adapter")
+    assert "not in a folder (gone)" in refused(str(copied), "--format", "adapter")
 
 
 def test_a_run_in_coat_at_stage_3_from_its_own_parts(
@@ -170,7 +170,7 @@ def test_a_run_in_coat_at_stage_3_from_its_own_parts(
     done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "frozen linear layers in FP8, LoRA adapters in BF16" in done.stderr + done.stdout
-    folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--adapter")
+    folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--format", "adapter")
     theirs: Any = peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(folder / "base"), folder)
     expected = logits(load(tmp_path / "run" / "sft" / "model")[0])
     assert (logits(theirs) - expected).abs().max() < 1e-5
@@ -178,7 +178,7 @@ def test_a_run_in_coat_at_stage_3_from_its_own_parts(
     capsys.readouterr()
     question = ["--prompt", "Which color?", "--max-new-tokens", "2"]
     assert main(["generate", "--model", model, "--image", str(tiny_data / "1.png"), *question]) == 0
-    refused = ["export", model, "--adapter", "--to", str(tmp_path / "b")]
+    refused = ["export", "--model", model, "--format", "adapter", "--to", str(tmp_path / "b")]
     assert main(refused) == 2
     assert "export a checkpoint of the stage" in capsys.readouterr().err
 
@@ -194,7 +194,7 @@ def test_dora_on_every_module_in_coat(
     done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rsDoRA rank 4, alpha 12, dropout 0.05 on 15 layers" in done.stderr + done.stdout
-    folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--adapter")
+    folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--format", "adapter")
     adapters = weights(folder, "adapter_model.safetensors")
     assert all(".lora_" in name for name in adapters)
     theirs: Any = peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(folder / "base"), folder)

@@ -192,7 +192,12 @@ def test_the_model_is_exported_and_reported_as_those_of_other_stages(
         assert texts[0] == texts[1], name
     load(run / "dpo" / "model")
     out = tmp_path / "vila"
-    assert main(["export", str(run / "dpo" / "model"), "--to", str(out), "--format", "vila"]) == 0
+    assert (
+        main(
+            ["export", "--model", str(run / "dpo" / "model"), "--to", str(out), "--format", "vila"]
+        )
+        == 0
+    )
     text = write_report(run).read_text()
     assert "reward margin of the chosen answers" in text
     assert "pairs with the larger reward for the chosen answer" in text

@@ -76,7 +76,7 @@ def test_a_run_resumes_and_exports_the_original_weights(tiny_data: Path, tmp_pat
     adapters = load_file(tmp_path / "run/sft/model/adapter/adapter_model.safetensors")
     step = tmp_path / "run/sft/checkpoints/step-00000002"
     exported = tmp_path / "exported"
-    assert main(["export", str(step), "--to", str(exported), "--adapter"]) == 0
+    assert main(["export", "--model", str(step), "--to", str(exported), "--format", "adapter"]) == 0
     base = load_file(exported / "base/model.safetensors")
     layers = [n.removesuffix(".lora_A.weight") for n in adapters if n.endswith("lora_A.weight")]
     assert layers

@@ -166,7 +166,7 @@ def measure_in_browser(page: Path, folder: Path, script: str) -> Any:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
 def test_a_browser_shows_the_page_at_every_width_and_filters_samples(run_dir: Path, tmp_path: Path):
-    done = started.run(["eval", "--run", str(run_dir)], env=ENV)
+    done = started.run(["eval", "--model", str(run_dir)], env=ENV)
     assert done.returncode == 0, done.stderr
     page = report(run_dir)
     opened = run_dir / "opened.html"

@@ -233,7 +233,7 @@ def test_two_coat_ranks_resume_bit_exactly(
     assert {path.name: path.read_bytes() for path in model.glob("*.safetensors")} == weights
     if "master_weights" in sharding:
         last = tmp_path / "run/sft/checkpoints/step-00000008"
-        assert main(["export", str(last), "--to", str(tmp_path / "exported")]) == 0
+        assert main(["export", "--model", str(last), "--to", str(tmp_path / "exported")]) == 0
         exported, trained = (
             load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", model)
         )

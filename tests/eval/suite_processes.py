@@ -39,8 +39,8 @@ def start(out: Path, tasks: str, environment: dict[str, str]) -> int:
     child = os.fork()
     if not child:
         os.environ.update(environment)
-        words = ["--model", sys.argv[1], "--data", sys.argv[2], "--out", str(out)]
-        os._exit(main(["eval", *words, "--tasks", tasks, *OPTIONS]))
+        words = ["--model", sys.argv[1], "--data", sys.argv[2], "--to", str(out)]
+        os._exit(main(["eval", *words, "--tasks", *tasks.split(","), *OPTIONS]))
     return child
 
 

@@ -49,8 +49,8 @@ def folders(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def ask(model: Path, benchmarks: Path, out: Path, *more: str) -> None:
-    words = ["--model", str(model), "--tasks", ",".join(TASKS), "--data", str(benchmarks)]
-    assert main(["eval", *words, "--out", str(out), "--max-new-tokens", "4", *more]) == 0
+    words = ["--model", str(model), "--tasks", *TASKS, "--data", str(benchmarks)]
+    assert main(["eval", *words, "--to", str(out), "--max-new-tokens", "4", *more]) == 0
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_each_adapter_answers_as_its_merged_model(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    named = [f"--adapter=second={folders / 'dora'}", f"--adapter={folders / 'plain'}"]
+    named = ["--adapters", f"second={folders / 'dora'}", str(folders / "plain")]
     out = tmp_path / "out"
     ask(speaking_model, benchmarks, out, *named)
     assert "second/gqa\n" in capsys.readouterr().out
@@ -94,11 +94,11 @@ def test_an_answer_belongs_to_its_adapter(
     """A question set, whose folder of one adapter is refused for another."""
     row = {"question_id": "0", "text": "Is it?", "answer": "yes"}
     (tmp_path / "questions.jsonl").write_text(json.dumps(row) + "\n")
-    words = ["eval", "--model", str(speaking_model), "--task", "yes_no", "--data", str(tmp_path)]
-    words += ["--out", str(tmp_path / "out"), "--adapter"]
+    words = ["eval", "--model", str(speaking_model), "--tasks", f"yes_no={tmp_path}"]
+    words += ["--to", str(tmp_path / "out"), "--adapters"]
     assert main([*words, f"one={folders / 'plain'}"]) == 0
     assert main([*words, f"one={folders / 'plain'}"]) == 0
-    assert (tmp_path / "out/one/report.json").is_file()
+    assert (tmp_path / "out/one" / tmp_path.name / "report.json").is_file()
     assert main([*words, f"one={folders / 'dora'}"]) == 2
     assert "answers made with another adapter_sha256" in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_the_command_writes_text_json_and_a_page(
     assert page.count("<article") == page.count("data:image/png;base64,") == 7
     assert page.count("Is there a &lt;dog&gt;?") == 7
     assert page.count('class="card won"') == 1
-    assert main(["compare", *map(str, models), *arguments, "--flips", "3"]) == 0
+    assert main(["compare", *map(str, models), *arguments, "--limit", "3"]) == 0
     page = html.read_text()
     assert (page.count("<article"), page.count('class="card won"')) == (3, 1)
 
@@ -196,7 +196,7 @@ def test_the_page_shows_paths_and_parquet_cells_and_names_other_media(
         for path, text in zip((prompts, predictions), in_file, strict=True):
             rows = [{**json.loads(line), "media": entry} for line in text.split("\n")]
             path.write_text("\n".join(json.dumps(row) for row in rows))
-        return main(["compare", *map(str, models), "--html", str(html), "--flips", "2"])
+        return main(["compare", *map(str, models), "--html", str(html), "--limit", "2"])
 
     assert page([str(folder / "red.png")]) == 0
     assert pixels(html.read_text()) == [(200, 30, 30)] * 2
@@ -284,7 +284,7 @@ def test_what_does_not_compare_is_an_error(
     assert "score both with the same profile" in fails(models[0], lmms)
     assert "a single report cannot be compared" in fails(models[0])
     assert "given twice" in fails(models[0], models[0])
-    assert "without --html" in fails(*models, "--flips", 3)
+    assert "is for --html FILE" in fails(*models, "--limit", 3)
     assert "is not a run folder, a report" in fails(models[0], tmp_path / "nothing")
 
 

@@ -235,7 +235,7 @@ def test_mathvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"pip install -e '.\[math\]', or .* --profile string"):
         score("mathvision", answers, references=(references,))
     command = ["eval", "--model", "none", "--tasks", "mathvision", "--data", str(tmp_path)]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    assert main([*command, "--to", str(tmp_path / "out")]) == 2
     first, second, third = prompts_of(tmp_path, "mathvision")
     assert first.text == f"Which <image1>?\n\n{SHORT}"  # letters stand in the image
     listed = "Which <image1>?\n(A) 3\n(B) 4\n(C) 5\n(D) 6\n(E) 7\n"

@@ -570,8 +570,8 @@ def test_from_tables_to_reports(tmp_path: Path, speaking_model: Path):
     write(tmp_path / "data" / "mmstar" / "MMStar.tsv", mmstar_rows())
     make_scienceqa(tmp_path / "data" / "scienceqa")
     Image.new("RGB", (8, 8)).save(tmp_path / "data" / "scienceqa" / "x.png")
-    words = ["--model", str(speaking_model), "--tasks", "mmbench,mmstar,scienceqa"]
-    words += ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    words = ["--model", str(speaking_model), "--tasks", "mmbench", "mmstar", "scienceqa"]
+    words += ["--data", str(tmp_path / "data"), "--to", str(tmp_path / "out")]
     assert main(["eval", *words, "--max-new-tokens", "1", "--batch-size", "4"]) == 0
     reports = {
         name: json.loads((tmp_path / "out" / name / "report.json").read_text())

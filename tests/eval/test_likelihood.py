@@ -103,7 +103,7 @@ def test_losses_are_resumed_and_scored_from_their_file(
 ):
     def ask(out: Path, *more: str) -> list[dict[str, Any]]:
         words = ["--model", str(speaking_model), "--tasks", NAME, "--data", str(benchmarks)]
-        assert main(["eval", *words, "--out", str(out), "--batch-size", "8", *more]) == 0
+        assert main(["eval", *words, "--to", str(out), "--batch-size", "8", *more]) == 0
         text = (out / NAME / "predictions.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 

@@ -284,8 +284,8 @@ def test_empty_answers_are_counted_where_the_score_stands(
     ]
     write(tmp_path / "questions.jsonl", rows)
     given = write(tmp_path / "p.jsonl", [{"question_id": i, "prediction": ""} for i in (0, 1)])
-    words = ["--data", str(tmp_path), "--predictions", str(given), "--out"]
-    assert main(["score", "yes_no", *words, str(tmp_path / "report.json")]) == 0
+    words = [f"yes_no={tmp_path}", "--predictions", str(given), "--out"]
+    assert main(["score", *words, str(tmp_path / "report.json")]) == 0
     error = capsys.readouterr().err
     assert "2 of 2 answers are empty and the rule reads them as 'yes'" in error
     always = "f1 66.6700 is not above 66.6700, the score of always answering 'yes'"

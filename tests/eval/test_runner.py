@@ -71,7 +71,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 def folder(tmp_path: Path) -> Path:
     """Ten questions whose texts grow longer; the last is text of its own category."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "coat_vlm"}')
     (tmp_path / "set").mkdir()
     write_questions(tmp_path / "set")
     return tmp_path
@@ -103,9 +103,8 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
         return script, None
 
     monkeypatch.setattr(own_model, "load", load)
-    places = ["--model", str(folder / "model"), "--data", str(folder / "set")]
-    words = ["eval", "--task", "yes_no", *places, "--out", str(folder / "out")]
-    words += ["--device", "cpu"]
+    words = ["eval", "--model", str(folder / "model"), "--tasks", f"yes_no={folder / 'set'}"]
+    words += ["--to", str(folder / "out")]
     assert main(words) == 0
     assert main([*words, "--precision", "bf16"]) == 2
     assert "has answers made with another precision" in capsys.readouterr().err

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coat_cli.evaluate import OFFICIAL
 from coat_cli.main import main
 from coat_eval.benchmark import PromptOptions
 from coat_eval.data_folder import DataFolder
 from coat_eval.scoring import SCORER_VERSION, score_official
-from coat_eval.tasks import BENCHMARKS, get_benchmark
 
 QUESTIONS = {
     str(i): {
@@ -164,15 +162,11 @@ def test_references_of_another_benchmark_or_without_answers(
         (["gqa", "--profile", "mine"], "allowed: official, lmms, vlmeval"),
         (["gqa", "--profile", "lmms", "--raw"], "raw requires the profile official"),
         (["gqa", "--fallback", "wrong"], "fallback and seed are for MMMU"),
-        (["gqa", "--data", "."], "--references instead of --data"),
         (["gqa"], "needs its reference files"),
-        (["yes_no", "--references", "x"], "give --data FOLDER"),
-        (["gqa", "--limit", "1"], "--limit has no effect with score gqa"),
-        (["yes_no", "--data", ".", "--items"], "always gets items.jsonl"),
-        (["yes_no", "--data", ".", "--submission", "s"], "--submission has no effect"),
-        (["yes_no", "--data", ".", "--profile", "lmms"], "--profile has no effect"),
-        (["yes_no", "--data", ".", "--seed", "0"], "--seed has no effect"),
-        ([], "name one task"),
+        (["yes_no", "--references", "x"], "name the question set: yes_no=FOLDER"),
+        (["yes_no=.", "--items"], "--items has no effect: it is for benchmarks"),
+        (["yes=."], "unknown task 'yes'; allowed: yes_no"),
+        (["x"], "unknown benchmark 'x'; allowed: pope"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -188,15 +182,9 @@ def test_a_set_of_ones_own(folder: Path):
     row = {"question_id": "a", "text": "a?", "answer": "yes"}
     (folder / "questions.jsonl").write_text(json.dumps(row))
     (folder / "p.jsonl").write_text(json.dumps({"question_id": "a", "prediction": "Yes"}))
-    words = ["--data", str(folder), "--predictions", str(folder / "p.jsonl")]
-    assert main(["score", "yes_no", *words, "--out", str(folder / "report.json")]) == 0
+    words = [f"yes_no={folder}", "--predictions", str(folder / "p.jsonl")]
+    assert main(["score", *words, "--out", str(folder / "report.json")]) == 0
     assert report(folder)["metrics"]["accuracy"] == 100
-
-
-def test_the_command_line_knows_the_benchmarks():
-    assert set(OFFICIAL) == set(BENCHMARKS)
-    with pytest.raises(ValueError, match="unknown benchmark 'x'; allowed: pope"):
-        get_benchmark("x")
 
 
 def test_scoring_imports_neither_torch_nor_transformers(folder: Path):

@@ -29,7 +29,16 @@ def lines(path: Path) -> Rows:
 
 
 def evaluate(model: Path, data: Path, out: Path, tasks: str, *more: str) -> int:
-    words = ["--model", str(model), "--tasks", tasks, "--data", str(data), "--out", str(out)]
+    words = [
+        "--model",
+        str(model),
+        "--tasks",
+        *tasks.split(","),
+        "--data",
+        str(data),
+        "--to",
+        str(out),
+    ]
     return main(["eval", *words, "--max-new-tokens", "1", "--batch-size", "4", *more])
 
 
@@ -191,9 +200,8 @@ def test_the_answers_are_worth_scoring(out: Path):
             ["gqa", "--profile", "vlmeval@1234567"],
             "gqa has no profile 'vlmeval@1234567'; allowed: official, lmms, vlmeval",
         ),
-        (["gqa", "--limit", "0"], "--limit is 0"),
         (["gqa", "--split", "tset"], "gqa has no split 'tset'"),
-        (["gqa", "--task", "yes_no"], "--task is for your own question set"),
+        (["gqa", "--media-root", "d"], "is for question sets; benchmarks are below --data"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_asked(
@@ -296,7 +304,6 @@ def test_answers_of_something_else_are_refused(
         ("vizwiz,gqa", ["--split", "val"], "gqa has no split 'val'"),
         ("mmmu,gqa", [], "has no questions of gqa"),
         ("mmmu,videomme", [], "has no questions of videomme"),
-        ("mmmu", ["--device", "gpu"], "unknown device 'gpu'; allowed: cpu"),
     ],
 )
 def test_every_task_is_checked_before_the_model_is_loaded(

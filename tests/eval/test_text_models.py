@@ -103,12 +103,12 @@ def test_the_command_reads_rows_and_plain_text(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows, plain, out = tmp_path / "c4.jsonl", tmp_path / "wiki.txt", tmp_path / "out.json"
+    rows, plain, out = tmp_path / "c4.jsonl", tmp_path / "wiki.txt", tmp_path / "out"
     rows.write_text("\n".join(json.dumps({"text": text, "url": "-"}) for text in TEXTS))
     plain.write_text("\n".join(TEXTS))
-    arguments = ["eval-text", "--model", str(checkpoint), "--text", str(rows), str(plain)]
-    assert main([*arguments, "--window", "16", "--out", str(out)]) == 0
-    report = json.loads(out.read_text())["text"]
+    arguments = ["eval", "--model", str(checkpoint), "--text", str(rows), str(plain)]
+    assert main([*arguments, "--window", "16", "--to", str(out)]) == 0
+    report = json.loads((out / "text.json").read_text())["text"]
     wanted = measure_perplexity(*language, TEXTS, window=16)
     assert report[str(rows)]["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-6)
     assert (report[str(rows)]["documents"], report[str(plain)]["documents"]) == (3, 1)
@@ -116,8 +116,6 @@ def test_the_command_reads_rows_and_plain_text(
     assert f"{rows}: perplexity {wanted['perplexity']:.4f}" in capsys.readouterr().out
     assert main([*arguments, "--text-field", "body"]) == 2
     assert "no text under 'body'" in capsys.readouterr().err
-    assert main(["eval-text", "--model", str(checkpoint)]) == 2
-    assert "nothing to do" in capsys.readouterr().err
     assert main([*arguments[:2], str(tmp_path), *arguments[3:]]) == 2
     assert "has no config.json" in capsys.readouterr().err
     (tmp_path / "empty.txt").write_text(" \n")

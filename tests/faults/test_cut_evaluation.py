@@ -27,14 +27,14 @@ def model(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_inside_a_batch(
     precision: str, model: Path, text_data: Path, start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    words = ["eval", "--model", str(model), "--task", "short_answer", "--data", str(text_data)]
+    words = ["eval", "--model", str(model), "--tasks", f"short_answer={text_data}"]
     words += ["--precision", precision, "--batch-size", f"{BATCH}"]
-    words += ["--limit", f"{QUESTIONS}", "--out"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = started.run([*words, str(whole)])
+    words += ["--limit", f"{QUESTIONS}", "--to"]
+    whole, cut = (tmp_path / name / text_data.name for name in ("whole", "cut"))
+    done = started.run([*words, str(whole.parent)])
     assert done.returncode == 0, done.stderr[-3000:]
     answers = cut / "predictions.rank0.jsonl"
-    run = start([*COMMAND, *words, cut])
+    run = start([*COMMAND, *words, cut.parent])
     run.wait_for(
         lambda: answers.is_file() and answers.read_bytes().count(b"\n") >= BATCH, "answers"
     )
@@ -44,7 +44,7 @@ def test_killed_inside_a_batch(
     assert len(lines) < QUESTIONS
     left = len(lines) // BATCH * BATCH - BATCH // 2  # as a write that was cut, inside a line
     answers.write_bytes(b"".join(lines[:left])[:-10])
-    done = started.run([*words, str(cut)])
+    done = started.run([*words, str(cut.parent)])
     assert done.returncode == 0, done.stderr[-3000:]
     name = "predictions.jsonl"
     assert (cut / name).read_bytes() == (whole / name).read_bytes()

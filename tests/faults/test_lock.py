@@ -274,10 +274,13 @@ def model(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_evaluations_and_two_exports_in_one_folder(
     model: Path, text_data: Path, start: Start, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    evaluation = [*COMMAND, "eval", "--model", model, "--task", "short_answer"]
-    evaluation += ["--data", text_data, "--out", out, "--batch-size", "1"]
-    for words in (evaluation, [*COMMAND, "export", model, "--to", tmp_path / "exported"]):
+    out = tmp_path / "out" / text_data.name
+    evaluation = [*COMMAND, "eval", "--model", model, "--tasks", f"short_answer={text_data}"]
+    evaluation += ["--to", tmp_path / "out", "--batch-size", "1"]
+    for words in (
+        evaluation,
+        [*COMMAND, "export", "--model", model, "--to", tmp_path / "exported"],
+    ):
         runs = [start(words), start(words)]
         statuses = [run.end() for run in runs]
         assert sorted(statuses) == [0, 2], [run.output()[-2000:] for run in runs]

@@ -160,9 +160,9 @@ def model(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_in_an_evaluation_and_an_export(
     model: Path, text_data: Path, start: Start, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    words = [*COMMAND, "eval", "--model", model, "--task", "short_answer", "--data", text_data]
-    words += ["--out", out, "--batch-size", "1"]
+    out = tmp_path / "out" / text_data.name
+    words = [*COMMAND, "eval", "--model", model, "--tasks", f"short_answer={text_data}"]
+    words += ["--to", tmp_path / "out", "--batch-size", "1"]
     answers = out / "predictions.rank0.jsonl"
     run = start(words)
     run.wait_for(lambda: answers.is_file() and b"\n" in answers.read_bytes(), "answers")
@@ -173,7 +173,7 @@ def test_in_an_evaluation_and_an_export(
     assert len((out / "predictions.jsonl").read_text().splitlines()) == 400
 
     target = tmp_path / "exported"
-    run = start([*COMMAND, "export", model, "--to", target])
+    run = start([*COMMAND, "export", "--model", model, "--to", target])
     run.wait_for(lambda: handles_signals(run), "handlers")
     stop(run, signal.SIGUSR1)
     assert not target.exists()

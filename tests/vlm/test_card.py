@@ -71,7 +71,7 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_card(source: Path, target: Path, *options: str) -> Any:
-    assert main(["export", str(source), "--to", str(target), "--card", *options]) == 0
+    assert main(["export", "--model", str(source), "--to", str(target), "--card", *options]) == 0
     return ModelCard.load(target / "README.md")
 
 
@@ -150,12 +150,14 @@ def test_a_card_needs_the_recipe(run: Path, tmp_path: Path, capsys: pytest.Captu
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "recipe.yaml").write_text("")
     source = str(folder / "sft" / "model")
-    assert main(["export", source, "--to", str(tmp_path / "out"), "--card"]) == 2
+    assert main(["export", "--model", source, "--to", str(tmp_path / "out"), "--card"]) == 2
     assert "recipe.yaml has no stages; restore the file" in capsys.readouterr().err
 
 
 def test_a_card_needs_a_run(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["export", str(checkpoint), "--to", str(tmp_path / "out"), "--card"]) == 2
+    assert (
+        main(["export", "--model", str(checkpoint), "--to", str(tmp_path / "out"), "--card"]) == 2
+    )
     assert "--card describes the run of a model, and" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -183,7 +185,7 @@ def test_an_upload_that_cannot_be_is_one_sentence_before_the_export(
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    words = ["export", str(run / "sft" / "model"), "--to", str(tmp_path / "out")]
+    words = ["export", "--model", str(run / "sft" / "model"), "--to", str(tmp_path / "out")]
     assert main([*words, "--push-to-hub", name]) == 2
     printed = capsys.readouterr().err
     assert message in printed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coat_cli import data, train
-from coat_cli.evaluate import prompt_sample
+from coat_cli.chat import prompt_sample
 from coat_cli.main import PIPE_CLOSED, main, parse
 from coat_data.sample import DataError
 
@@ -24,10 +24,10 @@ def failing_train(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None
 
 
 def test_overrides_may_stand_behind_options():
-    args = parse(["train", "quickstart", "seed=1", "--precision", "bf16", "a.b=2", "--overwrite"])
+    args = parse(["train", "quickstart", "seed=1", "--stage", "sft", "a.b=2", "--overwrite"])
     assert args.recipe == "quickstart"
     assert args.overrides == ["seed=1", "a.b=2"]
-    assert args.precision == "bf16"
+    assert args.stage == "sft"
     assert args.overwrite
 
 
@@ -160,28 +160,25 @@ def test_recipes_lists_and_prints_the_builtin_ones(capsys: pytest.CaptureFixture
     assert "quickstart" in capsys.readouterr().err
 
 
-OWN_SET = ["--task", "yes_no", "--data", "d", "--model", "m", "--out", "o"]
-BENCHMARK = ["--tasks", "pope", *OWN_SET[2:]]
+OWN_SET = ["--model", "m", "--tasks", "yes_no=d", "--to", "o"]
+BENCHMARK = ["--model", "m", "--tasks", "pope", "--data", "d", "--to", "o"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "yes_no", "--data", "d"], "missing --model, --out"),
-        (["--run", "r", "--task", "yes_no"], "drop --task"),
-        (["--task", "yesno", "--data", "d", "--model", "m", "--out", "o"], "yes_no"),
-        ([*OWN_SET, "--split", "test"], "--split has no effect with --task"),
-        ([*OWN_SET, "--profile", "official"], "--profile has no effect with --task"),
-        ([*OWN_SET, "--num-frames", "4"], "--num-frames has no effect with --task"),
-        ([*OWN_SET, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
-        ([*BENCHMARK, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
-        ([*BENCHMARK, "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
-        ([*BENCHMARK, "--media-root", "d"], "media of benchmarks are below --data"),
-        (["--run", "r", "--split", "test"], "is for official benchmarks (--tasks)"),
-        (["--run", "r", "--precision", "coat"], "--precision has no effect with --run"),
-        (["--run", "r", "--media-root", "d"], "with --run the recipe decides"),
-        (["--run", "r", "--overwrite"], "are always replaced"),
-        (["--run", "r", "--limit", "0"], "--limit is 0"),
+        ([], "--model is missing"),
+        (BENCHMARK[:-2], "--to is missing"),
+        (["--model", "m", "--tasks", "pope", "--to", "o"], "--data is missing"),
+        (["--model", "m"], "m is not a run folder: name what to evaluate with --tasks or --text"),
+        (["--model", "m", "--tasks", "yesno=d", "--to", "o"], "allowed: yes_no"),
+        ([*OWN_SET, "--split", "test"], "--split has no effect: it is for benchmarks"),
+        ([*BENCHMARK, "--media-root", "d"], "benchmarks are below --data"),
+        ([*BENCHMARK, "--window", "9"], "--window has no effect: it is for --text"),
+        (["--model", "m", "--overwrite"], "--overwrite has no effect: it is for --tasks"),
+        (["--model", "m", "--precision", "coat"], "here the run decides"),
+        (["--model", "m", "--text", "t", "--limit", "3"], "--limit has no effect"),
+        ([*OWN_SET[:-2], "yes_no=e/d", "--to", "o"], "two of them would write to d"),
     ],
 )
 def test_eval_says_what_is_missing(
@@ -191,29 +188,41 @@ def test_eval_says_what_is_missing(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval-text", "--model", "m"], "write coat-vlm eval --model MODEL --text FILE"),
+        (["eval", "--run=r"], "eval --run was removed: give the run folder as --model RUN"),
+        (["data", "lint", "a.json", "--workers", "2"], "it is called --num-workers"),
+        (["data", "make", "scenes"], "write coat-vlm data scenes --to DIR"),
+    ],
+)
+def test_what_replaces_removed_commands_and_options(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(words)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_tasks_are_listed(capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "--list-tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"pope", "textvqa textvqa_no_ocr", "yes_no=FOLDER"} <= {*lines}
+
+
 def test_generate_shows_the_files_in_the_order_given():
-    args = parse(
-        [
-            "generate",
-            "--model",
-            "m",
-            "--video",
-            "a",
-            "--image",
-            "b",
-            "--video",
-            "c",
-            "--prompt",
-            "p",
-        ]
-    )
+    words = ["generate", "--model", "m", "--prompt", "p"]
+    args = parse([*words, "--video", "a", "--image", "b", "d", "--video", "c"])
     sample = prompt_sample(args.prompt, args.media)
     assert [(one.kind, Path(one.path or "").name) for one in sample.media] == [
         ("video", "a"),
         ("image", "b"),
+        ("image", "d"),
         ("video", "c"),
     ]
-    assert sample.turns[0].text == "\n\n\np"
+    assert sample.turns[0].text == "\n\n\n\np"
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -247,7 +256,7 @@ def test_scenes_are_made_once_and_anew_for_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "scenes"
-    words = ["data", "make", "scenes", "--out", str(out), "--num-train", "3", "--num-val", "2"]
+    words = ["data", "scenes", "--to", str(out), "--num-train", "3", "--num-val", "2"]
     words += ["--num-test", "8"]
     assert main(words) == 0
     made = (out / data.MADE_FILE).stat().st_mtime_ns
@@ -262,7 +271,7 @@ def test_scenes_are_made_once_and_anew_for_other_settings(
 def test_reuse_never_deletes_a_folder_it_did_not_make(tmp_path: Path):
     kept = tmp_path / "thesis.txt"
     kept.write_text("mine")
-    assert main(["data", "make", "scenes", "--out", str(tmp_path), "--reuse"]) == 2
+    assert main(["data", "scenes", "--to", str(tmp_path), "--reuse"]) == 2
     assert kept.read_text() == "mine"
 
 

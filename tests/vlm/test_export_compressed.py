@@ -50,7 +50,7 @@ def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def export(source: Path, target: Path, *options: str) -> int:
-    return main(["export", str(source), "--to", str(target), *options])
+    return main(["export", "--model", str(source), "--to", str(target), *options])
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

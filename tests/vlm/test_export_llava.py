@@ -112,7 +112,9 @@ def stock(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
             tiny, parent / f"ours{number}", vision=tiny.vision(tower), language=text, **choices
         )
         folder = parent / f"llava{number}"
-        assert main(["export", str(source), "--to", str(folder), "--format", "llava"]) == 0
+        assert (
+            main(["export", "--model", str(source), "--to", str(folder), "--format", "llava"]) == 0
+        )
         Image.fromarray(values).save(f"{folder}.png")
         folders.append(str(folder))
     out = parent / "out.pt"
@@ -179,7 +181,9 @@ def test_what_does_not_fit_is_named(
     if options.pop("open_clip", False):
         options |= {"library": "open_clip", "config": {"vision_cfg": tiny.open_clip["clip"]}}
     source = saved(tiny, tmp_path / "ours", **options)
-    status = main(["export", str(source), "--to", str(tmp_path / "x"), "--format", "llava"])
+    status = main(
+        ["export", "--model", str(source), "--to", str(tmp_path / "x"), "--format", "llava"]
+    )
     assert status == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
@@ -222,7 +226,7 @@ def stock_checkpoint(folder: Path, tiny: Any, crop: bool = True, **changes: Any)
 
 def test_a_checkpoint_of_transformers_is_read(tiny: Any, tmp_path: Path) -> None:
     stock = stock_checkpoint(tmp_path / "llava", tiny)
-    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 0
+    assert main(["export", "--model", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 0
     loaded: Any = load(tmp_path / "ours", dtype=torch.float32)
     model, processor = loaded
     assert (processor.template, processor.image_mode) == ("vicuna_v1", "pad")
@@ -242,8 +246,8 @@ def test_there_and_back(tiny: Any, tmp_path: Path) -> None:
         "language": tiny.language("qwen2", tie_word_embeddings=True),
     }
     ours = saved(tiny, tmp_path / "ours", select_layer=1, **choices)
-    main(["export", str(ours), "--to", str(tmp_path / "llava"), "--format", "llava"])
-    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "back")]) == 0
+    main(["export", "--model", str(ours), "--to", str(tmp_path / "llava"), "--format", "llava"])
+    assert main(["export", "--model", str(tmp_path / "llava"), "--to", str(tmp_path / "back")]) == 0
     before, after = (load(tmp_path / name, dtype=torch.float32) for name in ("ours", "back"))
     weights: Any = before[0].state_dict()
     for name, tensor in after[0].state_dict().items():
@@ -267,7 +271,7 @@ def test_what_cannot_be_read_is_named(
     if changes.get("vision"):
         changes = {"vision": tiny.vision("siglip")}
     stock_checkpoint(tmp_path / "llava", tiny, **changes)
-    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 2
+    assert main(["export", "--model", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 2
     assert re.search(message, capsys.readouterr().err)
     with pytest.raises(ValueError, match="convert it first: coat-vlm export"):
         check_composed_folder(str(tmp_path / "llava"))

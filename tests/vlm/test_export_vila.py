@@ -76,7 +76,7 @@ def test_there_and_back(
 ) -> None:
     source = saved(tiny, tmp_path / "ours", tower, language, **choices)
     vila, back = tmp_path / "vila", tmp_path / "back"
-    assert main(["export", str(source), "--to", str(vila), "--format", "vila"]) == 0
+    assert main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"]) == 0
     ours, processor = load(source)
     assert isinstance(ours, CoatVlm)
     weights = ours.state_dict()
@@ -109,7 +109,7 @@ def test_there_and_back(
     old = json.loads((vila / "llm" / "config.json").read_text())
     assert (old["rope_theta"], old["torch_dtype"]) == (500.0, "float32")  # for transformers 4
     # And back.
-    assert main(["export", str(vila), "--to", str(back)]) == 0
+    assert main(["export", "--model", str(vila), "--to", str(back)]) == 0
     returned, its_processor = load(back)
     assert isinstance(processor, CoatVlmProcessor)
     assert isinstance(its_processor, CoatVlmProcessor)
@@ -134,7 +134,7 @@ def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
     """The whole tower, a select layer of -2, a vocabulary without a row for <image>."""
     source = saved(tiny, tmp_path / "ours", "siglip", "qwen2")
     vila = tmp_path / "vila"
-    main(["export", str(source), "--to", str(vila), "--format", "vila"])
+    main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"])
     whole = SiglipVisionModel(SiglipVisionConfig(**tiny.vision("siglip")))
     whole.save_pretrained(vila / "vision_tower")
     changed(vila / "config.json", mm_vision_select_layer=-2)
@@ -144,7 +144,7 @@ def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
     rows = len(tokenizer)
     tokenizer.add_tokens(["<more>"], special_tokens=True)
     tokenizer.save_pretrained(vila / "llm")
-    assert main(["export", str(vila), "--to", str(tmp_path / "back")]) == 0
+    assert main(["export", "--model", str(vila), "--to", str(tmp_path / "back")]) == 0
     model: Any = load(tmp_path / "back")[0]
     embeddings = model.get_input_embeddings().weight
     assert embeddings.shape[0] == rows + 1
@@ -179,11 +179,11 @@ def test_what_cannot_be_read(
     message: str,
 ) -> None:
     source, vila = saved(tiny, tmp_path / "ours", "siglip", "llama"), tmp_path / "vila"
-    main(["export", str(source), "--to", str(vila), "--format", "vila"])
+    main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"])
     if values is None:
         save_file({"layers.1.weight": torch.zeros(3)}, vila / part / "model.safetensors")
     else:
         changed(vila / part / "config.json", **values)
-    assert main(["export", str(vila), "--to", str(tmp_path / "back")]) == 2
+    assert main(["export", "--model", str(vila), "--to", str(tmp_path / "back")]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "back").exists()

@@ -45,7 +45,15 @@ def folders(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     found = {"coat": parent / "coat", "llava": parent / "llava"}
     model.save_pretrained(found["coat"])
     processor.save_pretrained(found["coat"])
-    words = ["export", str(found["coat"]), "--to", str(found["llava"]), "--format", "llava"]
+    words = [
+        "export",
+        "--model",
+        str(found["coat"]),
+        "--to",
+        str(found["llava"]),
+        "--format",
+        "llava",
+    ]
     assert main(words) == 0
     return found
 

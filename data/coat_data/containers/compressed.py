@@ -71,14 +71,14 @@ class UnpackedStream(io.RawIOBase):
             raise DataError(
                 str(self._path),
                 f"its {self._packed_bytes} bytes unpack to more than {self._most}",
-                "raise limits.archive_bytes (--limit archive_bytes=NUMBER) if you trust the file",
+                "raise limits.archive_bytes (--limits archive_bytes=NUMBER) for a trusted file",
             )
         if time.monotonic() > self._until:
             raise DataError(
                 str(self._path),
                 f"no row came within {self._limits.archive_wait_s:g} s "
                 f"({self._bytes} bytes were unpacked)",
-                "raise limits.archive_wait_s (--limit archive_wait_s=NUMBER) if you trust the file",
+                "raise limits.archive_wait_s (--limits archive_wait_s=NUMBER) for a trusted file",
             )
         return len(data)
 

@@ -149,7 +149,7 @@ class SampleDataset:
             raise DataError(
                 str(path),
                 "can only be read in order (a compressed tar), not by number",
-                f"run: coat-vlm data ingest {path} --embed-media --out FOLDER, and train on FOLDER",
+                f"run: coat-vlm data ingest {path} --embed-media --to FOLDER, and train on FOLDER",
             )
 
     def _concatenate(self, entries: Sequence[SourceEntry]) -> None:

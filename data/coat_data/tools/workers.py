@@ -142,7 +142,7 @@ def _map_in_processes(
                 raise DataError(
                     f"{describe_row(dataset, rows.start)} to {rows.stop - 1}",
                     "a worker process was killed while it read these rows",
-                    "if the machine ran out of memory, use fewer workers (--workers)",
+                    "if the machine ran out of memory, use fewer workers (--num-workers)",
                 ) from error
             if error is not None:
                 raise error

@@ -132,8 +132,8 @@ def test_a_video_is_shown_as_its_frames(load: Load, folder: Path, benchmarks: Pa
 
 def test_the_command_takes_it(folder: Path, benchmarks: Path, tmp_path: Path):
     tasks = "pope,videomme_subtitles,seedbench_likelihood"
-    words = ["--model", str(folder), "--tasks", tasks, "--num-frames", "2"]
-    where = ["--data", str(benchmarks), "--out", str(tmp_path), "--max-new-tokens", "2"]
+    words = ["--model", str(folder), "--tasks", *tasks.split(","), "--num-frames", "2"]
+    where = ["--data", str(benchmarks), "--to", str(tmp_path), "--max-new-tokens", "2"]
     assert main(["eval", *words, *where]) == 0
     lines = (tmp_path / "pope" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 18

@@ -66,8 +66,8 @@ def test_videos_of_different_lengths_share_a_batch(
 
 
 def test_the_command_shows_videos(video_folder: Path, benchmarks: Path, tmp_path: Path):
-    tasks = ["--tasks", "videomme,seedbench_likelihood", "--num-frames", "2"]
-    where = ["--data", str(benchmarks), "--out", str(tmp_path), "--max-new-tokens", "2"]
+    tasks = ["--tasks", "videomme", "seedbench_likelihood", "--num-frames", "2"]
+    where = ["--data", str(benchmarks), "--to", str(tmp_path), "--max-new-tokens", "2"]
     assert main(["eval", "--model", str(video_folder), *tasks, *where]) == 0
     said = json.loads((tmp_path / "videomme" / "run.json").read_text())
     assert (said["num_frames"], said["videos_as"]) == (2, "video")
