@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from coat_cli.main import main
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2])
 def test_bad_gradients_are_counted_and_then_stop_the_run(
     tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
@@ -30,8 +30,7 @@ def test_bad_gradients_are_counted_and_then_stop_the_run(
         r"\d+.*no weight was changed. 3 steps.*max_skipped_steps is 2",
         done.stderr,
     )
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    steps = tiny_run.steps(tmp_path / "run")
     assert [row["skipped_steps"] for row in steps] == [0, 1, 2]
     assert [row["grad_norm"] is None for row in steps] == [False, True, True]
     # Skipped steps leave weights and states as they were.

@@ -8,7 +8,7 @@ from two_ranks import run_on_two_ranks
 WORKER = Path(__file__).parent / "foreach_step_worker.py"
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("clip", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_two_ranks_step_as_deepspeed_does(clip: float) -> None:
     """Without clipping to the last bit; the factor of clipping may differ by its rounding."""
     first, second = run_on_two_ranks(WORKER, str(clip))

@@ -32,7 +32,7 @@ def eager() -> dict[str, Any]:
     return run("none", WHOLE, "as it comes")
 
 
-@pytest.mark.parametrize("bucket", [WHOLE, 20_000])
+@pytest.mark.parametrize("bucket", [WHOLE, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_eager_ranks(eager: dict[str, Any], bucket: int) -> None:
     """Equal bit by bit; also if a bucket is full in the middle of a block."""
     found = run("first", bucket, "ordered")
@@ -41,6 +41,7 @@ def test_gradients_are_those_of_eager_ranks(eager: dict[str, Any], bucket: int) 
     assert found["norm"] == eager["norm"]
 
 
+@pytest.mark.slow
 def test_without_the_order_gradients_are_wrong(eager: dict[str, Any]) -> None:
     """Why the class exists: without an error."""
     found = run("first", WHOLE, "as it comes")

@@ -25,11 +25,6 @@ def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any
     return recipe
 
 
-def step_rows(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "step"]
-
-
 @pytest.fixture(scope="module")
 def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed_one_rank")
@@ -47,7 +42,7 @@ def test_two_ranks_train_the_samples_of_one(
     recipe = {**packed_recipe(tiny_data, tmp_path / "run"), "zero_stage": 3, "num_workers": 1}
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    wanted, found = step_rows(one_rank), step_rows(tmp_path / "run")
+    wanted, found = tiny_run.steps(one_rank), tiny_run.steps(tmp_path / "run")
     for name in ("samples", "tokens", "supervised_tokens", "packing_fill"):
         assert [row[name] for row in found] == [row[name] for row in wanted]
     assert [row["loss"] for row in found] == pytest.approx([r["loss"] for r in wanted], rel=2e-5)
@@ -56,10 +51,9 @@ def test_two_ranks_train_the_samples_of_one(
 
 def test_a_packed_run_resumes_from_its_sampler_state(one_rank: Path) -> None:
     """With worker processes that the first part did not have."""
-    whole = step_rows(one_rank)
+    whole = tiny_run.steps(one_rank)
     checkpoints = one_rank / "sft" / "checkpoints"
-    (one_rank / "sft" / "model" / "manifest.json").unlink()
-    (checkpoints / "step-00000005" / "manifest.json").unlink()
+    tiny_run.forget_after(one_rank, 3)
     newest = find_latest_checkpoint(checkpoints)
     assert newest is not None
     assert read_progress(newest).step == 3
@@ -72,7 +66,7 @@ def test_a_packed_run_resumes_from_its_sampler_state(one_rank: Path) -> None:
         "auto",
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [row["loss"] for row in step_rows(one_rank)] == [row["loss"] for row in whole]
+    assert [row["loss"] for row in tiny_run.steps(one_rank)] == [row["loss"] for row in whole]
 
 
 def test_bad_rows_are_replaced_listed_and_counted(tiny_data: Path, tmp_path: Path) -> None:
@@ -85,12 +79,12 @@ def test_bad_rows_are_replaced_listed_and_counted(tiny_data: Path, tmp_path: Pat
     recipe = packed_recipe(tiny_data, tmp_path / "run", data=[source, good], max_bad_samples=9)
     done = train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    last = step_rows(tmp_path / "run")[-1]
+    last = tiny_run.steps(tmp_path / "run")[-1]
     listed = [json.loads(line) for line in (tmp_path / "run/bad_samples.jsonl").open()]
     assert {row["row"] for row in listed} <= {4, 7}
     assert last["bad_samples"] == last["bad_by_source"]["bad"]["rows"] == len(listed) > 0
     met = round(len(listed) / last["bad_by_source"]["bad"]["rate"])
-    assert 0 < met < sum(row["samples"] for row in step_rows(tmp_path / "run"))
+    assert 0 < met < sum(row["samples"] for row in tiny_run.steps(tmp_path / "run"))
     assert "good" not in last["bad_by_source"]
 
 
@@ -107,29 +101,26 @@ sys.exit(main(sys.argv[1:]))
 
 def test_training_without_padding_is_training_with_it(tiny_data: Path, tmp_path: Path) -> None:
     """Micro-batches of four rows that differ in length; validation is padded in both runs."""
-    runs = {"padded": [sys.executable, "-m", "coat_cli.main"]}
-    runs["packed"] = [sys.executable, "-c", AS_ON_A_GPU]
-    rows = {}
-    for name, program in runs.items():
+    source = {"name": "tiny", "path": str(tiny_data / "data.json")}
+    for name in ("padded", "packed"):
         recipe = packed_recipe(tiny_data, tmp_path / name, batch_size=8, micro_batch_size=4)
-        source = {"name": "tiny", "path": str(tiny_data / "data.json")}
         recipe["stages"]["sft"].update(val_data=[source])
         del recipe["stages"]["sft"]["packing"]
-        path = tiny_run.write_recipe(recipe, tmp_path / f"{name}.yaml")
-        words = [*program, "train", str(path)]
-        done = subprocess.run(words, env=tiny_run.ENV, capture_output=True, text=True, check=False)
+        if name == "padded":
+            done = train(recipe, tmp_path)
+        else:
+            path = tiny_run.write_recipe(recipe, tmp_path / "packed.yaml")
+            program = [sys.executable, "-c", AS_ON_A_GPU, "train", str(path)]
+            done = subprocess.run(
+                program, env=tiny_run.ENV, capture_output=True, text=True, check=False
+            )
         assert done.returncode == 0, done.stderr[-3000:]
-        for said in ("over 10% of padding are packed", "Packed sequences: attention uses"):
-            assert (said in done.stderr + done.stdout) is (name == "packed"), said
-        rows[name] = [
-            json.loads(line)
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        for words in ("over 10% of padding are packed", "Packed sequences: attention uses"):
+            assert (words in done.stderr + done.stdout) is (name == "packed"), words
+    padded, packed = tmp_path / "padded", tmp_path / "packed"
     for key in ("loss", "grad_norm"):
-        wanted, found = ([row[key] for row in rows[name] if row["kind"] == "step"] for name in runs)
-        assert found == pytest.approx(wanted, rel=2e-5)
+        expected, found = ([step[key] for step in tiny_run.steps(run)] for run in (padded, packed))
+        assert found == pytest.approx(expected, rel=2e-5)
         assert len(found) == 5
-    ((wanted,), (found,)) = (
-        [row["losses"]["tiny"] for row in rows[name] if row["kind"] == "val"] for name in runs
-    )
-    assert found == pytest.approx(wanted, rel=2e-5)
+    ((expected,), (found,)) = (tiny_run.entries(run, "val") for run in (padded, packed))
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-5)
