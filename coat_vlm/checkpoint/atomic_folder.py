@@ -18,11 +18,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 from coat_data.saved_files import sync, write_text
-from coat_vlm.checkpoint.folder_files import CancelledError, FolderFiles, name_failed_file
+from coat_vlm.checkpoint.folder_files import FolderFiles, name_failed_file
 from coat_vlm.checkpoint.manifest import Entry, find_wrong_size, write_manifest
 from coat_vlm.checkpoint.verify import WAIT_S
 from coat_vlm.distributed import ALONE, World
@@ -103,7 +103,6 @@ class FolderSave:
         self.failure: Exception | None = None
         self._world = world
         self._check = check
-        self._cancelled = Event()
         self._deadline = float("inf")
         self._thread: Thread | None = None
 
@@ -115,7 +114,7 @@ class FolderSave:
         Exceptions become :attr:`failure`.
         """
         try:
-            files = FolderFiles(self.temporary, self._cancelled)
+            files = FolderFiles(self.temporary)
             try:
                 write(files)
                 files.sync_folders()
@@ -153,10 +152,6 @@ class FolderSave:
     def hurry(self) -> None:
         """Let rank 0 wait no longer than ``GRACE_S`` for the other ranks."""
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
-
-    def cancel(self) -> None:
-        """Stop writing as soon as possible; the folder is not completed."""
-        self._cancelled.set()
 
     def _report(self, content: dict[str, Any]) -> None:
         # Not synced: as soon as rank 0 sees the list, it may rename the folder.
@@ -197,8 +192,6 @@ class FolderSave:
         """Wait for a condition on the files of another rank."""
         pause = 0.01
         while not ready():
-            if self._cancelled.is_set():
-                raise CancelledError(f"{self.target} was not completed")
             if time.monotonic() > self._deadline:
                 raise OSError(f"{otherwise} in time")
             time.sleep(pause)

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -42,21 +41,15 @@ _DTYPES = {
 """Names of dtypes in safetensors files."""
 
 
-class CancelledError(Exception):
-    """Writing was cancelled, because the process ends."""
-
-
 class FolderFiles:
     """Writes files into a folder, which is created, and records their sizes and SHA-256.
 
-    Writing ends when ``cancelled`` is set. ``entries`` are the files written so far, by path
-    relative to the folder, with ``/`` between parts.
+    ``entries`` are the files written so far, by path relative to the folder.
     """
 
-    def __init__(self, folder: Path, cancelled: Event | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        self._cancelled = cancelled
         self._begun: list[str] = []
         folder.mkdir(exist_ok=True)
 
@@ -65,7 +58,6 @@ class FolderFiles:
 
         Raises:
             OSError: the file could not be written; the error names it.
-            CancelledError: writing was cancelled.
         """
         path = self.folder / name
         digest, size = hashlib.sha256(), 0
@@ -74,8 +66,6 @@ class FolderFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 for chunk in chunks:
-                    if self._cancelled is not None and self._cancelled.is_set():
-                        raise CancelledError(f"{path} was not completed")
                     digest.update(chunk)
                     file.write(chunk)
                     size += len(chunk)

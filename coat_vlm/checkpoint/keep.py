@@ -40,15 +40,15 @@ def choose_deletions(
     Args:
         checkpoints: all checkpoints of the stage.
         newest: step of the checkpoint that was just completed; it is never deleted.
-        rule: which ones are kept.
+        rule: which checkpoints are kept.
         losses: validation losses by step, for ``rule.best``; steps without one are ignored.
     """
-    earlier = [one for one in checkpoints if one.step < newest and not one.discarded]
-    good = sorted(one.step for one in earlier if not one.spike)
-    spike = any(one.spike for one in checkpoints if one.step == newest)
+    earlier = [saved for saved in checkpoints if saved.step < newest and not saved.discarded]
+    good = sorted(saved.step for saved in earlier if not saved.spike)
+    spike = any(saved.spike for saved in checkpoints if saved.step == newest)
     others = rule.last if spike else rule.last - 1
     kept = {newest, *good[max(0, len(good) - others) :]}
-    spikes = sorted((one.step for one in earlier if one.spike), reverse=True)
+    spikes = sorted((saved.step for saved in earlier if saved.spike), reverse=True)
     kept.update(spikes[: max(0, rule.last - len(kept))])
     if rule.every_steps:
         kept.update(step for step in good if step % rule.every_steps == 0)
@@ -56,5 +56,5 @@ def choose_deletions(
     measured = [step for step in candidates if math.isfinite(losses.get(step, math.inf))]
     if rule.best and measured:
         kept.add(min(measured, key=lambda step: losses[step]))
-    discarded = [one.step for one in checkpoints if one.discarded and one.step != newest]
-    return sorted({one.step for one in earlier} - kept | set(discarded))
+    discarded = {saved.step for saved in checkpoints if saved.discarded} - {newest}
+    return sorted({saved.step for saved in earlier} - kept | discarded)

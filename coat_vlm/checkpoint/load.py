@@ -68,11 +68,8 @@ def path_step(checkpoint: Path) -> int:
 def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
     """Find the newest complete checkpoint of a stage; damaged ones are skipped with a warning.
 
-    Rank 0 lists the checkpoints. Every file of a checkpoint is read and its SHA-256 compared.
-
-    Args:
-        folder: the stage's checkpoints folder.
-        world: the processes that share the work; all must call this.
+    Rank 0 lists the checkpoints. Every file of a checkpoint is read and its SHA-256 compared; the
+    ranks share the work.
 
     Raises:
         ValueError: there are checkpoints, but all are damaged; a rank does not see the files that
@@ -115,12 +112,9 @@ def load_checkpoint(
 
     Args:
         checkpoint: a complete checkpoint.
-        engine: built for the same stage of the same recipe, before its first step.
+        engine: built for the same stage of the same recipe.
         expected: stage and precision of this run; other fields are not used.
         world: the processes of the run.
-
-    Returns:
-        The progress of the stage.
 
     Raises:
         ValueError: the checkpoint is of another stage, precision, model or optimizer.
@@ -152,15 +146,7 @@ def load_checkpoint(
 
 @torch.no_grad()
 def load_engine_state(engine: DeepSpeedEngine, shards: Shards) -> None:
-    """Load weights and optimizer states.
-
-    Args:
-        engine: built for the same model and the same parameter groups, before its first step.
-        shards: the checkpoint's tensors.
-
-    Raises:
-        ValueError: elements are missing.
-    """
+    """Load weights and optimizer states into an engine that has made no step."""
     model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
     if engine.zero_optimization_stage() == 3:  # discard gathered copies of parameters

@@ -17,6 +17,8 @@ VERSION = 1
 """Format version of a folder: a checkpoint, a model or a tokenizer."""
 
 _CHECKSUM = "sha256"
+_UNREADABLE = (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
+"""Errors of reading a manifest any bit of which may have flipped."""
 
 
 class DamagedError(ValueError):
@@ -32,12 +34,7 @@ class Entry(NamedTuple):
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Write the manifest of a folder and sync it.
-
-    Args:
-        folder: the folder.
-        entries: its files by path relative to ``folder``, with ``/`` between parts.
-    """
+    """Write the manifest of a folder and sync it; ``entries`` by path relative to the folder."""
     files = {name: {"bytes": e.size, "sha256": e.sha256} for name, e in sorted(entries.items())}
     content: dict[str, Any] = {FORMAT_VERSION: VERSION, "files": files}
     write_text(folder / MANIFEST, json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1))
@@ -52,24 +49,17 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     """
     path = folder / MANIFEST
     try:
-        return _parse(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise DamagedError(f"{MANIFEST} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{MANIFEST} cannot be read: {error}") from error
-
-
-def _parse(data: bytes, path: Path) -> dict[str, Entry]:
-    try:
-        content = json.loads(data)
+        content = json.loads(path.read_bytes())
         if content.pop(_CHECKSUM) != _checksum(content):
             raise DamagedError(f"{MANIFEST} is damaged: its SHA-256 differs")
         check_version(content[FORMAT_VERSION], VERSION, str(path))
         files = content["files"].items()
         return {name: Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files}
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DamagedError(f"{MANIFEST} cannot be read") from error
-    except (KeyError, TypeError, AttributeError) as error:  # bits may flip anywhere
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST} cannot be read: {error}") from error
+    except _UNREADABLE as error:
         raise DamagedError(f"{MANIFEST} cannot be read") from error
 
 

@@ -76,11 +76,7 @@ class Contents:
     """For each parameter group ``lr`` and the ``codec`` of the optimizer states."""
 
     def check(self, model: "Contents", where: str) -> None:
-        """Check that the checkpoint fits the model and the optimizer of a run.
-
-        Args:
-            model: the contents of the run.
-            where: the checkpoint, for the error message.
+        """Check that the checkpoint, called ``where``, fits the model and optimizer of a run.
 
         Raises:
             ValueError: something differs; the message names the first parameter.

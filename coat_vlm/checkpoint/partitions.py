@@ -122,12 +122,9 @@ def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def get_frozen_fragment(name: str, parameter: Any, owner: bool) -> tuple[Tensor, Fragment] | None:
-    """Return the flat part of a frozen parameter that this rank saves, or None.
+    """Return the flat part of a frozen, not gathered parameter that this rank saves, or None.
 
-    Args:
-        name: the parameter's name.
-        parameter: the parameter, not gathered.
-        owner: whether this rank saves a parameter that is replicated on all ranks.
+    ``owner``: whether this rank saves a parameter that is replicated on all ranks.
     """
     if not is_partitioned(parameter):
         whole = parameter.detach().reshape(-1)

@@ -57,7 +57,7 @@ class CheckpointSaver:
         folder: the stage's checkpoints folder.
         engine: model and optimizer.
         world: the processes of the run.
-        keep: which checkpoints are kept.
+        keep: which checkpoints stay.
         describe: writes configuration, tokenizer and processor into a folder; called once, on the
             main process.
         background: write in a thread. Otherwise :meth:`save` returns when the checkpoint is
@@ -67,9 +67,6 @@ class CheckpointSaver:
         losses: returns validation losses by step, for ``keep.best``; called in the thread.
         check: called on the main process before writing, before the rename and before each
             deletion; raises an exception if this process may no longer write.
-
-    Attributes:
-        discarded: see above.
     """
 
     def __init__(
@@ -99,9 +96,6 @@ class CheckpointSaver:
 
     def save(self, progress: Progress) -> Path:
         """Save a checkpoint between two steps; first waits for the one before.
-
-        Args:
-            progress: the progress of the stage, written as trainer.json.
 
         Returns:
             The checkpoint, which is complete after :meth:`finish`.
@@ -222,11 +216,6 @@ def save_engine_state(engine: DeepSpeedEngine, writer: ShardWriter, world: World
 
     Replicated tensors (all at stage 0, frozen parameters below stage 3) are distributed over the
     ranks.
-
-    Args:
-        engine: the engine, between two steps.
-        writer: collects the tensors.
-        world: the processes of the run.
     """
     model: Any = engine.module
     optimizer: Any = engine.basic_optimizer

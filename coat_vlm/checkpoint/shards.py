@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from coat_kernels import join_master
@@ -36,10 +35,8 @@ _Tensors = dict[str, Tensor]
 class ShardWriter:
     """Collects the tensors of one rank, then writes them.
 
-    Args:
-        rank: the rank, which is part of the file names.
-        copy: returns the tensor to write, given its name in the files; for example a copy, so that
-            training may go on before it is written. Default: the tensor itself.
+    ``copy`` returns the tensor to write, given its name in the files: a copy, so that training may
+    go on before it is written. Default: the tensor itself.
     """
 
     def __init__(self, rank: int, copy: Callable[[str, Tensor], Tensor] | None = None) -> None:
@@ -84,11 +81,7 @@ class ShardWriter:
         )
 
     def write(self, folder: FolderFiles) -> None:
-        """Write the tensors and the index into a checkpoint.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Write the tensors and the index into a checkpoint."""
         for number, tensors in enumerate(self._files):
             if tensors:
                 folder.write_tensors(self._file_name(number), tensors)
@@ -97,16 +90,6 @@ class ShardWriter:
 
     def _file_name(self, number: int) -> str:
         return f"{self._name}-{number:03d}.safetensors"
-
-
-def save_tensors(
-    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file; raises OSError for every failure."""
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:  # raised if the disk is full
-        raise OSError(f"{path.name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +133,9 @@ class SavedPartition:
         *,
         master: bool = True,
     ) -> Tensor:
-        """Read a range of a flat tensor.
+        """Read elements ``start`` to ``stop`` of a flat tensor.
 
-        Args:
-            key: a key of the state, or :data:`WEIGHT`.
-            start: first element.
-            stop: behind the last element.
-            device: where to copy the range; the CPU if absent.
-            master: return FP32 master weights of BF16 weights that have low bits.
+        With ``master``, BF16 weights that have low bits are returned as FP32 master weights.
         """
         values = self.file.get_slice(f"{self.number}.{key}")[start:stop].to(device=device)
         if key == WEIGHT and master and self.low_bits:
@@ -166,11 +144,7 @@ class SavedPartition:
 
 
 class Shards:
-    """All partitions of a checkpoint; tensors are read on demand.
-
-    Args:
-        checkpoint: the folder; the files are not verified.
-    """
+    """All partitions of a checkpoint; tensors are read on demand and not verified."""
 
     def __init__(self, checkpoint: Path) -> None:
         files: dict[str, Any] = {}

@@ -33,9 +33,11 @@ _CHUNK = 1 << 24
 def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None) -> str | None:
     """Return why a folder is incomplete or damaged, or None; reads and compares every file.
 
+    All ranks share the work and get the same result.
+
     Args:
         folder: the folder; on a file system that all ranks see.
-        world: the processes that share the work; all must call this, and all get the same result.
+        world: the processes that share the work.
         wait_s: seconds to wait until every rank sees what rank 0 sees. Default: ``WAIT_S``.
 
     Raises:
@@ -76,12 +78,6 @@ def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None)
 def read_same(path: Path, sha256: str, world: World, wait_s: float | None = None) -> bytes:
     """Read a file that rank 0 has written or chosen, with the same content on every rank.
 
-    Args:
-        path: the file; on a file system that all ranks see.
-        sha256: the SHA-256 that rank 0 knows.
-        world: the processes of the run; all must call this.
-        wait_s: as in :func:`find_damage`.
-
     Raises:
         ValueError: a rank does not see the file with this content.
     """
@@ -100,12 +96,7 @@ def read_same(path: Path, sha256: str, world: World, wait_s: float | None = None
 
 
 def raise_if_different(world: World, find_unseen: Callable[[], str | None], wait_s: float) -> None:
-    """Wait on every rank until it sees what rank 0 sees.
-
-    Args:
-        world: the processes of the run; all must call this.
-        find_unseen: returns what this rank does not see, or None.
-        wait_s: seconds to wait.
+    """Wait on every rank until ``find_unseen`` returns None: it sees what rank 0 sees.
 
     Raises:
         ValueError: on every rank, if one of them still misses something.

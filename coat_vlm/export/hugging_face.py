@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ from coat_vlm import commit
 from coat_vlm.checkpoint.atomic_folder import read_json, write_folder, write_json
 from coat_vlm.checkpoint.manifest import MANIFEST
 from coat_vlm.checkpoint.metadata import Contents, read_contents
-from coat_vlm.checkpoint.shards import Shards, save_tensors
+from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
@@ -302,7 +302,7 @@ def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str,
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_tensors(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 def _check_folders(source: Path, target: Path) -> Path:

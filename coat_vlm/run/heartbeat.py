@@ -76,7 +76,7 @@ class Heartbeat:
 
     Args:
         run_dir: the run folder.
-        stage: the stage's name.
+        stage: the stage that it shows.
         step: number of finished steps.
         world: the processes of the run.
         timeout_s: seconds after which this rank ends, if others do not respond or are elsewhere.
@@ -139,11 +139,9 @@ class Heartbeat:
             ) from error
 
     def enter(self, activity: str, step: int) -> None:
-        """Note what this rank does from now on; costs less than a microsecond.
+        """Note what this rank does from now on, after so many finished steps.
 
-        Args:
-            activity: such as ``waiting for data``.
-            step: number of finished steps.
+        Costs less than a microsecond.
         """
         self._now = (step, activity, time.monotonic())
 

@@ -19,9 +19,8 @@ def die_with_launcher() -> None:
 
     torchrun, deepspeed and the SLURM script set RANK, LOCAL_RANK and WORLD_SIZE. A launcher that
     is killed (``kill -9``, a signal that it does not handle) can end its ranks no more: they would
-    train on unseen, beside the run that replaces them. Linux sends them SIGKILL in that moment;
-    elsewhere a thread looks every second whether the parent process has changed. A command without
-    these variables is not affected: under nohup it outlives its shell.
+    train on unseen, next to the run that replaces them. Linux sends them SIGKILL in that moment. A
+    command without these variables is not affected: under nohup it outlives its shell.
 
     Linux counts the end of the *thread* that started the process as the end of the parent. A
     program that starts ranks from a thread must keep the thread until they have ended.
@@ -30,21 +29,20 @@ def die_with_launcher() -> None:
     second one. If the first one ends alone, which the second does not notice, they stop as after
     SIGTERM: this end may follow a signal that the ranks have received too, and they are saving.
     """
-    if not all(name in os.environ for name in _RANK_VARIABLES):
+    if sys.platform != "linux" or not all(name in os.environ for name in _RANK_VARIABLES):
         return
     parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        _check_parent(parent)  # it may have died before the call
-        runner = _find_parent(parent)
-        # DeepSpeed sets CROSS_RANK. Its second process may also have been started by a shell, which
-        # may end first, as under nohup.
-        if "CROSS_RANK" in os.environ and b"deepspeed" in _read(f"/proc/{runner}/cmdline"):
-            threading.Thread(
-                target=_stop_without, args=(parent, runner), name="launcher", daemon=True
-            ).start()
-    else:
-        threading.Thread(target=_watch, args=(parent,), name="launcher", daemon=True).start()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        sys.stderr.write("coat-vlm: the launcher is gone; this rank ends\n")
+        os._exit(1)
+    runner = _find_parent(parent)
+    # DeepSpeed sets CROSS_RANK. Its second process may also have been started by a shell, which
+    # may end first, as under nohup.
+    if "CROSS_RANK" in os.environ and b"deepspeed" in _read(f"/proc/{runner}/cmdline"):
+        threading.Thread(
+            target=_stop_without, args=(parent, runner), name="launcher", daemon=True
+        ).start()
 
 
 def _stop_without(parent: int, runner: int) -> None:
@@ -66,15 +64,3 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError:
         return b""
-
-
-def _watch(parent: int) -> None:
-    while True:
-        _check_parent(parent)
-        time.sleep(_POLL_S)
-
-
-def _check_parent(parent: int) -> None:
-    if os.getppid() != parent:
-        sys.stderr.write("coat-vlm: the launcher is gone; this rank ends\n")
-        os._exit(1)
