@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from datasets import config
@@ -206,8 +205,12 @@ def test_an_existing_folder_is_left_alone(source: Path) -> None:
 def test_a_rename_that_fails_at_the_end_leaves_nothing_behind(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rename = Path.rename
+
     def fail(path: Path, target: Path) -> Path:
-        raise OSError(errno.EIO, "disk gone")
+        if path.suffix == ".new":
+            raise OSError(errno.EIO, "disk gone")
+        return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="disk gone"):
@@ -279,7 +282,7 @@ def test_damaged_folders_are_refused(source: Path) -> None:
 
     for broken, problem in (
         (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
-        (text.replace('"version": 5', '"version": 99'), "version 99"),
+        (text.replace('"version": 1', '"version": 5'), "version 5"),
         (text.replace('"rows": 10,', ""), "is not a manifest"),
         (text[:50], "is not a manifest"),
         ("[]", "is not a manifest"),
@@ -292,23 +295,6 @@ def test_damaged_folders_are_refused(source: Path) -> None:
         SampleDataset(out)
     with pytest.raises(DataError, match="no such file or folder"):
         SampleDataset(source.parent / "absent")
-
-
-def test_a_folder_of_an_earlier_version_opens(source: Path) -> None:
-    out, _ = run(source)
-    wanted = samples(SampleDataset(out))
-    path, manifest = out / "part-00000.parquet", json.loads((out / "manifest.json").read_text())
-    table = pq.read_table(path).drop_columns("continues")
-    rows = table["media"].to_pylist()
-    later = {"frames", "fps"}
-    media = [[{k: v for k, v in one.items() if k not in later} for one in row] for row in rows]
-    number = table.column_names.index("media")
-    fields = [one for one in table.schema.field("media").type.value_type if one.name not in later]
-    column = pyarrow.array(media, pyarrow.list_(pyarrow.struct(fields)))
-    pq.write_table(table.set_column(number, "media", column), path)
-    manifest["version"], manifest["shards"][0]["size"] = 2, path.stat().st_size
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    assert samples(SampleDataset(out)) == wanted
 
 
 def test_opening_needs_no_network_and_writes_to_the_cache_only(

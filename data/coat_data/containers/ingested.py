@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 5
-"""Version 1 had no ``start`` and ``end`` of videos, version 2 no ``continues``, version 3 no
-``frames`` and ``fps`` of videos and no ``supervised`` of turns, version 4 no ``rejected``: read as
-null."""
+VERSION = 1
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -68,7 +65,7 @@ class Manifest:
         """Read ``folder``'s manifest.
 
         Raises:
-            DataError: it is missing, or is not a manifest of this version or an earlier one.
+            DataError: it is missing, or is not a manifest of this version.
         """
         path = folder / MANIFEST_NAME
         if not path.is_file():
@@ -80,7 +77,7 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found = (content.pop("format"), content.pop("version"))
-            if found in [(FORMAT, number) for number in range(1, VERSION + 1)]:
+            if found == (FORMAT, VERSION):
                 shards = tuple(Shard(**shard) for shard in content.pop("shards"))
                 return cls(shards=shards, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

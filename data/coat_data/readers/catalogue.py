@@ -28,15 +28,14 @@ def _stored(row: Any, place: Place) -> Sample:
         stored = entry["data"] is not None
         path = entry["path"]
         entry["path"] = place.root.name(path) if stored else place.root.file(path, where)
-        frames = entry.get("frames") or ()
-        entry["frames"] = tuple(place.root.file(frame, where) for frame in frames)
+        entry["frames"] = tuple(place.root.file(frame, where) for frame in entry["frames"])
     return Sample(
         id=row["id"],
         turns=tuple(
             Turn(
                 turn["role"],
                 tuple(Part(**part) for part in turn["parts"]),
-                turn.get("supervised") is not False,
+                turn["supervised"],
             )
             for turn in row["turns"]
         ),
@@ -44,7 +43,7 @@ def _stored(row: Any, place: Place) -> Sample:
         source=place.source,
         row=row["row"],
         continues=bool(row["continues"]),
-        rejected=row.get("rejected") or "",
+        rejected=row["rejected"],
     )
 
 
