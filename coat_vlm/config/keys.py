@@ -43,6 +43,11 @@ REMOVED = {
     "fp8.skip_first": "set fp8.bf16_forward_first, or fp8.vision or fp8.language to bf16",
     "fp8.skip_last": "set fp8.vision or fp8.language to bf16",
     "fp8.reference": "a GPU without FP8 tensor cores trains with precision: bf16",
+    "limits.archive_members": "compressed tars are unpacked once; set limits.archive_bytes",
+    "limits.archive_sample_bytes": "compressed tars are unpacked once; set limits.archive_bytes",
+    "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",
+    "limits.remote_wait_s": "a host that rows name may be silent for five seconds",
+    "network.hosts": "set network to allow or deny; rows may name public hosts",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }

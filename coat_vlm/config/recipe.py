@@ -14,7 +14,7 @@ from coat_vlm.config.fp8 import (
     MonitorConfig,
     Precision,
 )
-from coat_vlm.config.limits import LimitsConfig, NetworkConfig
+from coat_vlm.config.limits import LimitsConfig
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
@@ -158,11 +158,9 @@ class Recipe:
     (``phases`` in metrics.jsonl). Steps then do not overlap, as they do otherwise on a single GPU
     with CoatAdamW at ``zero_stage: 0``."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    network: NetworkConfig = "allow"
-    """Hosts that rows may name in addresses of images and videos. ``allow``: every public host;
-    ``deny``: none, nor a source or media root by address; ``{hosts: [...]}``: these, which may be
-    private. The host of a source's own ``path`` or ``media_root`` may be asked with ``allow`` and
-    ``hosts``."""
+    network: Literal["allow", "deny"] = "allow"
+    """``allow``: sources and media roots may be at addresses, and rows may name images and videos
+    at public hosts. ``deny``: neither."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Evaluation sets by name."""

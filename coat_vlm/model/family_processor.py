@@ -23,7 +23,6 @@ from transformers import AutoProcessor
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size
 from coat_data.media.image import ImageTransform, open_image
-from coat_data.media.remote_media import fetch_media
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import Segment, TokenizerTemplate
 from coat_data.text.tokens import TokenizerLike
@@ -241,7 +240,7 @@ class FamilyEncoder(Encoder):
         del rng  # nothing is augmented
         self._check_media(sample, media, segments)
         try:
-            texts, inputs = self._read([open_image(fetch_media(medium)) for medium in media])
+            texts, inputs = self._read([open_image(medium) for medium in media])
             segments = _insert_images(segments, texts)
             ids, labels = self._tokens(sample, segments, [], before_answer)
         except DataError as error:

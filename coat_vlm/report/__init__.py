@@ -4,15 +4,16 @@ Nothing is recomputed. The report reads recipe.yaml, metrics.jsonl, eval.json an
 lists missing files at its top. It also works for a run that is in progress or has crashed.
 """
 
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from coat_data.tools.html_page import write_page
 from coat_vlm.report.evaluation import (
     build_category_tables,
     build_evaluation_rows,
     build_sample_cards,
-    find_network,
     format_interval,
     format_percent,
     read_items,
@@ -88,8 +89,12 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
         results=results,
         categories=build_category_tables(run.reports),
         samples=[
-            (name, build_sample_cards(rows, network=find_network(run.recipe, name)))
+            (name, build_sample_cards(rows, _find_media_root(run.recipe, name)))
             for name, rows in items.items()
         ],
     )
     return path
+
+
+def _find_media_root(recipe: Mapping[str, Any], eval_set: str) -> str:
+    return recipe.get("eval_sets", {}).get(eval_set, {}).get("media_root") or ""

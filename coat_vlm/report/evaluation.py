@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coat_data.limits import Network
 from coat_data.media.pictures import read_pictures
 from coat_data.sample import Media
 from coat_data.tools.html_page import data_address, sample_evenly
@@ -202,16 +201,8 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-def find_network(recipe: Mapping[str, Any], name: str) -> Network:
-    """Return the hosts that an evaluation set of a recipe, as read from its file, may name."""
-    named = recipe.get("network") or "allow"
-    network = Network.parse(named) if isinstance(named, str) else Network(tuple(named["hosts"]))
-    return network.with_hosts_of(recipe.get("eval_sets", {}).get(name, {}).get("media_root"))
-
-
 def build_sample_cards(
-    rows: Sequence[Mapping[str, Any]],
-    network: Network = Network(),  # noqa: B008 - frozen
+    rows: Sequence[Mapping[str, Any]], media_root: str = ""
 ) -> list[dict[str, Any]]:
     """Build up to CARDS_PER_SET cards from the items of a set, half of them of wrong answers.
 
@@ -224,7 +215,7 @@ def build_sample_cards(
     cards = []
     chosen = choose([row["correct"] for row in rows], CARDS_PER_SET)
     for index in sorted(chosen, key=lambda index: rows[index]["correct"]):
-        images, problems = render_media(rows[index]["media"], network)
+        images, problems = render_media(rows[index]["media"], media_root)
         cards.append({**rows[index], "images": images, "problems": problems})
     return cards
 
@@ -238,18 +229,17 @@ def choose(correct: Sequence[bool], number: int) -> list[int]:
 
 
 def render_media(
-    entries: Sequence[Mapping[str, Any]],
-    network: Network = Network(),  # noqa: B008 - frozen
+    entries: Sequence[Mapping[str, Any]], media_root: str = ""
 ) -> tuple[list[str], list[str]]:
     """Encode up to MEDIA_PER_CARD images and video frames as small ``data:`` addresses.
 
     Args:
         entries: rows with ``kind`` and ``path``.
-        network: hosts that may be asked for media by address.
+        media_root: an address as media root may be at a private host.
 
     Returns:
         The addresses, and the problems of media that cannot be shown.
     """
-    media = [Media(**entry, network=network) for entry in entries]
+    media = [Media(**entry, root=media_root) for entry in entries]
     pictures, problems = read_pictures(media, MEDIA_PER_CARD)
     return [data_address(picture, LONGEST_SIDE) for picture in pictures], problems

@@ -4,7 +4,7 @@ The order of samples depends on names, selections, weights and numbers of rows. 
 themselves are represented by sizes and SHA-256 of the sources' files, and of
 :data:`SAMPLED_ROWS` rows with their media. Files above :data:`WHOLE_BYTES` are represented by
 evenly spaced blocks. Modification times are recorded but not compared, because a copied data set
-has others. Remote shards are represented by what their servers send (ETag or date, size).
+has others.
 """
 
 import hashlib
@@ -120,22 +120,14 @@ class SourceRecord:
 def describe_contents(datasets: Sequence[Rows]) -> Record:
     """Return ``files`` and ``samples`` of each source: what they hold, for its record.
 
-    ``files`` maps names to size, modification time and SHA-256 (remote: ``version``); ``samples``
+    ``files`` maps names to size, modification time and SHA-256; ``samples``
     is a list of row, place, and the hashes of its text and of its media. Paths above the files are
     left out, so that a data set may move.
     """
     contents: Record = []
     for dataset in datasets:
-        parts = _parts(dataset)
-        remote = {url: v for part in parts for url, v in part.container.versions.items()}
-        paths = [path for part in parts if not part.container.versions for path in part.paths]
-        files: dict[str, Any] = {url: {"version": version} for url, version in remote.items()}
-        contents.append(
-            {
-                "files": files | _describe_files(paths),
-                "samples": [] if remote else _describe_samples(dataset),
-            }
-        )
+        paths = [path for part in _parts(dataset) for path in part.paths]
+        contents.append({"files": _describe_files(paths), "samples": _describe_samples(dataset)})
     return contents
 
 
@@ -225,7 +217,7 @@ def _compare_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
 def _compare_file(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     if before.get("bytes") != after.get("bytes"):
         return f"{after.get('bytes')} bytes, had {before.get('bytes')}"
-    same = all(before.get(key) == after.get(key) for key in ("sha256", "version"))
+    same = before.get("sha256") == after.get("sha256")
     return None if same else "another content of the same size"
 
 

@@ -23,7 +23,6 @@ from coat_data.mixture.selection import (
     read_bad_samples,
     read_excluded_rows,
     select_rows,
-    shards_of,
 )
 from coat_data.sample import DataError
 from coat_data.tools.field_counts import FieldCounts
@@ -31,22 +30,20 @@ from coat_vlm.config import Recipe, SourceConfig
 
 
 class Access(TypedDict):
-    """Hosts and limits of a recipe's sources, as arguments of ``SampleDataset``."""
+    """Network and limits of a recipe's sources, as arguments of ``SampleDataset``."""
 
     network: Network
     limits: Limits
 
 
 def access_of(recipe: Recipe) -> Access:
-    """Return the hosts that the rows of a recipe's sources may name, and their limits."""
-    named = recipe.network
-    network = Network.parse(named) if isinstance(named, str) else Network(named.hosts)
+    """Return whether a recipe's sources and rows may be at addresses, and their limits."""
     limits = {
         name: value
         for name, value in dataclasses.asdict(recipe.limits).items()
         if value is not None
     }
-    return {"network": network, "limits": Limits(**limits)}
+    return {"network": recipe.network, "limits": Limits(**limits)}
 
 
 def open_sources(
@@ -116,7 +113,6 @@ def mix_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed:
         [source.weight for source in sources],
         seed,
         names=[source.name for source in sources],
-        shards=[shards_of(rows) for rows in datasets],
     )
 
 
@@ -230,7 +226,7 @@ def open_source(
         supervise=source.supervise,
         field_map=field_map,
         without_weights=without_weights,
-        **(access or Access(network=Network(), limits=Limits())),
+        **(access or Access(network="allow", limits=Limits())),
     )
     if source.select is None and source.exclude is None:
         return dataset

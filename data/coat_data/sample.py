@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from coat_data.limits import Limits, Network
+from coat_data.limits import Limits
 
 MediaKind = Literal["image", "video"]
 Role = Literal["system", "user", "assistant"]
@@ -70,13 +70,18 @@ class Media:
     frames: tuple[str, ...] = ()
     """Videos stored as images: path of every frame, in order; ``path`` is that of the first."""
     frames_data: tuple[bytes, ...] = ()
-    """Videos in memory: every encoded frame; ``frames`` are then names alone."""
+    """Videos in memory: every encoded frame; ``frames`` are then only names."""
     fps: float | None = None
     """Frames per second of ``frames``; None if their times are unknown."""
-    network: Network = field(default=Network(), compare=False, repr=False)
-    """Hosts that may be asked for the file, if its path is an address."""
     limits: Limits = field(default=Limits(), compare=False, repr=False)
-    """Size and time of such a file."""
+    """Size and time of the file, if its path is an address."""
+    root: str = field(default="", compare=False, repr=False)
+    """The media root; if it is an address, its host may be private."""
+
+    @property
+    def name(self) -> str:
+        """Return the path, or what the bytes are, for messages."""
+        return self.path or f"<{self.kind} bytes>"
 
     def frame_images(self) -> "tuple[Media, ...]":
         """Return ``frames`` as images."""

@@ -8,7 +8,6 @@ alone (:mod:`coat_data.lists`).
 import hashlib
 import os
 import shutil
-import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -20,11 +19,9 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from coat_data.containers.http_client import request
-from coat_data.limits import Network
+from coat_data.containers.http_file import open_http
 from coat_data.sample import DataError
 
-_TIMEOUT_S = 60.0
 _ASK_S = 10.0
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
 """The mixture files of a checkout; an installed package has none."""
@@ -301,16 +298,15 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists() and not (part.exists() and _hash_file(part) == repository.md5):
         have = part.stat().st_size if part.exists() else 0
-        rest = (have, sys.maxsize) if have else None
         try:
-            with request(repository.repo, rest, _TIMEOUT_S, Network()) as answer:
+            with open_http(repository.repo, have) as answer:
                 goes_on = have and answer.status == HTTPStatus.PARTIAL_CONTENT
                 with part.open("ab" if goes_on else "wb") as file:
                     shutil.copyfileobj(answer, file, 1 << 20)
                 if answer.length:
                     left = f"{answer.length} bytes are left"
                     raise ConnectionError(f"it broke off, {left}; run this again to continue")
-        except (OSError, DataError) as error:
+        except OSError as error:
             raise DataError(
                 repository.repo,
                 f"cannot be downloaded: {error}",

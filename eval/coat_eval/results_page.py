@@ -18,7 +18,6 @@ import numpy as np
 from tqdm import tqdm
 
 from coat_data.containers.remote_file import is_url
-from coat_data.limits import Network
 from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
 from coat_data.tools.html_page import sample_evenly, write_page
@@ -304,9 +303,8 @@ def _make_card(
     # For a video that is stored as a list of frames, the model got the middle one (SEED-Bench).
     pick = "middle" if first.get("kind") == "video" else "first"
     loaded = [_load_media(_resolve_media(entry, media_root, where), pick) for entry in entries]
-    network = Network().with_hosts_of(media_root)
     shown = [entry for entry in loaded if not isinstance(entry, str)]
-    images, problems = render_media(shown, network)
+    images, problems = render_media(shown, str(media_root or ""))
     return {
         "item": one.ids[index],
         "question": _truncate(first.get("question") or second.get("question") or ""),

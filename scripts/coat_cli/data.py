@@ -53,7 +53,7 @@ def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Ca
         "--network",
         choices=("allow", "deny"),
         default="allow",
-        help="whether addresses in rows are read; default allow",
+        help="whether PATH, the media root and rows may be addresses (rows: of public hosts)",
     )
     add(
         "--limits",
@@ -95,7 +95,7 @@ def _column(text: str) -> tuple[str, str]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :func:`_add_source` as those of ``SampleDataset`` and ``workers``."""
-    from coat_data.limits import Limits, Network
+    from coat_data.limits import Limits
 
     options = {
         "media_root": args.media_root,
@@ -103,7 +103,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "follow_links": args.follow_links,
         "columns": dict(args.columns) if args.columns else None,
         "ignore_fields": args.ignore_fields,
-        "network": Network.parse(args.network),
+        "network": args.network,
         "limits": Limits.parse(args.limits),
     }
     return options | ({"workers": args.num_workers} if "num_workers" in args else {})

@@ -9,16 +9,13 @@ import pickle
 import platform
 import sys
 import time
-from fractions import Fraction
 from pathlib import Path
-from typing import cast
 
-import av
 import numpy as np
 import pytest
-from av.video.stream import VideoStream
+from clips import noise, write_clip
 
-from coat_data.media.decord_reader import DecordError, DecordReader, frame_indices
+from coat_data.media.decord_reader import DecordError, DecordReader
 from coat_data.media.sampling import VIDEO_COUNTS, VideoSettings
 from coat_data.media.video import VideoReader
 from coat_data.sample import Media
@@ -28,18 +25,14 @@ needs_decord = pytest.mark.skipif(
 )
 
 
+def bar(number: int) -> np.ndarray:
+    values = np.zeros((48, 64, 3), dtype=np.uint8)
+    values[:, : 2 * number + 2, 1] = 200
+    return values
+
+
 def make_clip(path: Path, codec: str = "libx264", options: dict[str, str] | None = None) -> Path:
-    with av.open(str(path), "w") as container:
-        stream = cast(VideoStream, container.add_stream(codec, rate=10, options=options or {}))
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(30):
-            values = np.zeros((48, 64, 3), dtype=np.uint8)
-            values[:, : 2 * number + 2, 1] = 200
-            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
+    return write_clip(path, map(bar, range(30)), codec, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +160,6 @@ def test_streams_that_decord_shows_wrong_are_not_given_to_it(tmp_path: Path):
     assert dict(reader.counts) == {"video_decord_unsuited": 1, "video_pyav": 1}
 
 
-def test_the_frame_at_a_time_is_the_last_that_started():
-    starts = [0.0, 0.1, 0.2, 0.9]
-    assert frame_indices(starts, [-1.0, 0.05, 0.1, 0.15, 0.8, 0.95, 7.0]) == [0, 1, 2, 3]
-
-
 def test_decord_must_be_installed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="not installed; install it"):
@@ -205,13 +193,9 @@ def test_decord_shows_the_frames_that_pyav_shows(tmp_path: Path, name: str, code
 @needs_decord
 def test_what_decord_cannot_read_pyav_reads(tmp_path: Path):
     """A clip cut in the middle of its pictures, whose index says that there are more."""
-    with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as container:
-        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"g": "5"}))
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(60):
-            values = np.random.default_rng(number).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
-        container.mux(stream.encode(None))
+    frames = (noise(48, number) for number in range(60))
+    moov_first = {"movflags": "faststart"}
+    write_clip(tmp_path / "c.mp4", frames, options={"g": "5"}, container_options=moov_first)
     whole = (tmp_path / "c.mp4").read_bytes()
     media = Media(kind="video", path="cut.mp4", data=whole[: len(whole) // 2])
     reader = VideoReader(VideoSettings(backend="decord", num_frames=4))

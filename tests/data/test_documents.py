@@ -24,7 +24,7 @@ from coat_data.load.lengths import (
     split_rows,
 )
 from coat_data.media.image import ImageTransform
-from coat_data.mixture.selection import SelectedRows, original_row, shards_of
+from coat_data.mixture.selection import SelectedRows, original_row
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
 
@@ -100,7 +100,6 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
         SelectedRows(Some(), np.array([2, 3])), found[found[:, 0] < 2] * [1, 1, 1]
     )
     assert [original_row(pieces, index) for index in range(2)] == [2, 3]
-    assert shards_of(pieces) is None
     assert not pieces[1].continues
 
 

@@ -9,7 +9,6 @@ import pytest
 from datasets import config
 from PIL import Image
 
-from coat_data.limits import Network
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import Clip, VideoReader
@@ -130,4 +129,4 @@ def test_the_host_of_every_frame_is_checked(tmp_path: Path) -> None:
     path = write(tmp_path, qwen([NAMES[0], "https://example.org/a.png"]))
     assert len(SampleDataset(path)[0].media[0].frames) == 2
     with pytest.raises(DataError, match=r"rows\.jsonl:0: https://example\.org/a\.png"):
-        SampleDataset(path, network=Network.parse("deny"))[0]
+        SampleDataset(path, network="deny")[0]

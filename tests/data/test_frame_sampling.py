@@ -1,33 +1,21 @@
 """Which frames are shown, between which seconds, and how many beforehand; times by hand."""
 
-from fractions import Fraction
 from pathlib import Path
-from typing import cast
 
-import av
 import numpy as np
 import pytest
-from av.video.stream import VideoStream
+from clips import write_clip
 from PIL import Image
 
-from coat_data.media.sampling import VideoSettings, middles
+from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import DataError, Media
 
 
 def make_clip(path: Path, stamps: list[int]) -> Path:
     """A grey clip whose frame at ``stamps[i]`` tenths of a second has the brightness 8 i."""
-    with av.open(str(path), "w") as container:
-        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"qp": "0"}))
-        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        stream.codec_context.time_base = Fraction(1, 10)
-        for number, stamp in enumerate(stamps):
-            values = np.full((16, 32, 3), 8 * number % 256, dtype=np.uint8)
-            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
-            frame.pts, frame.time_base = stamp, Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
+    frames = (np.full((16, 32, 3), 8 * i % 256, dtype=np.uint8) for i in range(len(stamps)))
+    return write_clip(path, frames, stamps=stamps, options={"qp": "0"})
 
 
 def read(path: Path, start: float | None = None, end: float | None = None, **settings) -> Clip:
@@ -121,10 +109,6 @@ def test_the_plan_knows_about_when(clip: Path):
     count, times = VideoReader(VideoSettings(num_frames=2)).plan(media)
     assert count == 2
     assert times == pytest.approx([1.25, 1.75], abs=1e-5)
-
-
-def test_middles():
-    assert middles(10.0, 4.0, 2) == pytest.approx([11.0, 13.0], abs=2e-6)
 
 
 @pytest.mark.parametrize(

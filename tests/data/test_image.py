@@ -67,7 +67,7 @@ def test_transparent_pixels_are_laid_over_white(mode: str):
     assert np.abs(actual - expected).max() <= 1  # Pillow composites in integers
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_resize_equals_clip_with_a_square_size(seed: int):
     width, height = np.random.default_rng(seed).integers(1, 400, 2).tolist()
     image = noise(width, height, seed=seed)

@@ -97,10 +97,9 @@ def test_a_stored_path_cannot_leave_either(
 
 
 @pytest.mark.parametrize("name", ["../../evil.png", "/evil.png", "a/../../evil.png"])
-@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
-def test_members_of_a_tar_cannot_leave_it(tmp_path: Path, name: str, ending: str) -> None:
-    path = tmp_path / f"a{ending}"
-    with tarfile.open(path, "w:gz" if ending == ".tar.gz" else "w") as archive:
+def test_members_of_a_tar_cannot_leave_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
         archive.addfile(tarfile.TarInfo(name), io.BytesIO())
     with pytest.raises(DataError, match="leaves the archive"):
         SampleDataset(path)

@@ -1,15 +1,12 @@
 """Media in the token sequence: never a mismatch, and lengths known from headers."""
 
 import io
-from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
-import av
-import numpy as np
 import pytest
 import torch
-from av.video.stream import VideoStream
+from clips import noise, write_clip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -65,15 +62,9 @@ def image(width: int, height: int, form: str = "PNG") -> Media:
 
 def clip(path: Path, num_frames: int, cut: float = 1.0) -> Media:
     """A clip of noise, which keeps its size, as far as ``cut`` of its bytes."""
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"g": "5"}))
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for number in range(num_frames):
-            values = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    frames = (noise(32, number) for number in range(num_frames))
+    moov_first = {"movflags": "faststart"}
+    write_clip(path, frames, options={"g": "5"}, container_options=moov_first)
     data = path.read_bytes()
     return Media(kind="video", path=str(path), data=data[: int(len(data) * cut)])
 

@@ -7,29 +7,22 @@ other (211 MiB of frames), and a clip of 400 frames, which are 264 MiB in RGB.
 import json
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
-from typing import cast
 
-import av
 import numpy as np
 import pytest
-from av.video.stream import VideoStream
+from clips import write_clip
 
 ROWS = 10_000
 
 
-def write_clip(path: Path, num_frames: int) -> None:
-    values = np.zeros((360, 640, 3), dtype=np.uint8)
-    with av.open(str(path), "w") as container:
-        stream = cast(VideoStream, container.add_stream("mpeg4", rate=30, options={"g": "30"}))
-        stream.width, stream.height, stream.pix_fmt = 640, 360, "yuv420p"
-        for number in range(num_frames):
-            values[:, number % 640] = 255
-            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, 30)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+def make_clip(path: Path, num_frames: int) -> None:
+    def frame(number: int) -> np.ndarray:
+        values = np.zeros((360, 640, 3), dtype=np.uint8)
+        values[:, : number % 640] = 255
+        return values
+
+    write_clip(path, map(frame, range(num_frames)), "mpeg4", rate=30, options={"g": "30"})
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +37,8 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     (folder / "videos.jsonl").write_text("\n".join(lines))
     (folder / "videos.json").write_text(f"[{','.join(lines)}]")
     (folder / "few.jsonl").write_text("\n".join(lines[:100]))
-    write_clip(folder / "short.mp4", 30)
-    write_clip(folder / "long.mp4", 400)
+    make_clip(folder / "short.mp4", 30)
+    make_clip(folder / "long.mp4", 400)
     child = Path(__file__).with_name("memory_child.py")
     done = subprocess.run(
         [sys.executable, str(child), str(folder)], capture_output=True, text=True, check=False

@@ -17,7 +17,6 @@ from PIL import Image as Pillow
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
-from coat_data.tools.ingest import ingest
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
 
@@ -262,16 +261,6 @@ def test_conversations_in_tars_with_compound_endings(tar: Tar, tmp_path: Path) -
     assert [media.data for media in SampleDataset(tar(tmp_path / "b.tar", eagle))[0].media] == [
         RED, BLUE
     ]  # fmt: skip
-
-
-def test_compressed_tars_are_read_in_order(tar: Tar, tmp_path: Path) -> None:
-    members = {"a.png": RED, "a.txt": b"one", "b.png": BLUE, "b.txt": b"two"}
-    path = tar(tmp_path / "a.tar.gz", members)
-    with pytest.raises(DataError, match=r"coat-vlm data ingest .* --embed-media"):
-        SampleDataset(path)
-    ingest(path, tmp_path / "out")
-    stream = SampleDataset(tmp_path / "out").stream()
-    assert [shown(sample)[1] for sample in stream] == ["assistant: one", "assistant: two"]
 
 
 def test_vila_wids_and_energon_folders(tar: Tar, tmp_path: Path) -> None:

@@ -3,26 +3,32 @@
 import dataclasses
 import io
 import json
-from fractions import Fraction
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-import av
 import fsspec
 import numpy as np
 import pytest
 import torch
-from av.video.stream import VideoStream
+from clips import write_clip
 from PIL import Image
 
-from coat_data.limits import Limits, Network
+from coat_cli.main import main
+from coat_data.containers import http_file
+from coat_data.limits import Limits
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Encoder
 from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import TrainLoader
 from coat_data.media import remote_media
-from coat_data.media.image import ImageTransform, image_size, open_image
+from coat_data.media.image import ImageTransform, image_size
+from coat_data.media.remote_media import fetch_media
 from coat_data.media.sample_media import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
@@ -35,7 +41,6 @@ from coat_data.tools.lint import lint
 
 IMAGES = ("large.jpg", "a b#1.png", "turned.jpg", "deep/small.webp")
 HALF = (0.5, 0.5, 0.5)
-LOCAL = Network(("127.0.0.1", "*"))
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exif[0x0112] = 6
     noise(2, 80, 40).save(folder / IMAGES[2], exif=exif)
     noise(3, 33, 44).save(folder / IMAGES[3])
-    noise(4, 1200, 600).save(folder / "chunks.png")  # its header may go on behind the pixels
-    with av.open(str(folder / "clip.mp4"), "w") as container:  # the index stands at the end
-        stream = cast(VideoStream, container.add_stream("libx264", rate=10))
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(20):
-            frame = av.VideoFrame.from_image(noise(number, 64, 48))
-            frame.pts, frame.time_base = number, Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    write_clip(folder / "clip.mp4", (np.asarray(noise(n, 64, 48)) for n in range(20)))
     return folder
 
 
@@ -93,13 +90,13 @@ def loaded(dataset: SampleDataset) -> list[tuple[Any, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("where", ["http root", "plain root", "memory root", "rows"])
+@pytest.mark.parametrize("where", ["http root", "memory root", "rows"])
 def test_pixels_and_sizes_are_those_of_the_files(
     folder: Path, tmp_path: Path, serve: Any, where: str
 ) -> None:
     rows = [*(row(image=name) for name in IMAGES), row(video="clip.mp4")]
     wanted = loaded(SampleDataset(write(tmp_path / "a.jsonl", *rows), folder))
-    root: str | Path = serve(folder, ranges=where != "plain root").url
+    root: str | Path = serve(folder).url
     if where == "memory root":
         root = "memory://pictures/set"
         for path in (path for path in folder.rglob("*") if path.is_file()):
@@ -108,26 +105,11 @@ def test_pixels_and_sizes_are_those_of_the_files(
     if where == "rows":
         names = [name.replace("#", "%23") for name in IMAGES]  # as an address has it
         rows = [*(row(image=f"{root}/{name}") for name in names), row(video=f"{root}/clip.mp4")]
-        root = tmp_path
-    dataset = SampleDataset(write(tmp_path / "b.jsonl", *rows), root, network=LOCAL)
+        root = f"{root}/elsewhere"
+    dataset = SampleDataset(write(tmp_path / "b.jsonl", *rows), root)
     for (plan, pixels), (other, expected) in zip(loaded(dataset), wanted, strict=True):
         assert plan == other
         assert torch.equal(pixels, expected)
-
-
-def test_a_header_is_a_range_and_a_file_one_request(folder: Path, serve: Any) -> None:
-    server = serve(folder)
-    media = Media(kind="image", path=f"{server.url}/large.jpg", network=LOCAL)
-    assert (folder / "large.jpg").stat().st_size > 4 << 16
-    assert image_size(media) == (900, 700)
-    assert [span for _, span in server.asked] == ["bytes=0-0", "bytes=0-65535"]
-    server.asked.clear()
-    MediaLoader(TiledTransform(32, HALF, HALF), VideoSettings()).open(media)
-    assert server.asked == [("/large.jpg", None)]
-    server.asked.clear()
-    chunks = dataclasses.replace(media, path=f"{server.url}/chunks.png")
-    assert image_size(chunks) == (1200, 600)
-    assert [span is None for _, span in server.asked] == [False] * 5 + [True]  # then as a whole
 
 
 def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
@@ -139,26 +121,26 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     (folder / "page.jpg").write_text("<html>moved</html>")
     names = [
         f"{url}/large.jpg", f"{url}/none.jpg", f"{dead.url}/large.jpg", f"{url}/page.jpg",
-        f"https://{'x' * 70}.org/a.jpg", "http://x:port/a.jpg", "hf://nothing",
+        f"https://{'x' * 70}.org/a.jpg", "http://x:port/a.jpg",
     ]  # fmt: skip
     path = write(tmp_path / "a.jsonl", *(row(image=name) for name in names))
     problems: list[DataError] = []
-    summary = lint(path, problems.append, network=LOCAL)
-    assert (summary.rows, summary.bad) == (7, 6)
+    summary = lint(path, problems.append, media_root=url)
+    assert (summary.rows, summary.bad) == (6, 5)
     assert summary.unreachable == sum(isinstance(one, UnreachableError) for one in problems) >= 1
     assert [problem.where for problem in problems] == [
         f"{path}:{number}: {name}" for number, name in enumerate(names) if number
     ]
     for problem, words in zip(
-        problems, ("404", "refused", "cannot identify", "", "nonnumeric port", ""), strict=True
+        problems, ("404", "refused", "cannot identify", "", "nonnumeric port"), strict=True
     ):
         assert words in problem.problem
     with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
-        ingest(path, tmp_path / "out", network=LOCAL)
+        ingest(path, tmp_path / "out", media_root=url)
     videos = write(tmp_path / "v.jsonl", row(video=f"{url}/clip.mp4"), row(video=f"{url}/no.mp4"))
     for check in ("header", "decode"):
         problems.clear()
-        lint(videos, problems.append, check_media=check, network=LOCAL)
+        lint(videos, problems.append, check_media=check, media_root=url)
         assert [problem.where for problem in problems] == [f"{videos}:1: {url}/no.mp4"]
 
 
@@ -175,7 +157,7 @@ class Squares:
 def test_training_replaces_and_counts_them(folder: Path, tmp_path: Path, serve: Any) -> None:
     url = serve(folder).url
     rows = [row(image=f"{url}/{name}") for name in ("none.jpg", *("large.jpg", "turned.jpg") * 3)]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), network=LOCAL)
+    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), url)
     options: dict[str, Any] = {
         "batch_size": 7, "micro_batch_size": 7, "rank": 0, "world_size": 1, "seed": 1,
         "replace_bad": True, "pad_token_id": 0,
@@ -206,7 +188,7 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     url = serve(folder).url
     names = ["large.jpg", "none.jpg"]
     rows = [row(image=f"{url}/{name}") for name in names] + [row(image="http://x:port/a.jpg")]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), network=LOCAL)
+    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), url)
     options: dict[str, Any] = {"num_workers": workers, "skip_bad": True}
     (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
     assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
@@ -214,24 +196,181 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     dead.close()
     path = write(tmp_path / "b.jsonl", *rows, row(image=f"{dead.url}/large.jpg"))
     with pytest.raises(UnreachableError, match=r"b\.jsonl:3: http.*refused.*start again"):
-        list(measure_rows(SampleDataset(path, network=LOCAL), encoder.measure, range(4), **options))
+        list(measure_rows(SampleDataset(path, dead.url), encoder.measure, range(4), **options))
 
 
-def test_a_server_has_so_much_time(folder: Path, serve: Any) -> None:
-    def media(name: str, limits: Limits, **options: Any) -> Media:
-        url = serve(folder, **options).url
-        return Media(kind="image", path=f"{url}/{name}", network=LOCAL, limits=limits)
+class Talk:
+    """A server that sends ``head`` and then ``number`` times ``piece``, until it is hung up."""
 
-    silent = media("turned.jpg", Limits(remote_wait_s=0.2), pause_s=2.0)
-    for read in (image_size, open_image):
-        with pytest.raises(DataError, match=r"turned\.jpg: cannot be read: .*timed out"):
-            read(silent)
-    slow = media("turned.jpg", Limits(remote_s=0.3), piece=8, pause_s=0.05)
-    for read in (image_size, open_image):
-        with pytest.raises(DataError, match=r"not read within 0\.3 s, limits\.remote_s"):
-            read(slow)
+    def __init__(self, head: bytes, piece: bytes = b"", number: int = 0, pause_s: float = 0.0):
+        self.sent = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/a.jpg"
+        self._message = head, piece, number, pause_s
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        head, piece, number, pause_s = self._message
+        while True:
+            with suppress(OSError), self._socket.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(head)
+                for _ in range(number):
+                    connection.sendall(piece)
+                    self.sent += len(piece)
+                    time.sleep(pause_s)
+
+
+def remote(url: str, **limits: Any) -> Media:
+    """An image at an address of this machine, which the user named as media root."""
+    return Media(kind="image", path=url, root=url, limits=Limits(**limits))
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+
+
+def test_time_and_size_are_limited(
+    folder: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "not read within 0.3 s, limits.remote_s"
+    for server in (
+        Talk(OK, b"x", 1000, 0.05),  # a slow body
+        Talk(b"HTTP/1.1 200 OK\r\n", b"A: b\r\n", 95, 0.05),  # headers without an end
+    ):
+        with pytest.raises(UnreachableError, match=slow):
+            fetch_media(remote(server.url, remote_s=0.3))
     with pytest.raises(DataError, match=r"larger than 1000 bytes -> .* raise limits\.remote_bytes"):
-        open_image(media("large.jpg", Limits(remote_bytes=1000)))
+        image_size(remote(f"{serve(folder).url}/large.jpg", remote_bytes=1000))
+    with pytest.raises(UnreachableError, match="broke off 999995 bytes before the end"):
+        fetch_media(remote(Talk(OK, b"x", 5).url))
+    monkeypatch.setattr(http_file, "_SILENT_ROW_S", 0.2)
+    with pytest.raises(UnreachableError, match="timed out"):
+        fetch_media(remote(Talk(b"", b"", 1, 2.0).url))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["169.254.169.254", "127.0.0.1", "localhost", "2130706433", "0x7f.1", "10.0.0.1", "[::1]",
+     "0.0.0.0", "[::ffff:10.0.0.1]", "[64:ff9b::a9fe:a9fe]", "%31%32%37.0.0.1"],
+)  # fmt: skip
+def test_rows_reach_no_address_that_is_not_public(tmp_path: Path, host: str) -> None:
+    path = write(tmp_path / "a.jsonl", row(image=f"http://{host}/latest/meta-data"))
+    problems: list[DataError] = []
+    lint(path, problems.append)
+    (problem,) = problems
+    assert problem.where.startswith(f"{path}:0: http://")
+    assert "which is not public" in problem.problem
+
+
+def test_public_addresses() -> None:
+    public = ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")
+    assert all(map(http_file.is_public, public))
+    private = (
+        "224.0.0.1",
+        "100.64.0.1",
+        "fec0::1",
+        "::7f00:1",
+        "64:ff9b:1::7f00:1",
+        "2002:7f00:1::",
+    )
+    assert not any(map(http_file.is_public, private))
+
+
+def test_a_name_is_judged_by_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, serve: Any, folder: Path
+) -> None:
+    port = serve(folder).url.rpartition(":")[2]
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *args: Any, **options: Any) -> Any:
+        return resolve("127.0.0.1" if host == "images.example.org" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    media = Media(kind="image", path=f"http://images.example.org:{port}/turned.jpg")
+    with pytest.raises(
+        DataError, match=r"images\.example\.org has the address 127\.0\.0\.1, which"
+    ):
+        fetch_media(media)
+    named = dataclasses.replace(media, root=f"http://images.example.org:{port}")
+    assert fetch_media(named).data == (folder / "turned.jpg").read_bytes()
+    # The connection goes to the addresses that were checked, however the name resolves later.
+    answers = iter(["127.0.0.1"])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **options: resolve(
+            next(answers, "10.0.0.1") if host == "images.example.org" else host, *args, **options
+        ),
+    )
+    monkeypatch.setattr(http_file, "is_public", lambda _: True)
+    assert fetch_media(media).data == (folder / "turned.jpg").read_bytes()
+
+
+def test_each_hop_of_a_redirect_is_checked(serve: Any, folder: Path) -> None:
+    good = f"{serve(folder).url}/turned.jpg"
+
+    def redirect(target: str) -> Talk:
+        head = f"HTTP/1.1 302 Found\r\nLocation: {target}\r\n\r\n"
+        return Talk(head.encode(), bytes(1 << 20), 256)
+
+    server = redirect(good)
+    assert fetch_media(remote(server.url)).data == (folder / "turned.jpg").read_bytes()
+    for target, words in (
+        (good.replace("127.0.0.1", "127.0.0.2"), "127.0.0.2, which is not public"),
+        ("ftp://127.0.0.1/a", "unknown url type: ftp"),
+        ("file:///etc/passwd", "not allowed"),
+    ):
+        with pytest.raises(DataError, match=words):
+            fetch_media(remote(redirect(target).url))
+
+
+def test_a_proxy_may_be_private_and_the_host_behind_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"data")
+
+        def do_CONNECT(self) -> None:
+            asked.append(self.path)
+            self.send_error(502)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not to the terminal."""
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        assert fetch_media(Media(kind="image", path="http://8.8.8.8/a.jpg")).data == b"data"
+        with pytest.raises(DataError, match="Tunnel connection failed: 502"):
+            fetch_media(Media(kind="image", path="https://8.8.8.8/a.jpg"))
+        assert set(asked) == {"http://8.8.8.8/a.jpg", "8.8.8.8:443"}
+        asked.clear()
+        for scheme in ("http", "https"):
+            with pytest.raises(DataError, match=r"169\.254\.169\.254, which is not public"):
+                fetch_media(Media(kind="image", path=f"{scheme}://169.254.169.254/a"))
+        assert not asked
+        server.shutdown()
+
+
+def test_the_network_can_be_denied(
+    tmp_path: Path, serve: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serve(folder).url
+    path = str(write(tmp_path / "a.jsonl", row(image="turned.jpg")))
+    command = ["data", "lint", path, "--media-root", url, "--check-media", "decode"]
+    assert main(command) == 0
+    assert main([*command, "--network", "deny"]) == 1
+    assert f"{path}:0: {url}/turned.jpg: addresses are not read" in capsys.readouterr().out
+    assert main([*command, "--limits", "remote_bytes=50"]) == 1
+    assert main([*command, "--limits", "no_such=50"]) == 2
+    assert "choose NAME=NUMBER from archive_bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("root", ["memory://pictures/set", "https://host.org/set", "."])
@@ -271,12 +410,12 @@ def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) 
     listed = tmp_path / "list.yaml"
     listed.write_text(json.dumps({"sources": [{"path": "a.jsonl", "media_root": root}]}))
     for source, options in ((path, {"media_root": root}), (listed, {})):
-        ingest(source, tmp_path / f"kept-{source.stem}", network=LOCAL, **options)
-        kept = SampleDataset(tmp_path / f"kept-{source.stem}", network=LOCAL)
+        ingest(source, tmp_path / f"kept-{source.stem}", **options)
+        kept = SampleDataset(tmp_path / f"kept-{source.stem}")
         assert [kept[number].media[0].path for number in range(2)] == addresses
-    ingest(path, tmp_path / "own", media_root=root, embed_media=True, network=LOCAL)
+    ingest(path, tmp_path / "own", media_root=root, embed_media=True)
     assert [SampleDataset(tmp_path / "own")[n].media[0].data for n in range(2)] == files
-    summary = export(path, tmp_path / "copied", to="llava", media_root=root, network=LOCAL)
+    summary = export(path, tmp_path / "copied", to="llava", media_root=root)
     assert (summary.rows, summary.left_out) == (2, 0)
     media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
     assert [Path(medium.path or "").read_bytes() for medium in media] == files

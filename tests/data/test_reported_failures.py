@@ -1,16 +1,14 @@
 """What has broken runs of other trainers, each provoked with a file like the reported one."""
 
 import json
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
-from av.video.stream import VideoStream
+from clips import write_clip
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -37,14 +35,7 @@ def folder(tmp_path: Path) -> Path:
     data = (tmp_path / "good.jpg").read_bytes()
     (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
     (tmp_path / "page.jpg").write_text("<html>404 not found</html>")
-    with av.open(str(tmp_path / "good.mp4"), "w") as container:
-        stream = cast(VideoStream, container.add_stream("libx264", rate=10))
-        stream.width, stream.height, stream.pix_fmt = 80, 60, "yuv420p"
-        for number in range(10):
-            frame = av.VideoFrame.from_ndarray(noise, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    write_clip(tmp_path / "good.mp4", [noise] * 10)
     data = (tmp_path / "good.mp4").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])  # the index at the end is lost
     (tmp_path / "none.mp4").write_bytes(b"")

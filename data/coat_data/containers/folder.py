@@ -1,10 +1,9 @@
-"""Rows that are the files of a folder: images by class, images with texts beside them, frames.
+"""Rows that are the files of a folder: images by class, images with captions, frames.
 
 A row is ``{"path": "cat/1.jpg", "class": "cat"}``, with ``"text"`` where a file of the same name
-ending in .txt lies beside it.
+that ends in .txt is next to it.
 """
 
-import json
 import os
 from array import array
 from collections.abc import Iterator
@@ -19,25 +18,18 @@ from coat_data.sample import DataError, printable
 
 
 class FolderRows(Rows):
-    """The media files below a folder, in the order of their paths.
+    """The media files below a folder, in the order of their paths; symbolic links are no rows."""
 
-    Symbolic links are not followed and are not rows.
-
-    Attributes:
-        media_root: the folder.
-    """
+    media_root: Path
 
     def __init__(self, folder: Path) -> None:
         self.media_root = folder
         suffixes = image_suffixes() | VIDEO_SUFFIXES
-        block, ends = bytearray(), array("q")
+        block, ends = bytearray(), array("q")  # a million names in one object
         for path, names in _files(folder):
-            present = set(names)
             for name in sorted(names):
-                stem, suffix = os.path.splitext(name)  # noqa: PTH122 - a million names
-                if suffix.lower() in suffixes:
-                    relative = f"{path}/{name}" if path else name
-                    block += json.dumps([relative, f"{stem}.txt" in present]).encode("ascii")
+                if os.path.splitext(name)[1].lower() in suffixes:  # noqa: PTH122
+                    block += os.fsencode(f"{path}/{name}" if path else name)
                     ends.append(len(block))
         self._block, self._ends = bytes(block), np.array(ends, dtype=np.int64)
 
@@ -46,20 +38,17 @@ class FolderRows(Rows):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = int(self._ends[index - 1]) if index else 0
-        path, has_text = json.loads(self._block[start : int(self._ends[index])])
+        path = os.fsdecode(self._block[start : int(self._ends[index])])
         if path != printable(path):
-            raise DataError(
-                f"{self.media_root}:{index}", f"the file name {path} is not UTF-8", "rename it"
-            )
+            raise DataError(self.where(index), f"the file name {path} is not UTF-8", "rename it")
         row = {"path": path, "class": Path(path).parent.name}
-        if has_text:
-            text = (self.media_root / path).with_suffix(".txt")
-            try:
+        text = (self.media_root / path).with_suffix(".txt")
+        try:
+            if text.is_file() and not text.is_symlink():
                 row["text"] = text.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(
-                    f"{self.media_root}:{index}", f"{text.name}: {error}", "save it as UTF-8"
-                ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"{text.name}: {error}"
+            raise DataError(self.where(index), problem, "save it as UTF-8") from error
         return row
 
     def place(self, index: int) -> tuple[str, int]:

@@ -32,7 +32,7 @@ class Shard:
     name: str
     rows: int
     size: int
-    """Size in bytes."""
+    """Bytes."""
     sha256: str
 
 
@@ -54,7 +54,7 @@ class Manifest:
     """Whether the shards hold the media files' bytes."""
 
     def write(self, folder: Path) -> Path:
-        """Write ``manifest.json`` into ``folder``; returns its path."""
+        """Write ``manifest.json`` into ``folder``."""
         path = folder / MANIFEST_NAME
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -62,18 +62,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read ``folder``'s manifest.
-
-        Raises:
-            DataError: it is missing, or is not a manifest of this version.
-        """
+        """Read the manifest of ``folder``; DataError if it is none of this version."""
         path = folder / MANIFEST_NAME
-        if not path.is_file():
-            raise DataError(
-                str(folder),
-                f"there is no {MANIFEST_NAME} in this folder",
-                "give a .json or .jsonl file, or a folder written by coat-vlm data ingest",
-            )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found = (content.pop("format"), content.pop("version"))
@@ -118,23 +108,20 @@ def features() -> "Features":
 
 
 def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
-    """One row of a shard, with media paths relative to ``media_root``, or as they are outside."""
+    """Return a row of a shard; media paths below ``media_root`` become relative to it."""
+    media = [
+        {name: getattr(medium, name) for name in ("kind", "data", "start", "end", "fps")}
+        | {
+            "path": _relative(medium.path, media_root),
+            "frames": [_relative(frame, media_root) for frame in medium.frames],
+        }
+        for medium in sample.media
+    ]
     return {
         "id": sample.id,
         "row": sample.row,
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
-        "media": [
-            {
-                "kind": media.kind,
-                "path": _relative(media.path, media_root),
-                "data": media.data,
-                "start": media.start,
-                "end": media.end,
-                "frames": [_relative(frame, media_root) for frame in media.frames],
-                "fps": media.fps,
-            }
-            for media in sample.media
-        ],
+        "media": media,
         "continues": sample.continues,
         "rejected": sample.rejected,
     }
@@ -152,14 +139,7 @@ class Record(dict[str, Any]):
 
 
 class ShardRows(Rows):
-    """The records of all shards, memory mapped.
-
-    Attributes:
-        media_root: the media root in the manifest.
-
-    Raises:
-        DataError: the folder does not hold what its manifest says.
-    """
+    """The records of all shards, memory mapped; DataError if the manifest says otherwise."""
 
     def __init__(self, folder: Path) -> None:
         manifest = Manifest.read(folder)
@@ -168,15 +148,12 @@ class ShardRows(Rows):
         self.media_root = root if is_url(root) else Path(root)
         for shard in manifest.shards:
             path = folder / shard.name
-            if not path.is_file():
-                raise DataError(
-                    str(path), "this shard is missing", "copy the whole folder or ingest again"
-                )
-            if path.stat().st_size != shard.size:
+            size = path.stat().st_size if path.is_file() else 0
+            if size != shard.size:
                 raise DataError(
                     str(path),
-                    f"this shard has {path.stat().st_size} bytes, the manifest says {shard.size}",
-                    "copy the folder again or ingest again",
+                    f"this shard has {size} bytes, the manifest says {shard.size}",
+                    "copy the whole folder again, or ingest again",
                 )
         self._table = open_parquet([folder / shard.name for shard in manifest.shards], features())
         if not len(self._table) == manifest.rows == sum(shard.rows for shard in manifest.shards):

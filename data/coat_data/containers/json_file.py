@@ -1,11 +1,10 @@
 """Rows of a JSON array, of an object of rows, or of a JSONL file, read by byte offsets.
 
 In an object of rows, ``{"id1": {...}, "id2": {...}}``, a name is the ``id`` of its row, unless the
-row has its own. The file is scanned once for the offsets of its rows. A JSONL row is a line. The
-end of an element is found by parsing it in a buffer that holds a few rows of the file. The buffer
-is decoded as Latin-1, in which every byte is one character, so that character positions are byte
-offsets (all of JSON's own characters are ASCII, and no byte of a longer UTF-8 character is).
-Memory: 16 bytes per row, and the buffer.
+row has its own. The end of an element is found by parsing it in a buffer that holds a few rows of
+the file. The buffer is decoded as Latin-1, in which every byte is one character, so that character
+positions are byte offsets (all of JSON's own characters are ASCII, and no byte of a longer UTF-8
+character is).
 """
 
 import io
@@ -42,7 +41,7 @@ class JsonRows(IndexedFiles):
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield the rows; a DataError ends a damaged array."""
         with path.open("rb") as stream:
-            yield from row_spans(stream, str(path))
+            yield from _row_spans(stream, str(path))
 
     def parse(self, data: bytes, index: int) -> Any:
         """Parse a row."""
@@ -72,18 +71,6 @@ class JsonRows(IndexedFiles):
         return lines
 
 
-def parse_row(data: bytes, where: str) -> Any:
-    """Parse a row.
-
-    Raises:
-        DataError: the row is not JSON in UTF-8.
-    """
-    try:
-        return _loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # of the decoder or of the JSON parser
-        raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
-
-
 def _loads(text: str) -> Any:
     """Parse a row, or a name and a row of an object of rows."""
     if text.startswith('"'):
@@ -95,13 +82,8 @@ def _loads(text: str) -> Any:
     return json.loads(text)
 
 
-def row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of every element of an array or object, or of every non-blank line.
-
-    Raises:
-        DataError: the text is an array or object that ends early or is not JSON, or a row is too
-            long; names the line.
-    """
+def _row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of every element of an array or object, or of every non-blank line."""
     if stream.peek(len(BOM)).startswith(BOM):
         stream.read(len(BOM))
     while (head := stream.peek(1)) and head.isspace():
@@ -124,7 +106,8 @@ def row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[in
 class Window:
     """A position in a JSON file, over a part of it as text with one character per byte.
 
-    Strings in parsed values are therefore Latin-1: only their ASCII characters are right.
+    Strings in parsed values are therefore Latin-1: only their ASCII characters are right. All
+    methods raise a DataError with the line if the file is not JSON there.
     """
 
     def __init__(self, stream: BinaryIO, path: str) -> None:
@@ -154,21 +137,13 @@ class Window:
             self._more()
 
     def skip(self, mark: str) -> None:
-        """Skip white space and ``mark``.
-
-        Raises:
-            DataError: another character is there; names the line.
-        """
+        """Skip white space and ``mark``, which must be there."""
         if self.mark() != mark:
             raise self.error(f"Expecting {mark!r} delimiter")
         self._position += 1
 
     def goes_on(self, end: str) -> bool:
-        """Skip the comma before another element; return False at ``end``, which is skipped.
-
-        Raises:
-            DataError: neither is there; names the line.
-        """
+        """Skip the comma before another element; return False at ``end``, which is skipped."""
         if self._position > _WINDOW_BYTES:
             self._lines += self._text.count("\n", 0, self._position)
             self._text = self._text[self._position :]
@@ -185,11 +160,7 @@ class Window:
         return not empty
 
     def value(self) -> Any:
-        """Parse the value at the position and move behind it; reads more if needed.
-
-        Raises:
-            DataError: it is not JSON, or is too long; names the line.
-        """
+        """Parse the value at the position and move behind it; reads more if needed."""
         self.mark()
         decoder = json.JSONDecoder()
         while True:
@@ -236,7 +207,7 @@ class Window:
             more = self.goes_on("}")
 
     def error(self, message: str, position: int | None = None) -> DataError:
-        """Return the error at ``position`` of the window, by default the own one, with its line."""
+        """Return the error at ``position`` of the window, by default the current one."""
         position = self._position if position is None else position
         line = self._lines + self._text.count("\n", 0, position)
         column = position - self._text.rfind("\n", 0, position)

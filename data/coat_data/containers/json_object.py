@@ -7,7 +7,6 @@
 - ``{id: {..., "split": "train"}, ...}`` (ScienceQA): the values of one split, with their key as
   ``id``; the splits may also be in ``pid_splits.json`` beside the file.
 
-Rows stay in the file: 16 bytes of memory per row, and 16 per row that others refer to.
 Other objects of rows, such as GQA's questions, are read by :mod:`coat_data.containers.json_file`.
 Sources: GT-Vision-Lab/VQA, README; cocodataset.org, format-data; TextVQA 0.5.1;
 lupantech/ScienceQA, README.
@@ -22,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from coat_data.containers.json_file import BOM, Window, parse_row
-from coat_data.containers.rows import IndexedFiles, Rows
+from coat_data.containers.json_file import BOM, JsonRows, Window
+from coat_data.containers.rows import Rows
 from coat_data.sample import DataError
 
 _ABOUT = ("info", "license", "licenses", "categories")
@@ -36,11 +35,9 @@ _FIRST_LINE = 16 << 20
 
 
 def open_object(path: Path, split: str | None = None) -> Rows | None:
-    """Open the rows of a JSON object; return None if the file is JSONL or in another layout.
+    """Open the rows of a file that starts with a brace; None if it is JSONL or in another layout.
 
-    Args:
-        path: a file that starts with a brace.
-        split: the split of an object of rows; by default ``train``, if the rows have splits.
+    ``split`` is one of an object of rows, by default ``train`` if the rows have splits.
 
     Raises:
         DataError: the file of questions is missing, or there is no such split.
@@ -68,7 +65,6 @@ def open_object(path: Path, split: str | None = None) -> Rows | None:
 
 
 def _open_annotations(path: Path, name: str) -> Rows:
-    """Open the annotations of questions, which are in another file."""
     if name == "questions":
         raise DataError(
             str(path),
@@ -135,7 +131,6 @@ def _first_row(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _questions_of(path: Path) -> Path:
-    """Return the file of the questions that a file of annotations belongs to, by its name."""
     name = path.name.replace("annotations", "questions")
     for other in sorted(path.parent.glob("*questions*.json")):
         if other != path and other.name.replace("OpenEnded_", "") == name:
@@ -148,30 +143,22 @@ def _questions_of(path: Path) -> Path:
     )
 
 
-class ObjectRows(IndexedFiles):
-    """The elements of one list of a JSON object, or its values.
+class ObjectRows(JsonRows):
+    """The elements of the list ``name`` of a JSON object, or its values (of one split).
 
-    Attributes:
-        keys: value of ``key`` of each row, if ``key`` is given.
-        head: texts and numbers of the object.
-        splits: number of rows of each split, if the rows are the values.
-        only_objects: whether all values are objects, if the rows are the values.
-
-    Args:
-        path: the file.
-        name: name of the list; None for the values.
-        key: field that other rows refer to.
-        split: read only the values of this split.
+    ``key`` is the field that other rows refer to.
     """
+
+    reuses_index = False
 
     def __init__(
         self, path: Path, name: str | None, key: str | None = None, split: str | None = None
     ) -> None:
         self._name, self._key, self._split = name, key, split
-        self.keys: list[Any] = []
-        self.head: dict[str, Any] = {}
-        self.splits: Counter[str] = Counter()
-        self.only_objects = True
+        self.keys: list[Any] = []  # value of ``key`` of each row
+        self.head: dict[str, Any] = {}  # texts and numbers of the object
+        self.splits: Counter[str] = Counter()  # rows of each split
+        self.only_objects = True  # whether all values are objects
         self._members = _split_members(path) if name is None else {}
         super().__init__([path])
         self._members = {}
@@ -196,10 +183,6 @@ class ObjectRows(IndexedFiles):
                     yield start, window.offset
             if window.mark():
                 raise window.error("Extra data")
-
-    def parse(self, data: bytes, index: int) -> Any:
-        """Parse a row; a value gets its key as ``id``."""
-        return parse_row(data, self.where(index))
 
     def _add_key(self, value: Any, begin: int) -> None:
         if self._key is None:
@@ -228,24 +211,13 @@ def _split_members(path: Path) -> dict[str, list[str]]:
                 for name in names:
                     members.setdefault(str(name), []).append(split)
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(
-                str(listing), f"is no list of splits: {error}", "copy it again"
-            ) from error
+            problem = f"is not a list of splits: {error}"
+            raise DataError(str(listing), problem, "copy it again") from error
     return members
 
 
 class JoinedRows(Rows):
-    """Rows, each with the fields of the row of another table that it refers to.
-
-    Attributes:
-        media_root: folder of the rows.
-        files: the files of both tables.
-
-    Args:
-        rows: the rows.
-        others: the other table, with its keys.
-        key: field of ``rows`` with a key of ``others``.
-    """
+    """Rows, each with the fields of the row of ``others`` that its field ``key`` refers to."""
 
     def __init__(self, rows: ObjectRows, others: ObjectRows, key: str) -> None:
         self._rows, self._others, self._key = rows, others, key
@@ -278,4 +250,5 @@ class JoinedRows(Rows):
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file of the rows, and the row in it."""
-        return self._rows.place(index)
+        path, row = self._rows.place(index)
+        return self.name(Path(path)), row

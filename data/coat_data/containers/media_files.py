@@ -32,12 +32,9 @@ def image_suffixes() -> frozenset[str]:
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Check before a file is opened that it is a regular file, if it exists.
+    """Raise DataError for a pipe, a device or a socket, before it is opened.
 
     Opening a named pipe waits until another process writes to it, and a device may never end.
-
-    Raises:
-        DataError: the path, or the target of the link, is a pipe, a device or a socket.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a million paths

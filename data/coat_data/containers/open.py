@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from coat_data.containers.compressed import PackedJsonRows, compression
+from coat_data.containers.compressed import unpack
 from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
-from coat_data.containers.json_file import JsonRows
+from coat_data.containers.json_file import BOM, JsonRows
 from coat_data.containers.json_object import JoinedRows, open_object
 from coat_data.containers.media_files import check_regular_file
-from coat_data.containers.remote_file import expand_braces
-from coat_data.containers.remote_shards import RemoteRows
+from coat_data.containers.remote_file import expand_braces, local_copies
 from coat_data.containers.rows import Rows
 from coat_data.containers.table import TableRows, is_arrow
 from coat_data.containers.tar import TarRows
@@ -47,32 +47,37 @@ def open_rows(
     path: Path | str,
     *,
     limits: Limits = Limits(),  # noqa: B008 - frozen
-    network: Network = Network(),  # noqa: B008
+    network: Network = "allow",
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    Args:
-        path: absolute path or pattern, or an address as text. ``FOLDER#val`` and ``FILE#val`` open
-            another split than ``train`` of a folder prepared by Energon or an object of rows.
-        limits: limits of compressed files.
-        network: hosts that may be asked besides that of an address.
+    An address is given as text. ``FOLDER#val`` and ``FILE#val`` open another split than ``train``
+    of a folder prepared by Energon, or of an object of rows.
 
     Raises:
         DataError: nothing is there, the format is unknown, or a folder has several splits.
     """
     if isinstance(path, str):
-        return RemoteRows(path, network)
-    folder, _, split = str(path).rpartition("#")
+        if network == "deny":
+            raise DataError(path, "addresses are not read (network: deny)", "download the file")
+        copies = local_copies(path)
+        rows = _open_files(next(iter(copies)), list(copies), limits, copies)
+        rows.media_root = Path.cwd()  # an address has no folder on this machine
+        rows.paths = tuple(copies)
+        return rows
+    base, _, split = str(path).rpartition("#")
+    base = Path(base)
     if path.is_dir():
         rows, paths = _open_folder(path, limits), [path]
     elif path.is_file():
         rows = _open_files(path, [path], limits)
         # A WIDS list has shards, and annotations of VQA v2 a file of questions.
         paths = [path, *(rows.files if isinstance(rows, TarRows | JoinedRows) else [])]
-    elif split and (Path(folder) / ".nv-meta").is_dir():
-        rows, paths = _open_energon(Path(folder), split), [Path(folder)]
-    elif split and Path(folder).is_file() and (found := open_object(Path(folder), split)):
-        rows, paths = found, [Path(folder)]
+        paths = [file for file in paths if file not in rows.names]
+    elif split and (base / ".nv-meta").is_dir():
+        rows, paths = _open_energon(base, split), [base]
+    elif split and base.is_file() and (rows := open_object(base, split)):
+        paths = [base]
     else:
         paths = matching_files(path)
         if not paths:
@@ -134,9 +139,8 @@ def _open_shards(folder: Path, limits: Limits) -> Rows:
 def _img2dataset_output(table: Path) -> str:
     """Return the output format of img2dataset whose metadata a Parquet file is; empty for none.
 
-    Beside the images of shard 00000, as ``00000.tar`` or in the folder ``00000``, img2dataset
-    writes ``00000.parquet`` with the addresses and the state of the downloads, and
-    ``00000_stats.json`` (rom1504/img2dataset, README, "Output format choice").
+    Next to the images of shard 00000, ``00000.tar`` or the folder ``00000``, img2dataset writes
+    ``00000.parquet`` with the addresses (rom1504/img2dataset, README, "Output format choice").
     """
     output = {table.with_suffix(".tar"): "tar", table.with_suffix(""): "files"}
     found = next((name for path, name in output.items() if path.exists()), "")
@@ -144,12 +148,12 @@ def _img2dataset_output(table: Path) -> str:
 
 
 def _open_captioned(folder: Path) -> Rows:
-    """Open a folder of img2dataset's images, whose folders are numbers and no classes."""
+    """Open a folder of img2dataset's images, whose folders are numbers and not classes."""
     rows = _open_media(folder)
     if len(rows) and "text" not in rows[0]:
         raise DataError(
             str(folder),
-            f"{rows[0]['path']} has no caption beside it",
+            f"{rows[0]['path']} has no caption next to it",
             "run img2dataset again with --caption_col, or write the captions into .txt files",
         )
     return rows
@@ -198,9 +202,37 @@ def _open_media(folder: Path) -> Rows:
     )
 
 
-def _open_files(path: Path, files: list[Path], limits: Limits) -> Rows:
+def _open_files(
+    path: Path, files: list[Path], limits: Limits, urls: Mapping[Path, str] = MappingProxyType({})
+) -> Rows:
+    """Unpack compressed files, and open files of one kind.
+
+    ``path`` is what the user named, ``urls`` has the addresses of which the files are copies.
+    """
     for file in files:
         check_regular_file(file)
+    plain = {unpack(file, limits): urls.get(file, str(file)) for file in files}
+    names = {copy: name for copy, name in plain.items() if str(copy) != name}
+    try:
+        rows = _open_plain_files(path, list(plain))
+    except DataError as error:
+        raise _renamed(error, names) from error
+    if names:
+        rows.names = names
+        rows.media_root = files[0].parent
+        rows.damage = rows.damage and _renamed(rows.damage, names)
+    return rows
+
+
+def _renamed(error: DataError, names: Mapping[Path, str]) -> DataError:
+    """Return the error of a copy with the name of the original."""
+    where = error.where
+    for copy, name in names.items():
+        where = where.replace(str(copy), name)
+    return DataError(where, error.problem, error.remedy)
+
+
+def _open_plain_files(path: Path, files: list[Path]) -> Rows:
     first = files[0]
     with first.open("rb") as stream:
         head = stream.read(4096)
@@ -214,8 +246,8 @@ def _open_files(path: Path, files: list[Path], limits: Limits) -> Rows:
                 "copy the whole folder and name it, or ingest again",
             )
         return rows
-    if name.endswith(_TAR_SUFFIXES) or head[257:262] == b"ustar":
-        return TarRows(files, limits)
+    if name.endswith(".tar") or head[257:262] == b"ustar":
+        return TarRows(files)
     if name.endswith((".pkl", ".pickle")):
         raise DataError(
             str(first),
@@ -235,10 +267,10 @@ def _open_files(path: Path, files: list[Path], limits: Limits) -> Rows:
         )
     if first.name == "wids-meta.json":
         return _open_wids(first)
-    return _open_text(first, head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1], limits)
+    return _open_text(first, head.removeprefix(BOM).lstrip()[:1])
 
 
-def _open_text(path: Path, first_character: bytes, limits: Limits) -> Rows:
+def _open_text(path: Path, first_character: bytes) -> Rows:
     suffix = path.suffix.lower()
     if suffix in _JSON_SUFFIXES or first_character in (b"[", b"{"):
         rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
@@ -246,31 +278,11 @@ def _open_text(path: Path, first_character: bytes, limits: Limits) -> Rows:
     if suffix in (".csv", ".tsv"):
         rows = CsvRows(path)
         return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
-    if kind := compression(path):
-        if Path(path.stem).suffix.lower() in _JSON_SUFFIXES:
-            return _open_packed(path, limits)
-        raise DataError(str(path), f"is compressed ({kind})", "unpack it first")
     raise DataError(
         str(path),
         "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt",
         "give a data file, or a folder written by coat-vlm data ingest",
     )
-
-
-def _open_packed(path: Path, limits: Limits) -> Rows:
-    rows = PackedJsonRows(path, limits)
-    try:
-        is_json = Path(path.stem).suffix.lower() == ".json"
-        published = is_json and open_object(rows.files[0]) is not None
-    except DataError:
-        published = True  # such as annotations without their questions
-    if published:
-        raise DataError(
-            str(path),
-            "is a compressed JSON object with splits, or with a list of rows",
-            "unpack it first",
-        )
-    return rows
 
 
 def _open_wids(path: Path) -> Rows:
@@ -283,11 +295,10 @@ def _open_wids(path: Path) -> Rows:
         names = [str(shard["url"]) for shard in shards]
     except (TypeError, KeyError) as error:
         raise DataError(str(path), f"a shard has no url: {error}", "make it again") from error
-    files = [_shard_file(path, name) for name in names]
-    rows = TarRows(files)
+    rows = TarRows([_shard_file(path, name) for name in names])
     expected = [shard.get("nsamples") for shard in shards]
     counted = sum(number for number in expected if isinstance(number, int))
-    if None not in expected and rows.random_access and not rows.damage and len(rows) != counted:
+    if None not in expected and not rows.damage and len(rows) != counted:
         raise DataError(
             str(path),
             f"the shards hold {len(rows)} samples, the list says {counted}",

@@ -28,18 +28,13 @@ _ARROW_FILE = b"ARROW1"
 class TableRows(Rows):
     """The rows of one table in several files.
 
-    Attributes:
-        media_root: the folder of the first file.
-        columns: names of the columns.
-
     Args:
-        path: for messages: the file or folder that the user named.
-        files: Parquet files, or ``.arrow`` files of ``datasets``, in order; nothing for a folder
+        path: the file or folder that the user named.
+        files: Parquet files, or ``.arrow`` files of ``datasets``, in order; empty for a folder
             written by ``save_to_disk``.
 
     Raises:
-        DataError: a file is not what its name says, their columns differ, or a folder holds several
-            splits.
+        DataError: a file is damaged, the columns of files differ, or a folder has several splits.
     """
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
@@ -58,23 +53,9 @@ class TableRows(Rows):
             counts = [sum(sizes) for sizes in groups]
             self._groups = [(i, j) for i, sizes in enumerate(groups) for j in range(len(sizes))]
             self._starts = np.cumsum([0, *(size for sizes in groups for size in sizes)])[:-1]
-        elif files:
-            counts, self._table = _open_arrow(self._files)
-            self.columns = list(self._table.column_names)
         else:
-            import datasets
-
-            try:
-                table = datasets.load_from_disk(str(path))  # memory mapped; media stay encoded
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                problem = f"is not a folder written by datasets: {error}"
-                raise DataError(str(path), problem, "save it again with save_to_disk") from error
-            if not isinstance(table, datasets.Dataset):
-                splits = ", ".join(str(split) for split in table)
-                problem = f"holds the splits {splits}"
-                raise DataError(str(path), problem, "name the folder of one of them")
-            self._table = table.with_format("arrow")
-            counts, self.columns = [len(self._table)], list(self._table.column_names)
+            counts, self._table = _open_arrow(self._files) if files else _open_saved(path)
+            self.columns = list(self._table.column_names)
         self._ends = np.cumsum(counts, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -130,7 +111,7 @@ class TableRows(Rows):
                         first += len(batch)
             except (ArrowException, OSError) as error:
                 problem = f"is damaged: {error}"
-                yield first, [DataError(str(path), problem, "copy the file again")]
+                yield first, [DataError(self.name(path), problem, "copy the file again")]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ahead": iter(()), "_batch": (-1, [])}
@@ -140,7 +121,7 @@ class TableRows(Rows):
         if not self._files:
             return str(self._path), index
         number, row = locate(self._ends, index)
-        return str(self._files[number]), row
+        return self.name(self._files[number]), row
 
 
 def is_arrow(path: Path) -> bool:
@@ -150,13 +131,23 @@ def is_arrow(path: Path) -> bool:
     return head == _ARROW_FILE or (head[:4] == b"\xff" * 4 and path.suffix == ".arrow")
 
 
-def _open_arrow(files: Sequence[Path]) -> "tuple[list[int], Dataset]":
-    """Return the number of rows of each file, and the memory-mapped files as one table.
+def _open_saved(folder: Path) -> "tuple[list[int], Dataset]":
+    """Return the number of rows, and the memory-mapped table, of ``save_to_disk``."""
+    import datasets
 
-    Raises:
-        DataError: a file is damaged, has other columns than the first one, or is in Arrow's format
-            with random access, which ``datasets`` does not write.
-    """
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"is not a folder written by datasets: {error}"
+        raise DataError(str(folder), problem, "save it again with save_to_disk") from error
+    if not isinstance(table, datasets.Dataset):
+        problem = f"holds the splits {', '.join(map(str, table))}"
+        raise DataError(str(folder), problem, "name the folder of one of them")
+    return [len(table)], table.with_format("arrow")
+
+
+def _open_arrow(files: Sequence[Path]) -> "tuple[list[int], Dataset]":
+    """Return the number of rows of each file, and the memory-mapped files as one table."""
     import datasets
     from pyarrow import ArrowException
 
@@ -209,13 +200,6 @@ def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "
     ``~/.cache/huggingface/datasets``), under a lock and keyed by the shards' paths and modification
     times. All ranks and workers of a host then share one mapping; reading Parquet into memory
     would take a copy per rank, including embedded media.
-
-    Args:
-        files: the Parquet files.
-        features: the columns; by default those that the files declare.
-
-    Raises:
-        DataError: a file cannot be read.
     """
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError

@@ -1,8 +1,8 @@
 """Rows of plain text files: a file is one document, read in blocks.
 
 A block is at most 64 KiB. It ends behind the last blank line in its second half, else behind the
-last line end, space or character there. All blocks of a file but the last are marked as continued,
-so that no end token is supervised inside a document.
+last line end, space or character there. All blocks of a file except the last are marked as
+continued, so that no end token is supervised inside a document.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,10 @@ _ENDS = (b"\n\n", b"\n", b" ")
 
 
 class TextRows(IndexedFiles):
-    """``{"text": ..., "continues": ...}`` for each block of each file.
-
-    Attributes:
-        media_root: folder of the first file.
-
-    Args:
-        files: the files, in order; a file of white space alone has no rows.
-    """
+    """``{"text": ..., "continues": ...}`` for each block of each file."""
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield the byte offsets of the blocks, without blocks of white space alone."""
+        """Yield the byte offsets of the blocks, without those of only white space."""
         with path.open("rb") as stream:
             start = len(BOM) if stream.read(len(BOM)) == BOM else 0
             while True:

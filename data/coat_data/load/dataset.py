@@ -40,7 +40,6 @@ class SampleDataset:
     Attributes:
         media_root: absolute folder, or address, that relative media paths start from; for a list
             the deepest folder above those of all sources.
-        in_parallel: whether several processes may share the rows (:meth:`read_range`).
         container: the raw rows; for a list an empty container.
         paths: the files of the rows, and the list itself; a folder stands for all files below it.
             Media files that rows refer to are not included.
@@ -51,14 +50,14 @@ class SampleDataset:
         follow_links: allow links below the media root that lead out of it.
         ignore_fields: fields that may be left out although they look like media or loss weights.
         supervise: ``last`` supervises the last answer of each conversation alone.
-        in_order: open for a full read by :meth:`stream` only: also accept sources without random
-            access and truncated files, and ignore a list's weights.
+        in_order: open for a full read by :meth:`stream` only: also accept truncated files, and
+            ignore a list's weights.
         without_weights: ignore a list's weights, which are shares of an epoch, to read every row
             once; otherwise they are an error.
 
     Raises:
-        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, the format of
-            its rows is unknown, or it has no random access.
+        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, or its rows
+            are of an unknown format.
         ValueError: there is no such format or column name.
     """
 
@@ -74,8 +73,8 @@ class SampleDataset:
         ignore_fields: Iterable[str] = (),
         supervise: Literal["all", "last"] = "all",
         field_map: Mapping[str, str] | None = None,
-        network: Network = Network(),  # noqa: B008 - frozen
-        limits: Limits = Limits(),  # noqa: B008
+        network: Network = "allow",
+        limits: Limits = Limits(),  # noqa: B008 - frozen
         in_order: bool = False,
         without_weights: bool = False,
     ) -> None:
@@ -122,8 +121,6 @@ class SampleDataset:
                 str(path) if is_url(path) else Path(path).absolute(), limits=limits, network=network
             )
             self.paths = self.container.paths
-            self.random_access = self.container.random_access
-            self.in_parallel = self.container.in_parallel
             self._columns = dict(columns or {})
             check_columns(self._columns)
             self._field_map = {**self.container.field_map, **(field_map or {})}
@@ -134,41 +131,29 @@ class SampleDataset:
                 root if is_url(root) else Path(root).absolute(), follow_links=follow_links
             )
             self.media_root = self._root.folder
-            self._network = network.with_hosts_of(path, media_root)
+            self._network: Network = network
             self._limits = limits
             if format is None:
                 probed = map(self._renamed, islice(self.container.stream(), _ROWS_PROBED))
                 self.format = (find_reader(probed, str(path)) or llava.READER).name
             else:
                 self.format = get_reader(format).name
-        if in_order:
-            return
-        if self.container.damage is not None:
+        if self.container.damage is not None and not in_order:
             raise self.container.damage
-        if not self.random_access:
-            raise DataError(
-                str(path),
-                "can only be read in order (a compressed tar), not by number",
-                f"run: coat-vlm data ingest {path} --embed-media --to FOLDER, and train on FOLDER",
-            )
 
     def _concatenate(self, entries: Sequence[SourceEntry]) -> None:
         """Concatenate the selected rows of the sources of a list."""
         self.format = "+".join(dict.fromkeys(source.format for source in self._sources))
         self.media_root = _common_root([source.media_root for source in self._sources])
-        self.random_access = all(source.random_access for source in self._sources)
-        self.in_parallel = all(source.in_parallel for source in self._sources)
         self._whole = [entry.select is None and entry.repeat is None for entry in entries]
         self._chosen = [
-            _rows(entry, len(source)) if source.random_access else np.zeros(0, dtype=np.int64)
-            for entry, source in zip(entries, self._sources, strict=True)
+            _rows(entry, len(source)) for entry, source in zip(entries, self._sources, strict=True)
         ]
         self._ends = np.cumsum([len(rows) for rows in self._chosen], dtype=np.int64)
-        for entry, source, whole in zip(entries, self._sources, self._whole, strict=True):
-            if entry.weight is not None or not (source.random_access or whole):
-                what = "weight" if entry.weight is not None else "select and repeat"
+        for entry in entries:
+            if entry.weight is not None:
                 raise ValueError(
-                    f"{entry.name}: {what} has no meaning when a list is read as one source: "
+                    f"{entry.name}: weight has no meaning when a list is read as one source: "
                     "in another list, or with a select; give its sources to a recipe's data, or "
                     "ingest them first"
                 )
@@ -203,7 +188,7 @@ class SampleDataset:
         sample = get_reader(self.format).read(row, place)
         if self._only_last:
             sample = sample.only_last_supervised()
-        return restrict_media(sample, self._network, self._limits)
+        return restrict_media(sample, self._network, self._limits, self.media_root)
 
     def _renamed(self, row: object) -> object:
         """Return a probed row with mapped columns, or the DataError of a missing one."""
@@ -217,16 +202,10 @@ class SampleDataset:
 
         Reads with bounded memory. A truncated file ends with the DataError that says so.
         """
-        if self.random_access:
-            yield from self.read_range(range(len(self)))
-        elif not self._sources:
-            yield from self._convert(enumerate(self.container.stream()))
-        for source, rows, whole in zip(self._sources, self._chosen, self._whole, strict=True):
-            if not self.random_access:
-                yield from source.stream() if whole else source._read_each(rows)
+        yield from self.read_range(range(len(self)))
 
     def read_range(self, rows: range) -> Iterator[Sample | DataError]:
-        """Yield consecutive samples, and a DataError for each bad row; needs random access.
+        """Yield consecutive samples, and a DataError for each bad row.
 
         The last row of a truncated file is followed by the DataError that says so: consecutive
         ranges together yield what :meth:`stream` yields.

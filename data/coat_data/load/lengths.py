@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from coat_data.load.encode import Encoder, Size
-from coat_data.mixture.selection import Rows, SelectedRows, shards_of
+from coat_data.mixture.selection import Rows, SelectedRows
 from coat_data.sample import DataError, Part, Sample, UnreachableError
 
 _ROWS_MEASURED, _ROWS_SPLIT = 64, 16
@@ -342,14 +342,10 @@ class RowKinds:
 
 
 def probe_rows(dataset: Rows) -> list[int]:
-    """Return the numbers of 16 evenly spaced rows.
-
-    Of remote shards these are the first 16 rows, as other rows may be slow to reach.
-    """
+    """Return the numbers of 16 evenly spaced rows."""
     size = len(dataset)
     number = min(size, _PROBED_ROWS)
-    near = shards_of(dataset) is not None
-    return [place if near else place * size // number for place in range(number)]
+    return [place * size // number for place in range(number)]
 
 
 def row_kinds(dataset: Rows) -> RowKinds:
@@ -380,8 +376,6 @@ class DocumentChunks(SelectedRows):
         dataset: the source.
         chunks: (n, 3) int64 of :func:`split_rows`: row, first character, last character + 1.
     """
-
-    in_shards = False
 
     def __init__(self, dataset: Rows, chunks: np.ndarray) -> None:
         rows = chunks[:, 0]

@@ -32,9 +32,8 @@ _COMMAND = (sys.executable, "-P", "-m", "coat_data.media.decord_reader")
 class DecordError(Exception):
     """decord did not return the frames.
 
-    Attributes:
-        kind: ``timeout``: killed after the limit; ``crash``: the child ended; ``error``: decord
-            refused the file.
+    ``kind`` is ``timeout`` (killed after the limit), ``crash`` (the child ended) or ``error``
+    (decord refused the file).
     """
 
     def __init__(self, kind: Literal["timeout", "crash", "error"], problem: str) -> None:
@@ -57,7 +56,6 @@ class DecordReader:
         self._owner = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the child, which belongs to this process."""
         return {**self.__dict__, "_child": None}
 
     def read_at(self, media: Media, times: list[float]) -> list[tuple[float, Image.Image]]:
@@ -122,7 +120,7 @@ class DecordReader:
 
 
 def frame_indices(starts: Sequence[float], times: Sequence[float]) -> list[int]:
-    """Return the distinct frames at ``times``; ``starts``: ascending start times of all frames."""
+    """Return the distinct frames at ``times``; ``starts`` are the start times of all frames."""
     started = np.searchsorted(starts, times, side="right") - 1
     return np.unique(started.clip(min=0)).tolist()
 

@@ -12,8 +12,6 @@ was trained on such pixels.
 
 import io
 import os
-import stat
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from coat_data.containers.media_files import IMAGE_FORMATS, check_regular_file
-from coat_data.containers.remote_file import is_url
-from coat_data.media.remote_media import fetch_media, open_header
+from coat_data.media.remote_media import fetch_media
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
@@ -39,13 +36,6 @@ _MAX_SIDE = 65_535
 takes a buffer of as many rows."""
 
 _WIDTH, _HEIGHT = 0x0100, 0x0101  # TIFF tags
-_HEAD_BYTES = 4096
-_MARKER, _START_OF_SCAN, _QUANTIZATION_TABLES = 0xFF, 0xDA, 0xDB  # JPEG
-_FRAMES = (0xC0, 0xC1, 0xC2)
-"""JPEG's frame headers with Huffman coding: baseline, extended, progressive."""
-_SKIPPED = frozenset({0xC4, 0xFE, *range(0xE0, 0xF0)} - {0xE1})
-"""JPEG's Huffman tables, comments and application data, without APP1: EXIF has an orientation."""
-_SHORTEST = 9  # shorter application data are damaged
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 rotate the image by 90 degrees
 
 
@@ -60,14 +50,14 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
 
     Args:
         media: the image, or its path.
-        max_pixels: maximum pixels that a file may declare, against decompression bombs;
-            ``PIL.Image.MAX_IMAGE_PIXELS`` by default.
+        max_pixels: maximum pixels that a file may declare; ``PIL.Image.MAX_IMAGE_PIXELS`` by
+            default.
 
     Raises:
-        DataError: the file is missing, empty, truncated, not an image, has floating point pixels,
-            or more pixels than allowed; names the path.
+        DataError: the file is missing or not an intact image, has floating point pixels, or more
+            pixels than allowed; names the path.
     """
-    with _opened(media, max_pixels, decode=True) as (image, where):
+    with _opened(media, max_pixels) as (image, where):
         ImageOps.exif_transpose(image, in_place=True)
         return _rgb(image, where)
 
@@ -75,18 +65,8 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
 def image_size(
     media: Media | str | os.PathLike[str], max_pixels: int | None = None
 ) -> tuple[int, int]:
-    """Return the width and height of :func:`open_image`'s result, from the header alone.
-
-    No pixel is decoded, so damage behind the header is not found.
-
-    Raises:
-        DataError: as for :func:`open_image`, as far as the header shows it.
-    """
-    plain = _plain_jpeg_size(_read_head(media))
-    limit = Image.MAX_IMAGE_PIXELS if max_pixels is None else max_pixels
-    if plain is not None and (limit is None or plain[0] * plain[1] <= limit):
-        return plain
-    with _opened(media, max_pixels, decode=False) as (image, _):
+    """Return width and height of :func:`open_image`'s result from the header; raises as it does."""
+    with _opened(media, max_pixels) as (image, _):
         width, height = image.size
         if isinstance(image, TiffImageFile):  # Pillow may have swapped width and height already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
@@ -98,64 +78,16 @@ def image_size(
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
-def _read_head(media: Media | str | os.PathLike[str]) -> bytes:
-    """Return the first bytes of a local image; none if it cannot be read, or lies elsewhere."""
-    path = media.path if isinstance(media, Media) else os.fspath(media)
-    if isinstance(media, Media) and media.data is not None:
-        return media.data[:_HEAD_BYTES]
-    try:
-        if path is None or not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            return b""
-        descriptor = os.open(path, os.O_RDONLY)
-    except (OSError, ValueError):  # ValueError: a null byte in the path
-        return b""
-    try:
-        return os.read(descriptor, _HEAD_BYTES)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
-def _plain_jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """Return width and height of a JPEG without EXIF data; None for all other images.
-
-    Most images of data sets are such JPEGs, whose headers Pillow reads in three times the time.
-    Source: ITU-T T.81, annex B (markers and frame header).
-    """
-    size: tuple[int, int] | None = None
-    at = 2
-    while head.startswith(b"\xff\xd8") and at + 10 <= len(head) and head[at] == _MARKER:
-        kind, length = head[at + 1], int.from_bytes(head[at + 2 : at + 4], "big")
-        if kind == _START_OF_SCAN:
-            return size
-        if kind in _FRAMES:
-            bits, height, width, channels = struct.unpack_from(">BHHB", head, at + 4)
-            if bits != 8 or not width * height or channels not in (1, 3, 4):
-                return None
-            if length != 8 + 3 * channels:
-                return None
-            size = width, height
-        elif kind == _QUANTIZATION_TABLES:
-            tables = head[at + 4 : at + 2 + length : 65]
-            if (length - 2) % 65 or any(table > 3 for table in tables):  # not of 8 bits
-                return None
-        elif kind not in _SKIPPED or length < _SHORTEST:
-            return None
-        at += 2 + length
-    return None
-
-
 @contextmanager
 def _opened(
-    media: Media | str | os.PathLike[str], max_pixels: int | None, *, decode: bool
+    media: Media | str | os.PathLike[str], max_pixels: int | None
 ) -> Iterator[tuple[Image.Image, str]]:
-    """Open the image, read its header and check its size; also return its name for messages."""
+    """Yield the image with its header read and checked, and its name for messages."""
     if not isinstance(media, Media):
         media = Media(kind="image", path=str(media))
-    where = media.path or "<image bytes>"
+    where = media.name
     try:
-        source = _source(media, decode=decode)
+        source = _source(media)
         with _limit_of_pillow(max_pixels), Image.open(source, formats=IMAGE_FORMATS) as image:
             _check_size(image, where)
             yield image, where
@@ -236,11 +168,8 @@ def _has_metadata_after_pixels(image: PngImageFile) -> bool:
         file.seek(before)
 
 
-def _source(media: Media, *, decode: bool) -> BinaryIO | str:
-    if media.path is not None and is_url(media.path):
-        if media.data is None and not decode:
-            return open_header(media)
-        media = fetch_media(media)
+def _source(media: Media) -> BinaryIO | str:
+    media = fetch_media(media)
     if media.data is not None:
         return io.BytesIO(media.data)
     if media.path is None:
@@ -292,15 +221,19 @@ ONE_TILE = TilePlan(num_tiles=1, rows=1, columns=1, num_token_tiles=1, separated
 class ImageTransform:
     """Scales an image to one square, optionally augments it, and normalizes it.
 
-    Attributes:
+    Args:
         size: side of the output in pixels.
         mean: mean of each channel, in 0..1.
         std: standard deviation of each channel, in 0..1.
         mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean color
             (``int(255 * mean)``; expand2square of haotian-liu/LLaVA, llava/mm_utils.py).
+        resample: Pillow's filter.
         augment: ``crop_flip`` shifts the scaled image by up to an eighth of its side in both
             directions (a random crop of the image padded with the mean color) and flips it with
             probability 1/2.
+
+    Raises:
+        ValueError: a setting is out of range or unknown.
     """
 
     modes: tuple[ImageMode, ...] = ("resize", "pad")
@@ -316,11 +249,6 @@ class ImageTransform:
         resample: Image.Resampling = Image.Resampling.BICUBIC,
         augment: Augment = "none",
     ) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a setting is out of range or unknown.
-        """
         if mode not in self.modes:
             raise ValueError(f"image mode is {mode!r}; allowed: {', '.join(self.modes)}")
         if augment not in ("none", "crop_flip"):
@@ -408,5 +336,4 @@ class ImageTransform:
 
 
 def _target(shift: int) -> slice:
-    """Return the part of an axis that is filled when it is shifted by ``shift``."""
     return slice(shift, None) if shift >= 0 else slice(None, shift)

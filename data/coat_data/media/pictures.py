@@ -9,15 +9,9 @@ from coat_data.sample import DataError, Media
 
 
 def read_pictures(media: Sequence[Media], number: int) -> tuple[list[Image.Image], list[str]]:
-    """Read up to ``number`` images and video frames.
+    """Read up to ``number`` images and video frames, in RGB.
 
-    Args:
-        media: images and videos.
-        number: maximum number of pictures; also the number of frames of a video.
-
-    Returns:
-        The pictures in RGB, and the problems: media that cannot be read, and how many pictures were
-        left out.
+    Also returns the problems: media that cannot be read, and how many pictures were left out.
     """
     pictures: list[Image.Image] = []
     problems: list[str] = []

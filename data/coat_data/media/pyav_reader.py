@@ -27,8 +27,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from coat_data.containers.media_files import check_regular_file
-from coat_data.containers.remote_file import is_url
-from coat_data.media.remote_media import open_header
+from coat_data.media.remote_media import fetch_media
 from coat_data.sample import DataError, Media
 
 _SEEK_SECONDS = 60.0
@@ -70,12 +69,8 @@ class TimeSpan:
 class PyavVideo:
     """An open video, as a context manager; raises FFmpeg's errors.
 
-    Args:
-        media: the video.
-        max_pixels: maximum pixels of a frame.
-
     Raises:
-        DataError: a frame has more pixels.
+        DataError: a frame has more than ``max_pixels``.
     """
 
     def __init__(self, media: Media, max_pixels: int = 1 << 25) -> None:
@@ -91,7 +86,7 @@ class PyavVideo:
         if self.frame_pixels > max_pixels:
             self._container.close()
             raise DataError(
-                media.path or "<video bytes>",
+                media.name,
                 f"a frame has {codec.width} x {codec.height} pixels, and the limit is {max_pixels}",
                 "scale the video down, or raise model.video.max_frame_pixels if you trust the file",
             )
@@ -123,11 +118,7 @@ class PyavVideo:
         return TimeSpan(times[0], length, len(times))
 
     def packet_times(self) -> list[float]:
-        """Return the start times of all frames, ascending, without decoding; or frame numbers.
-
-        Raises:
-            ValueError: the video has no packet.
-        """
+        """Return the start times of all frames, ascending, without decoding; or frame numbers."""
         with PyavVideo(self._media, self._max_pixels) as video:
             found = [_time(packet) for packet in video._packets()]
         known = [time for time in found if time is not None]
@@ -172,8 +163,7 @@ class PyavVideo:
     def _decode(self, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
         """Yield times and frames in display order, at least the frames at the times in ``wanted``.
 
-        The caller removes times from ``wanted`` when it gets a later frame, and stops when it is
-        empty.
+        The caller removes times from ``wanted`` when it gets a later frame.
         """
         seconds = float(self._stream.time_base or 1)  # frame.time is missing after the last packet
         time = -1.0
@@ -225,9 +215,8 @@ class PyavVideo:
         yield from held
 
     def _seek(self, seconds: float) -> None:
-        """Seek to about ``seconds``; errors are ignored, as reading on reaches it as well."""
         offset = round(seconds / float(self._stream.time_base or 1))
-        with contextlib.suppress(FFmpegError):
+        with contextlib.suppress(FFmpegError):  # reading on reaches it as well
             self._container.seek(offset, stream=self._stream)
 
     def _packets(self) -> Iterator[Packet]:
@@ -277,11 +266,8 @@ def _is_on_screen(
 ) -> bool | None:
     """Return whether a packet's frame is on screen at one of ``times``; None if not known yet.
 
-    Args:
-        packet: a packet; without time stamps it may be on screen at any time.
-        times: ascending, in seconds.
-        stamps: the known presentation times, ascending.
-        known_until: all presentation times up to this one are known; None if all are.
+    ``stamps`` are the known presentation times, all of those up to ``known_until`` (None: all of
+    them) among them. A packet without time stamps may be on screen at any time.
     """
     own, base = packet.pts, packet.time_base
     if own is None or packet.dts is None or base is None:
@@ -296,10 +282,9 @@ def _is_on_screen(
 
 
 def _open(media: Media, max_pixels: int | None) -> InputContainer:
+    media = fetch_media(media)
     source: Any = media.path if media.data is None else io.BytesIO(media.data)
-    if isinstance(source, str) and is_url(source):
-        source = open_header(media)
-    elif isinstance(source, str):
+    if isinstance(source, str):
         check_regular_file(source)
     # FFmpeg decodes the first frames when it opens a file.
     options = dict(_ONLY_VIDEO_FILES)
@@ -308,7 +293,7 @@ def _open(media: Media, max_pixels: int | None) -> InputContainer:
     try:
         return av.open(source, metadata_errors="replace", options=options)  # pyright: ignore[reportReturnType]
     except ArgumentError as error:  # raised by FFmpeg for a format that is not in the list
-        raise ValueError(f"its format is none of {_FORMATS}") from error
+        raise ValueError(f"its format is not one of {_FORMATS}") from error
 
 
 def _video_stream(container: InputContainer) -> VideoStream:

@@ -10,10 +10,6 @@ from pathlib import Path
 from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
 
-ROW_SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Schemes of addresses in rows; none of them opens files of this machine."""
-
-
 _SAFE_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"
 """Characters of an address that are not quoted (RFC 3986); "%" in rows is taken as quoted."""
 
@@ -24,11 +20,8 @@ class MediaRoot:
     Data files come from third parties: with ``../../secret.png``, an absolute path or a link among
     the unpacked images, a data set could contain the user's other files.
 
-    Attributes:
-        folder: the absolute folder, or the address as text.
-
     Args:
-        folder: absolute folder, or an address of one.
+        folder: absolute folder, or an address of one as text.
         follow_links: allow links below the folder that lead out of it, for folders that the user
             assembled from links.
     """
@@ -42,10 +35,9 @@ class MediaRoot:
     def file(self, name: str, where: str) -> str:
         """Return the absolute path or the address of ``name``; the file need not exist.
 
-        An address with one of :data:`ROW_SCHEMES` is returned as an address.
-
         Raises:
-            DataError: the path leaves the folder, directly or through a link.
+            DataError: the path leaves the folder, directly or through a link, or is an address that
+                is neither below the folder nor one of http or https.
         """
         if is_url(name):
             return self._address(name, where)
@@ -71,17 +63,15 @@ class MediaRoot:
         scheme, _, rest = name.partition("://")
         below = isinstance(self.folder, str) and name.startswith(f"{self.folder}/")
         clean = not {".", ".."} & set(rest.split("/")) and "::" not in rest
-        if scheme.lower() not in ROW_SCHEMES and not (below and clean):
+        if scheme.lower() in ("http", "https"):
+            return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
+        if not (below and clean):  # with "::", fsspec would open another file system
             raise DataError(
                 where,
                 f"the medium is the address {name[:80]!r}",
-                f"use one of {', '.join(ROW_SCHEMES)}, or download it and give its path",
+                "use http or https, or an address below the media root, or download the file",
             )
-        if scheme.lower() in ("http", "https"):
-            return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
-        if "::" in rest:  # fsspec would open another file system with the rest
-            raise DataError(where, f"the address {name[:80]!r} has '::' in it", "name one file")
-        return f"{scheme.lower()}://{rest}"
+        return name
 
     def _below_address(self, folder: str, name: str, where: str) -> str:
         path = posixpath.normpath(name)

@@ -91,9 +91,7 @@ class MediaLoader:
     """Reads images and videos with an image transform and video settings.
 
     Attributes:
-        transform: splits, scales and normalizes images.
-        video: how videos are read.
-        counts: events while videos were read (:class:`coat_data.media.video.VideoReader`).
+        counts: events while videos were read, by :data:`coat_data.media.sampling.VIDEO_COUNTS`.
         keeps_last_clip: whether the last decoded video is cached, for consecutive questions about
             one video; training would only waste memory.
     """
@@ -101,13 +99,6 @@ class MediaLoader:
     def __init__(
         self, transform: ImageTransform, video: VideoSettings, max_pixels: int | None = None
     ) -> None:
-        """Create a loader.
-
-        Args:
-            transform: splits, scales and normalizes images.
-            video: how videos are read.
-            max_pixels: maximum pixels of an image (:func:`coat_data.media.image.open_image`).
-        """
         self.transform = transform
         self.video = video
         self.counts: Counter[str] = Counter()
@@ -195,7 +186,7 @@ class MediaLoader:
             image = open_image(medium, self._max_pixels)
             if self.transform.plan(*image.size) != plan.tiles[0]:
                 raise DataError(
-                    medium.path or "<image bytes>",
+                    medium.name,
                     f"the header announces another size than the {image.width} x {image.height} "
                     "pixels that were decoded",
                     "save the image again with another program",

@@ -41,11 +41,7 @@ _ROUNDING_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSettings:
-    """How videos are read.
-
-    Raises:
-        ValueError: a setting is unknown, out of range, missing or without effect.
-    """
+    """How videos are read; ValueError if a setting is out of range or without effect."""
 
     backend: VideoBackend = "auto"
     """``pyav``: PyAV; ``decord``: decord in a child process that is killed when it hangs, with PyAV

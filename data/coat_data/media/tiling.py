@@ -9,7 +9,7 @@ with a line break between tiles, as in VILA's prompts.
 
 ``dynamic_s2`` (VILA's ``dynamic_s2_preprocess``; S2 is Shi et al. 2024, arXiv:2403.13043): the
 image at several scales. All scales but the largest are squares of 1, 4, ... tiles. The largest is
-the closest grid with at least as many tiles as its square, and at most ``max_tiles``. The model
+the closest grid with at least as many tiles as its square and at most ``max_tiles``. The model
 joins the features of the tiles of each scale and concatenates the scales by channels, so that only
 the largest grid becomes tokens (:mod:`coat_vlm.model.projector`).
 
@@ -62,7 +62,7 @@ def closest_grid(
 class TiledTransform(ImageTransform):
     """Splits an image into normalized tiles; a frame of a video is one tile.
 
-    Attributes:
+    Args: those of :class:`ImageTransform`, and
         min_tiles: minimum tiles of a grid in mode ``dynamic``, without the thumbnail.
         max_tiles: maximum tiles of a grid, without the thumbnail.
         scales: sides of the scales in pixels for mode ``dynamic_s2``, ascending multiples of
@@ -84,11 +84,6 @@ class TiledTransform(ImageTransform):
         max_tiles: int = 12,
         scales: Sequence[int] = (),
     ) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a setting is out of range, or contradicts the mode.
-        """
         super().__init__(size, mean, std, mode, resample)
         self.scales = tuple(scales)
         if mode == "dynamic_s2":
@@ -97,7 +92,7 @@ class TiledTransform(ImageTransform):
             raise ValueError(f"scales={list(scales)} have no effect in mode {mode!r}; remove them")
         if not 1 <= min_tiles <= max_tiles:
             raise ValueError(
-                f"image tiles are {min_tiles} (least) to {max_tiles} (most); need at least 1, and "
+                f"image tiles are {min_tiles} to {max_tiles}; need at least 1, and "
                 f"in mode dynamic_s2 room for the square of the largest scale: set max_tiles to "
                 f"{min_tiles} or more"
             )

@@ -58,26 +58,17 @@ class Clip:
 class VideoReader:
     """Reads clips; can be pickled for a worker process, which starts its own child for decord.
 
-    Attributes:
+    Args:
         settings: how videos are read.
-        counts: videos read by ``video_pyav``, ``video_decord`` and ``video_folder``; and those that
-            PyAV read instead of decord, by reason: ``video_decord_unsuited`` (decord does not read
-            the stream exactly), ``video_decord_timeout``, ``video_decord_crash``,
-            ``video_decord_error``.
+        decord: replaces the default child process, for tests of hangs.
+
+    Raises:
+        ValueError: the backend is decord, which is not installed.
     """
 
     def __init__(self, settings: VideoSettings, decord: DecordReader | None = None) -> None:
-        """Create a reader.
-
-        Args:
-            settings: how videos are read.
-            decord: replaces the default child process, for tests of hangs.
-
-        Raises:
-            ValueError: the backend is decord, which is not installed.
-        """
         self.settings = settings
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # by VIDEO_COUNTS
         self._decord = None
         if settings.backend == "decord":
             if decord is None and importlib.util.find_spec("decord") is None:
@@ -91,9 +82,8 @@ class VideoReader:
         """Read the sampled frames; a video with fewer frames gives each of them once.
 
         A video that ends before the duration in its header gives the frames that it has at the
-        sampled times, and is counted as ``video_short``.
-
-        ``convert`` is applied to each frame when it is decoded, so that only its result is held.
+        sampled times. ``convert`` is applied to each frame when it is decoded, so that only its
+        result is held.
 
         ``media.path`` may be a folder of frames (in the order of :func:`natural_key`), and
         ``media.frames`` a list of frames. With ``media.fps`` they are sampled by time like a video,
@@ -101,18 +91,14 @@ class VideoReader:
         to ``max_frames``.
 
         Raises:
-            DataError: the file is missing or not a video, no frame of it can be decoded, ``start``
-                and ``end`` do not fit it, or a frame or all have more pixels than allowed; names
-                the path.
+            DataError: no frame can be decoded, ``start`` and ``end`` do not fit the video, or a
+                frame or all have more pixels than allowed; names the path.
         """
         if (paths := _frames_of(media)) is not None:
             self.counts["video_folder"] += 1
             indices, times = self._frame_indices(media, len(paths))
             stamps = [0.0] * len(indices) if times is None else times
-            opened = (
-                (time, open_image(fetch_media(paths[i])))
-                for time, i in zip(stamps, indices, strict=True)
-            )
+            opened = ((time, open_image(paths[i])) for time, i in zip(stamps, indices, strict=True))
             return Clip([image for _, image in self._kept(opened, media, convert)], times)
         media = fetch_media(media)
         with self._opened(media) as video:
@@ -124,22 +110,17 @@ class VideoReader:
             raise _unreadable(media, "no frame could be decoded")
         starts = [time - span.start_s for time, _ in frames]
         gaps = [after - before for before, after in pairwise(starts)]
-        # Times after the last frame are no sign of it alone: the frame may stay on screen.
+        # A time after the last frame does not show it: the frame may stay on screen.
         if gaps and start + duration - frames[-1][0] > 2 * max(gaps) + duration / len(times):
             self.counts["video_short"] += 1
         return Clip([image for _, image in frames], starts, duration)
 
     def plan(self, media: Media) -> tuple[int, list[float] | None]:
-        """Return the maximum number of frames of :meth:`read`, from the header alone.
+        """Return the number and times of the frames of :meth:`read`, from the header.
 
-        It is the exact number for an intact file with at least as many frames as are sampled.
-
-        Returns:
-            The number, and the middles of as many spans in seconds from the video's first frame
-            (None for a folder), which are the frames' times to within a frame.
-
-        Raises:
-            DataError: as for :meth:`read`, as far as the header shows it.
+        The number is exact for an intact file with at least as many frames as are sampled, else
+        the maximum. The times are the middles of as many spans, in seconds from the video's first
+        frame; None for a folder. Raises as :meth:`read` does.
         """
         if (paths := _frames_of(media)) is not None:
             indices, times = self._frame_indices(media, len(paths))
@@ -185,7 +166,7 @@ class VideoReader:
         return video.read_at(times)
 
     def _frame_indices(self, media: Media, num_files: int) -> tuple[list[int], list[float] | None]:
-        """Return the indices and, if known, the times of the sampled frames among all frames."""
+        """Return the indices of the sampled frames among all, and their times if known."""
         settings, rate = self.settings, media.fps
         if rate is None:
             spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
@@ -210,7 +191,7 @@ class VideoReader:
             left -= size[0] * size[1]
             if left < 0:
                 raise DataError(
-                    _name(media),
+                    media.name,
                     f"{len(kept) + 1} frames of {size[0]} x {size[1]} pixels exceed "
                     f"the limit of {self.settings.max_total_pixels} pixels",
                     "ask for fewer frames, scale the video down, or raise "
@@ -228,9 +209,8 @@ class VideoReader:
         except DataError:
             raise
         except FileNotFoundError as error:
-            raise DataError(
-                _name(media), "no such file", "fix the path or the media root"
-            ) from error
+            remedy = "fix the path or the media root"
+            raise DataError(media.name, "no such file", remedy) from error
         except Exception as error:  # FFmpeg's errors, IndexError, UnicodeDecodeError and others
             raise _unreadable(media, f"{type(error).__name__}: {error}") from error
 
@@ -238,23 +218,14 @@ class VideoReader:
 def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
     """Read up to ``num_frames`` frames in RGB, uniform in time, upright, with PyAV.
 
-    A video with fewer frames gives each of them once. ``media.path`` may be a folder of frames, in
-    the order of :func:`natural_key`.
-
-    Raises:
-        DataError: as :meth:`VideoReader.read`.
-        ValueError: ``num_frames`` is not positive.
+    Like :meth:`VideoReader.read`; ValueError if ``num_frames`` is not positive.
     """
     return VideoReader(VideoSettings(backend="pyav", num_frames=num_frames)).read(media).frames
 
 
 def _unreadable(media: Media, problem: str) -> DataError:
     remedy = "replace the file or remove the row"
-    return DataError(_name(media), f"the video cannot be read: {problem}", remedy)
-
-
-def _name(media: Media) -> str:
-    return media.path or "<video bytes>"
+    return DataError(media.name, f"the video cannot be read: {problem}", remedy)
 
 
 def _frames_of(media: Media) -> Sequence[Media] | None:
@@ -262,7 +233,7 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     if media.frames:
         if media.fps is None and (media.start is not None or media.end is not None):
             raise DataError(
-                _name(media),
+                media.name,
                 "start and end are given in seconds, and the list of frames has no times",
                 "give its frames per second (fps), or list only the wanted frames",
             )
@@ -289,8 +260,7 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
 def natural_key(stem: str) -> list[str | int]:
     """Return the key that sorts names of frames: digits as whole numbers, all else as text.
 
-    ``2`` comes before ``10``, ``a9_2`` before ``a10_1``. Names without digits are sorted as text,
-    by code points; so are names with equal numbers (``01``, ``1``).
+    ``2`` comes before ``10``, ``a9_2`` before ``a10_1``.
     """
     parts = re.split("([0-9]+)", stem)
     return [int(part) if number % 2 else part for number, part in enumerate(parts)]
@@ -304,7 +274,7 @@ def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:
         return span.start_s, span.duration_s
     if not 0 <= start < end:
         raise DataError(
-            _name(media),
+            media.name,
             f"start={media.start}, end={media.end} select nothing of a video of "
             f"{span.duration_s:.3f} seconds",
             "give seconds from the video's beginning, start before end and before the video's end",

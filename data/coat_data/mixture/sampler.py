@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coat_data.containers.rows import Shards
-
 
 class Stream(IntEnum):
     """Random streams that share a seed but must be independent."""
@@ -30,7 +28,6 @@ class Stream(IntEnum):
     REPLACEMENT = 4
     ROW_ORDER = 5
     SELECTION = 6
-    STREAM_PASS = 7
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
@@ -62,13 +59,9 @@ class Mixture:
     is then read in passes that continue over epochs, each newly shuffled, so that every row is
     read equally often.
 
-    The rows of a source in shards come in the order of :class:`~coat_data.containers.rows.Shards`,
-    pass after pass. The positions of the source do not change.
-
     Args:
         repeats: passes per epoch of each source; None means 1.
         weights: relative share of each source, given for all sources or for none.
-        shards: the shards of each source; None for sources with random access.
 
     Raises:
         ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
@@ -82,12 +75,10 @@ class Mixture:
         weights: Sequence[float | None],
         seed: int,
         names: Sequence[str] | None = None,
-        shards: Sequence[Shards | None] = (),
     ) -> None:
         self._names = list(names or (f"source {number}" for number in range(len(sizes))))
         self._sizes = list(sizes)
         self._seed = seed
-        self._shards = list(shards) or [None] * len(self._sizes)
         self._check(repeats, weights)
         given = [weight for weight in weights if weight is not None]
         self._weighted = bool(given)
@@ -172,19 +163,8 @@ class Mixture:
     def _draw(self, epoch: int) -> None:
         """Draw an epoch: ``_rows`` lists the rows by source, ``_order`` is a permutation of it."""
         draw = self._continued_passes if self._weighted else self._repeated
-        sources = range(len(self._sizes))
-        self._rows = np.concatenate(
-            [
-                draw(source, epoch) if shards is None else self._continued_passes(source, epoch)
-                for source, shards in zip(sources, self._shards, strict=True)
-            ]
-        )
+        self._rows = np.concatenate([draw(source, epoch) for source in range(len(self._sizes))])
         self._order = generator(self._seed, Stream.EPOCH_ORDER, epoch).permutation(self.epoch_size)
-        for source, shards in zip(sources, self._shards, strict=True):
-            if shards is not None:  # the source keeps its positions and the order of its shards
-                first, stop = int(self._starts[source]), int(self._starts[source + 1])
-                own = (self._order >= first) & (self._order < stop)
-                self._order[own] = np.arange(first, stop)
         self._epoch = epoch
 
     def _repeated(self, source: int, epoch: int) -> np.ndarray:
@@ -199,12 +179,10 @@ class Mixture:
         size, samples = self._sizes[source], self._samples[source]
         first, skipped = divmod(epoch * samples, size)
         last = (epoch * samples + samples - 1) // size
-        shards = self._shards[source]
-        stream = Stream.SOURCE_PASS if shards is None else Stream.STREAM_PASS
-        passes: list[np.ndarray] = []
-        for number in range(first, last + 1):
-            rng = generator(self._seed, stream, source, number)
-            passes.append(rng.permutation(size) if shards is None else shards.order(rng))
+        passes = [
+            generator(self._seed, Stream.SOURCE_PASS, source, number).permutation(size)
+            for number in range(first, last + 1)
+        ]
         return np.concatenate(passes)[skipped : skipped + samples]
 
 

@@ -1,6 +1,5 @@
 """Selects rows of a source: first, last or random rows, without those in a bad_samples.jsonl."""
 
-import dataclasses
 import json
 import re
 import zlib
@@ -10,8 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from coat_data.containers.rows import Rows as RawRows
-from coat_data.containers.rows import Shards
 from coat_data.mixture.sampler import Stream, generator
 from coat_data.sample import DataError, Sample
 
@@ -36,10 +33,7 @@ class SelectedRows:
 
     Attributes:
         rows: (n,) int64, row in the dataset of each selected row.
-        in_shards: whether these rows can be read in the order of the dataset's shards.
     """
-
-    in_shards = True
 
     def __init__(self, dataset: Rows, rows: np.ndarray) -> None:
         self.name = dataset.name
@@ -54,15 +48,6 @@ class SelectedRows:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
         return self.dataset[int(self.rows[index])]
-
-
-def shards_of(dataset: Rows) -> Shards | None:
-    """Return the shards of a source that is read over a network; None for other sources."""
-    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
-    shards = getattr(whole, "container", RawRows()).shards  # a list has no container of its own
-    if shards is None or not isinstance(dataset, SelectedRows):
-        return shards
-    return dataclasses.replace(shards, selected=dataset.rows) if dataset.in_shards else None
 
 
 def original_row(dataset: Rows, index: int) -> int:

@@ -7,7 +7,6 @@ and the text of the rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +82,7 @@ def write_preview(
     """Write the page.
 
     Args:
-        number: number of samples, evenly spaced over the source; the first ones of a source without
-            random access.
+        number: number of samples, evenly spaced over the source.
 
     Returns:
         The number of samples on the page.
@@ -93,14 +91,11 @@ def write_preview(
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
     chosen: list[Sample | DataError] = []
-    if not dataset.random_access:
-        chosen += islice(dataset.stream(), number)
-    else:
-        for index in sample_evenly(range(len(dataset)), number):
-            try:
-                chosen.append(dataset[index])
-            except DataError as error:
-                chosen.append(error)
+    for index in sample_evenly(range(len(dataset)), number):
+        try:
+            chosen.append(dataset[index])
+        except DataError as error:
+            chosen.append(error)
     cards = [_card(sample, model) for sample in tqdm(chosen, "preview")]
     write_page(
         Path(out),
@@ -109,7 +104,7 @@ def write_preview(
         name=dataset.name,
         path=str(path),
         format=dataset.format,
-        rows=len(dataset) if dataset.random_access else None,
+        rows=len(dataset),
         model=model.name if model else None,
         cards=cards,
     )

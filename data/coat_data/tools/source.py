@@ -21,8 +21,7 @@ from coat_data.sample import DataError, Media, Sample
 
 def read_samples(dataset: SampleDataset, job: str) -> Iterator[Sample | DataError]:
     """Yield all samples in order, and the errors of bad rows, with a progress bar."""
-    total = len(dataset) if dataset.random_access else None
-    return iter(tqdm(dataset.stream(), f"{job} {dataset.name}", total))
+    return iter(tqdm(dataset.stream(), f"{job} {dataset.name}", len(dataset)))
 
 
 def decode(media: Media) -> None:

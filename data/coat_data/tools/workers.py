@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
@@ -60,8 +59,7 @@ def map_chunks(
 ) -> Iterator[T]:
     """Yield ``work(samples)`` for consecutive chunks of all rows, in order, with a progress bar.
 
-    The results do not depend on the number of processes. This process alone reads rows that can
-    only be read in order (a compressed tar), remote Parquet files, and a single chunk.
+    The results do not depend on the number of processes. A single chunk is read by this process.
 
     Args:
         work: a function of the samples of a chunk and the errors of its bad rows.
@@ -71,15 +69,10 @@ def map_chunks(
         RuntimeError: ``work`` raised an exception; names file and row.
     """
     workers = count_workers(workers)
-    total = len(dataset) if dataset.random_access else None
+    total = len(dataset)
     with tqdm(desc=f"{job} {dataset.name}", total=total) as bar:
-        if total is None:
-            samples = iter(dataset.stream())
-            for first in samples:
-                yield _apply(work, _advance(chain([first], islice(samples, rows - 1)), bar))
-            return
         ranges = [range(at, min(at + rows, total)) for at in range(0, max(1, total), rows)]
-        workers = min(workers, len(ranges)) if dataset.in_parallel else 1
+        workers = min(workers, len(ranges))
 
         def read(part: range) -> T:
             return _apply(work, dataset.read_range(part))
@@ -88,12 +81,6 @@ def map_chunks(
         for part, result in zip(ranges, results or map(read, ranges), strict=True):
             bar.update(len(part))
             yield result
-
-
-def _advance(samples: Chunk, bar: "tqdm[Any]") -> Chunk:
-    for sample in samples:
-        bar.update()
-        yield sample
 
 
 def _apply(work: Callable[[Chunk], T], samples: Chunk) -> T:

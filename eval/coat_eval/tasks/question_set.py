@@ -53,9 +53,8 @@ class QuestionSet(Benchmark):
     Args:
         media_root: root of relative media paths, a folder or an address; default: the folder of
             questions.jsonl.
-        network: hosts that questions may name; that of ``media_root`` may be asked as well, unless
-            there are none.
-        limits: limits of media by address.
+        network: ``deny`` makes addresses in questions errors.
+        limits: limits of media at addresses.
     """
 
     source = "coat_eval/tasks/question_set.py"
@@ -64,11 +63,11 @@ class QuestionSet(Benchmark):
     def __init__(
         self,
         media_root: Path | str | None = None,
-        network: Network = Network(),  # noqa: B008 - frozen
-        limits: Limits = Limits(),  # noqa: B008
+        network: Network = "allow",
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
         self.media_root = media_root
-        self._network = network.with_hosts_of(media_root)
+        self._network: Network = network
         self._limits = limits
 
     @abstractmethod
@@ -226,7 +225,8 @@ class QuestionSet(Benchmark):
         place = Place(source=str(path), row=int(where.rpartition(":")[2]) - 1, root=root)
         try:
             fields = {"id": str(row["question_id"]), **media, "conversations": said}
-            return restrict_media(to_sample(fields, place), self._network, self._limits)
+            sample = to_sample(fields, place)
+            return restrict_media(sample, self._network, self._limits, root.folder)
         except DataError as error:
             raise DataError(where, error.problem, error.remedy) from error
 

@@ -1,0 +1,41 @@
+"""The cache folder: downloaded and unpacked files, shared by the processes of a host."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock
+
+from coat_data.saved_files import replace_file
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: ``COAT_VLM_CACHE``, by default ``~/.cache/coat-vlm``."""
+    folder = os.environ.get("COAT_VLM_CACHE")
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "coat-vlm"
+
+
+def cached_file(folder: str, key: str, name: str, write: Callable[[BinaryIO], None]) -> Path:
+    """Return the file ``name`` of a key; ``write`` writes it if it is not in the cache.
+
+    Args:
+        folder: folder in the cache folder.
+        key: text that changes with the content.
+        name: file name, whose suffix shows the format.
+        write: called with the open file; one process of a host calls it, the others wait.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = cache_folder() / folder / digest / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(".lock")):
+        if not path.is_file():
+            for left in path.parent.glob(".*.tmp"):  # by a process that was killed
+                left.unlink()
+            with replace_file(path) as file:
+                write(file)
+    return path
