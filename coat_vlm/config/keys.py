@@ -47,7 +47,6 @@ REMOVED = {
     "limits.archive_sample_bytes": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.remote_wait_s": "a host that rows name may be silent for five seconds",
-    "network.hosts": "set network to allow or deny; rows may name public hosts",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }

@@ -97,7 +97,7 @@ def test_what_cannot_be_read_names_its_address(serve: Any, tmp_path: Path) -> No
     (tmp_path / "a.txt.gz").write_bytes(b"\x1f\x8b")
     for address, words in (
         (f"{url}/missing.tar", r"missing\.tar: cannot be read: HTTPError: .*404"),
-        (f"{url}/a.txt.gz", r"a\.txt\.gz: is compressed"),
+        (f"{url}/a.txt.gz", r"a\.txt\.gz: is damaged"),
         ("memory://nothing/here.jsonl", "here.jsonl: cannot be read: FileNotFoundError"),
         ("memory://nothing/*.jsonl", r"\*\.jsonl: matches no file"),
         ("nosuch://host/a.jsonl", "no installed file system reads such addresses"),

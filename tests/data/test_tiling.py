@@ -26,7 +26,7 @@ def one_tile(
     transform: ImageTransform, image: Image.Image, rng: np.random.Generator | None = None
 ) -> torch.Tensor:
     pixels = torch.empty(3, transform.size, transform.size)
-    transform.write_square(image, pixels.numpy(), rng)
+    transform.write_square(np.asarray(transform.square(image)), pixels.numpy(), rng)
     return pixels
 
 

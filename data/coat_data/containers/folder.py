@@ -20,10 +20,8 @@ from coat_data.sample import DataError, printable
 class FolderRows(Rows):
     """The media files below a folder, in the order of their paths; symbolic links are no rows."""
 
-    media_root: Path
-
     def __init__(self, folder: Path) -> None:
-        self.media_root = folder
+        self._folder = self.media_root = folder
         suffixes = image_suffixes() | VIDEO_SUFFIXES
         block, ends = bytearray(), array("q")  # a million names in one object
         for path, names in _files(folder):
@@ -42,7 +40,7 @@ class FolderRows(Rows):
         if path != printable(path):
             raise DataError(self.where(index), f"the file name {path} is not UTF-8", "rename it")
         row = {"path": path, "class": Path(path).parent.name}
-        text = (self.media_root / path).with_suffix(".txt")
+        text = (self._folder / path).with_suffix(".txt")
         try:
             if text.is_file() and not text.is_symlink():
                 row["text"] = text.read_text(encoding="utf-8")

@@ -17,11 +17,11 @@ from typing import Any
 from coat_data.limits import Limits
 from coat_data.sample import DataError
 
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _SILENT_S = 60.0
 _SILENT_ROW_S = 5.0
 """Seconds that a host which a row names may take to connect, or may send nothing."""
-_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_http(url: str) -> bool:
@@ -29,12 +29,8 @@ def is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def open_http(url: str, start: int = 0) -> http.client.HTTPResponse:
-    """Open the file at an address that the user named, from byte ``start`` on.
-
-    Raises:
-        OSError: the request failed.
-    """
+def open_http(url: str, start: int = 0) -> Any:
+    """Open the file at an address that the user named, from byte ``start`` on; raises OSError."""
     return _open(url, start, _SILENT_S, _Connections(None))
 
 
@@ -61,26 +57,24 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     connections = _Connections(urllib.parse.urlsplit(trusted).hostname or "")
     timer = threading.Timer(limits.remote_s, connections.abort)  # for headers that never end
     timer.start()
-    data, broken = bytearray(), None
+    data, missing = bytearray(), None
     try:
         with _open(url, 0, _SILENT_ROW_S, connections) as answer:
-            while chunk := answer.read1(1 << 20):
+            while time.monotonic() < until and (chunk := answer.read1(1 << 20)):
                 data += chunk
                 if len(data) > limits.remote_bytes:
                     problem = f"is larger than {limits.remote_bytes} bytes"
                     raise DataError(url, problem, "download it first, or raise limits.remote_bytes")
-                if time.monotonic() > until:
-                    break
-            broken = answer.length  # read1 raises no error if the body ends early
+            missing = answer.length  # read1 raises no error if the body ends early
     except (OSError, http.client.HTTPException):
         if time.monotonic() < until:
             raise
     finally:
         timer.cancel()
-    if time.monotonic() > until:
+    if time.monotonic() >= until:
         raise TimeoutError(f"not read within {limits.remote_s:g} s, limits.remote_s")
-    if broken:
-        raise ConnectionError(f"broke off {broken} bytes before the end")
+    if missing:
+        raise ConnectionError(f"broke off {missing} bytes before the end")
     return bytes(data)
 
 
@@ -110,10 +104,10 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         self._current: http.client.HTTPConnection | None = None
 
     def http_open(self, req: urllib.request.Request) -> Any:
-        return self._connect(http.client.HTTPConnection, req)
+        return self._request(http.client.HTTPConnection, req)
 
     def https_open(self, req: urllib.request.Request) -> Any:
-        return self._connect(http.client.HTTPSConnection, req)
+        return self._request(http.client.HTTPSConnection, req)
 
     def abort(self) -> None:
         """Shut the socket down, from another thread."""
@@ -121,27 +115,25 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _connect(self, kind: type[http.client.HTTPConnection], req: urllib.request.Request) -> Any:
-        name = urllib.parse.urlsplit(req.full_url).hostname or ""
+    def _request(self, kind: type[http.client.HTTPConnection], req: urllib.request.Request) -> Any:
+        url, host = req.full_url, urllib.parse.urlsplit(req.full_url).hostname or ""
         proxied = req.has_proxy() or getattr(req, "_tunnel_host", None) is not None
-        checked = self._trusted is not None and name != self._trusted
 
         def connect(address: tuple[str, int], *options: Any) -> socket.socket:
-            if checked and proxied:
-                with contextlib.suppress(socket.gaierror):  # only the proxy knows the name
-                    _public_addresses(req.full_url, name)
-            addresses = [address]
-            if checked and not proxied:
-                addresses = [(ip, address[1]) for ip in _public_addresses(req.full_url, address[0])]
-            for other in addresses[:-1]:
-                try:
-                    return socket.create_connection(other, *options)
-                except OSError:
-                    continue  # such as one of IPv6, which this machine cannot reach
-            return socket.create_connection(addresses[-1], *options)
+            ips = [address[0]]
+            if self._trusted is not None and host != self._trusted:
+                if proxied:
+                    with contextlib.suppress(socket.gaierror):  # only the proxy knows the name
+                        _public_addresses(url, host)
+                else:
+                    ips = _public_addresses(url, address[0])
+            for ip in ips[:-1]:
+                with contextlib.suppress(OSError):  # such as IPv6, which this machine cannot reach
+                    return socket.create_connection((ip, address[1]), *options)
+            return socket.create_connection((ips[-1], address[1]), *options)
 
-        def make(host: str, **options: Any) -> http.client.HTTPConnection:
-            self._current = kind(host, **options)
+        def make(name: str, **options: Any) -> http.client.HTTPConnection:
+            self._current = kind(name, **options)
             self._current._create_connection = connect  # pyright: ignore[reportAttributeAccessIssue]
             return self._current
 

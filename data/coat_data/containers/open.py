@@ -211,10 +211,13 @@ def _open_files(
     """
     for file in files:
         check_regular_file(file)
-    plain = {unpack(file, limits): urls.get(file, str(file)) for file in files}
-    names = {copy: name for copy, name in plain.items() if str(copy) != name}
+    names = dict(urls)
     try:
-        rows = _open_plain_files(path, list(plain))
+        copies = [unpack(file, limits) for file in files]
+        for file, copy in zip(files, copies, strict=True):
+            if copy != file:
+                names[copy] = urls.get(file, str(file))
+        rows = _open_plain_files(path, copies)
     except DataError as error:
         raise _renamed(error, names) from error
     if names:

@@ -276,21 +276,15 @@ class ImageTransform:
         self, image: Image.Image, out: NDArray[np.float32], rng: np.random.Generator | None = None
     ) -> None:
         """Write the tiles of ``plan(*image.size)`` into ``out``, float32 (tiles, 3, size, size)."""
-        self.write_square(image, out[0], rng)
+        self.write_square(np.asarray(self.square(image)), out[0], rng)
 
     def write_square(
-        self, image: Image.Image, out: NDArray[np.float32], rng: np.random.Generator | None = None
-    ) -> None:
-        """Write the image as one square into ``out``, float32 (3, size, size)."""
-        self.write_values(np.asarray(self.square(image)), out, rng)
-
-    def write_values(
         self,
         values: NDArray[np.uint8],
         out: NDArray[np.float32],
         rng: np.random.Generator | None = None,
     ) -> None:
-        """Write the values of a :meth:`square`, (size, size, 3), as :meth:`write_square` does."""
+        """Augment and normalize a :meth:`square`, (size, size, 3), into ``out`` (3, size, size)."""
         if rng is not None and self.augment == "crop_flip":
             values = self._crop_and_flip(values, rng)
         self.normalize(values, out)
@@ -316,7 +310,7 @@ class ImageTransform:
         return image
 
     def normalize(self, values: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """Write normalized ``values``, (size, size, 3), into ``out`` (3, size, size)."""
+        """Write ``(values / 255 - mean) / std`` into ``out``; shapes as in :meth:`write_square`."""
         out[...] = values.transpose(2, 0, 1)
         out /= np.float32(255)
         out -= self._mean

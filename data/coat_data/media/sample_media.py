@@ -108,13 +108,10 @@ class MediaLoader:
         self._reader: VideoReader | None = None
 
     def plan(self, media: Media) -> MediaPlan:
-        """Plan the tiles of ``media`` from its header alone.
+        """Plan the tiles of ``media`` from its header; DataError if it cannot be read.
 
         The plan is exact for images. For a video it has the maximum number of frames, which is the
         number in intact files that are long enough; the times are exact to within a frame.
-
-        Raises:
-            DataError: the header cannot be read.
         """
         if media.kind == "video":
             count, times = self._video_reader().plan(media)
@@ -124,12 +121,8 @@ class MediaLoader:
     def open(self, media: Media) -> tuple[MediaPlan, "Clip | Media"]:
         """Return the exact plan of ``media``, and the input of :meth:`write`.
 
-        Videos are decoded, as only decoding finds the number of frames. Of an image only the header
-        is read, if the plan depends on it: pixels are decoded one image at a time. Files at URLs
-        are fetched here, once.
-
-        Raises:
-            DataError: the medium cannot be read.
+        Videos are decoded, as only decoding finds the number of frames. Images are not: pixels are
+        decoded one image at a time. Files at URLs are fetched here, once. Raises DataError.
         """
         if media.kind == "image":
             media = fetch_media(media)
@@ -158,18 +151,11 @@ class MediaLoader:
         opened: Sequence[tuple[MediaPlan, "Clip | Media"]],
         rng: np.random.Generator | None,
     ) -> torch.Tensor:
-        """Decode all media to pixel values, (N, 3, H, W) float32; N is 0 without media.
+        """Decode the results of :meth:`open` to pixel values, (N, 3, H, W) float32.
 
         Frames of videos are freed as they are written, so that a long video needs little more
-        memory than its pixel values.
-
-        Args:
-            opened: results of :meth:`open`; unless the last clip is cached, their clips are empty
-                afterwards.
-            rng: generator of the augmentation; all frames of a video are augmented alike.
-
-        Raises:
-            DataError: an image cannot be decoded.
+        memory than its pixel values: unless the last clip is cached, the clips are empty
+        afterwards. All frames of a video are augmented alike. Raises DataError.
         """
         size = self.transform.size
         pixels = torch.empty(sum(plan.num_tiles for plan, _ in opened), 3, size, size)
@@ -181,7 +167,7 @@ class MediaLoader:
                 frames = list(medium.frames) if self.keeps_last_clip else medium.frames
                 for place in out[::-1]:  # the last frame first, as a list pops it fastest
                     frame_rng = rng if seed is None else np.random.default_rng(seed)
-                    self.transform.write_values(frames.pop(), place, frame_rng)
+                    self.transform.write_square(frames.pop(), place, frame_rng)
                 continue
             image = open_image(medium, self._max_pixels)
             if self.transform.plan(*image.size) != plan.tiles[0]:
@@ -201,7 +187,7 @@ class MediaLoader:
 
     def _video_reader(self) -> "VideoReader":
         if self._reader is None:
-            # Images alone need no video decoder, which takes several megabytes per worker.
+            # Only videos need a decoder, which takes several megabytes per worker.
             from coat_data.media.video import VideoReader
 
             self._reader = VideoReader(self.video)
