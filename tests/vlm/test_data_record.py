@@ -112,7 +112,7 @@ def test_ingested_folders_are_recorded(data: Path, tmp_path: Path) -> None:
     assert len(record["samples"]) == data_record.SAMPLED_ROWS
 
 
-def test_remote_shards_are_recorded_by_version(data: Path, tmp_path: Path) -> None:
+def test_remote_files_are_recorded_by_content(data: Path, tmp_path: Path) -> None:
     rows = json.loads((data / "data.json").read_text())
     shard = tmp_path / "rows.jsonl"
 
@@ -128,5 +128,5 @@ def test_remote_shards_are_recorded_by_version(data: Path, tmp_path: Path) -> No
     path.write_text(json.dumps(record()))
     assert find_source_changes(path, record()) == []
     shard.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
-    (change,) = find_source_changes(path, record())
-    assert change.startswith(f"far has another file://{shard}")
+    change, *_ = find_source_changes(path, record())
+    assert "rows.jsonl" in change

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock
-
+from coat_data.folder_lock import hold_lock
 from coat_data.saved_files import replace_file
 
 
@@ -31,8 +30,9 @@ def cached_file(folder: str, key: str, name: str, write: Callable[[BinaryIO], No
     """
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = cache_folder() / folder / digest / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(".lock")):
+    if path.is_file():
+        return path
+    with hold_lock(path.with_name(".lock"), f"data (which writes {path})", wait=True):
         if not path.is_file():
             for left in path.parent.glob(".*.tmp"):  # by a process that was killed
                 left.unlink()
