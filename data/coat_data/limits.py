@@ -2,7 +2,7 @@
 
 Data files come from third parties: a row may name any address, and a small file may unpack to a
 large one. Every limit is a recipe key (``limits.NAME``, ``network``) and an option of the data
-commands (``--limit NAME=NUMBER``, ``--network``).
+commands (``--limits NAME=NUMBER``, ``--network``).
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ def unpack(path: Path, limits: Limits) -> Path:
                     raise DataError(
                         str(path),
                         f"its {state.st_size} bytes unpack to more than {max_bytes}",
-                        "raise limits.archive_bytes (--limits archive_bytes=NUMBER) if you trust it",
+                        "raise limits.archive_bytes (--limits archive_bytes=NUMBER)",
                     )
 
     name = f"{path.stem}.tar" if path.suffix == ".tgz" else path.stem
