@@ -214,9 +214,7 @@ def check_gpu_precisions(capability: tuple[int, int]) -> Iterator[Finding]:
     if capability >= FP8_CAPABILITY:
         yield Finding("ok", "FP8 training", f"native on this GPU ({name})")
     else:
-        remedy = (
-            "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
-        )
+        remedy = "train with precision=bf16"
         yield Finding("note", "FP8 training", f"{name} has no FP8 units (sm89 or newer)", remedy)
 
 

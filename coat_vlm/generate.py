@@ -4,7 +4,6 @@ On a CPU, a BF16 checkpoint runs in FP32 unless a dtype is given: few CPUs multi
 faster than FP32 ones, and the conversion is exact. On a GPU, the checkpoint's dtype is used.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.compressed import read_compression, round_inputs
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import AnyProcessor, load_model, load_processor
@@ -51,8 +49,8 @@ def load(
 
     Args:
         dtype: dtype of the weights. Default: the checkpoint's on a GPU, FP32 on a CPU.
-        precision: compute in this precision of training; blocks that ran in BF16 at the end of
-            training (BF16 fallback) run in BF16. Default: compute in the weights' dtype.
+        precision: compute in this precision of training. Default: in the weights' dtype.
+        fp8: FP8 settings for ``precision``. Default: ``Fp8Config()``.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
@@ -79,13 +77,7 @@ def load(
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
     model = load_model(folder, wanted)
     if precision is not None:
-        arithmetic = arithmetic_of(precision, fp8, place)
-        arithmetic.apply(model)
-        path = folder / "training.json"
-        if arithmetic.fp8 is not None and path.is_file():
-            training = json.loads(path.read_text(encoding="utf-8"))
-            for name in training.get("bf16_blocks", []):  # BF16 fallback in training
-                back_to_bf16(model.get_submodule(name), arithmetic.round_linears)
+        arithmetic_of(precision, fp8, place).apply(model)
     if scheme is not None:
         round_inputs(model, scheme, folder)
     placed: Any = model  # transformers declares its own method

@@ -66,7 +66,7 @@ def load(model: nn.Module, optimizer: CoatAdamW, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--precision", default="coat", choices=("bf16", "coat", "coat_lean"))
+    parser.add_argument("--precision", default="coat", choices=("bf16", "coat"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--resume-at", type=int, default=0, help="save and load after this step")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2"), help="for --resume-at")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ class Progress:
     bad_samples: int
     sampler_state: tuple[int, int]
     """A :class:`coat_data.mixture.sampler.SamplerState`."""
-    bf16_blocks: list[str] = field(default_factory=list)
-    """FP8 blocks that the monitor switched to BF16."""
     spike: bool = False
     """Whether loss or gradient norm had diverged; such a checkpoint takes no other's place."""
 

@@ -58,9 +58,10 @@ class MemoryConfig:
     2^30 bytes: CUDA, communication and gaps between tensors use the difference."""
     choose: list[str] | None = None
     """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;
-    when absent, those of them that the recipe does not set. A single process with CoatAdamW gets
-    ``zero_stage: 0``, too, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the
-    chosen values, and nothing here."""
+    when absent, those of them that the recipe does not set. ``fp8.recompute_qkv: auto`` becomes
+    ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process with
+    CoatAdamW also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's
+    recipe.yaml has the chosen values, and nothing here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -101,8 +102,7 @@ class Recipe:
     precision: Precision = "bf16"
     """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
     ``fp8_linear``: GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer
-    states; ``coat_lean``: the same numbers, but backward computes q, k and v again instead of
-    saving them (guides/fp8.md). On a CPU, all but ``fp32`` use FP32 weights and round in the linear
+    states (guides/fp8.md). On a CPU, all except ``fp32`` use FP32 weights and round in the linear
     layers (coat_vlm/fp8/convert.py)."""
     fp8: Fp8Config | None = None
     """Settings of an FP8 precision; the defaults of that precision when absent."""
@@ -119,8 +119,8 @@ class Recipe:
     bytes per trained parameter. ``low_bits``: the BF16 weight is the upper half of the master
     weight, and CoatAdamW has its low 16 bits: 2 bytes, and the master weights are the same FP32
     values. Gradients then stay in BF16 until the optimizer reads them, so that a step is also
-    faster; weights are BF16 on a CPU too. ``low_bits`` needs precision ``coat`` or ``coat_lean``
-    (or ``fp8.optimizer: coat``) and ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU,
+    faster; weights are BF16 on a CPU too. ``low_bits`` needs precision ``coat`` (or
+    ``fp8.optimizer: coat``) and ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU,
     otherwise ``fp32``."""
     memory: MemoryConfig | None = None
     """Choose settings that fit into the memory of a GPU; with it, ``micro_batch_size`` of a stage
@@ -246,7 +246,7 @@ class Recipe:
         if self.optimizer != "coat":
             raise ValueError(
                 f"master_weights: low_bits needs CoatAdamW, and the optimizer of precision: "
-                f"{self.precision} is torch's AdamW; set precision to coat or coat_lean (or "
+                f"{self.precision} is torch's AdamW; set precision to coat (or "
                 "fp8.optimizer to coat), or remove master_weights"
             )
         if self.zero_stage:
@@ -274,7 +274,7 @@ class Recipe:
             if self.precision in FP8_PRECISIONS:
                 raise ValueError(
                     f"{key} has no effect with precision: {self.precision}, whose blocks compute "
-                    "in FP8 (coat and coat_lean store frozen weights in FP8, 1 byte per "
+                    "in FP8 (coat stores frozen weights in FP8, 1 byte per "
                     "parameter); remove quantize, or set precision to bf16"
                 )
             if self.zero_stage == 3:

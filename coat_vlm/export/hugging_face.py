@@ -17,7 +17,7 @@ adapter_config.json names it.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -74,17 +74,12 @@ def save_model(
     stage: str,
     step: int,
     world: World,
-    bf16_blocks: Sequence[str] = (),
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Save weights, tokenizer, processor and training.json atomically.
 
     All weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``). LoRA
     adapters are merged into the weights, and also saved separately in the folder ``adapter``.
-
-    Args:
-        bf16_blocks: FP8 blocks with BF16 fallback; :func:`coat_vlm.generate.load` also runs them
-            in BF16.
 
     Raises:
         OSError: the folder could not be written; an earlier folder is unchanged.
@@ -118,7 +113,6 @@ def save_model(
             "world_size": world.size,
             "seed": recipe.seed,
             "commit": commit(),
-            "bf16_blocks": list(bf16_blocks),
             "pretrained": recipe.model.pretrained,
         }
         write_json(temporary / "training.json", training)

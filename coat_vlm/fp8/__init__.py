@@ -8,20 +8,20 @@ padded with zeros to a multiple of 16; K and N are multiples of 16.
 
     GEMM          left operand                 right operand       result
     forward       x       E4M3       [M, K]    W    E4M3  [N, K]   y       [M, N], x's dtype
-    grad-input    grad_y  E5M2/E4M3  [M, N]    W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
-    grad-weight   grad_y^T E5M2/E4M3 [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
+    grad-input    grad_y  E5M2       [M, N]    W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
+    grad-weight   grad_y^T E5M2      [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
 
-grad_y is E5M2 unless ``fp8.gradients`` says otherwise. The GEMMs use fast accumulation. The bias
-gradient is summed from the unquantized grad_y, in FP32, where grad_y is quantized. All casts
-round to nearest (the optimizer alone knows stochastic rounding).
+The GEMMs use fast accumulation. The bias gradient is summed from the high-precision grad_y, in
+FP32, where grad_y is quantized. All casts round to nearest (only the optimizer uses stochastic
+rounding).
 Parameters stay in the model's dtype: the forward pass quantizes a weight as [N, K], the backward
 pass again as [K, N] with the same scale; or both are made once for all micro-batches of an
-optimizer step (``fp8.weights``). The output layer computes its gradients alone in FP8
+optimizer step (``fp8.weights``). The output layer computes only its gradients in FP8
 (``fp8/output_layer.py``).
 
-The three precisions differ in what is quantized, and in what is saved for backward, per token:
+The two precisions differ in what is quantized, and in what is saved for backward, per token:
 
-``fp8_linear``: Every linear layer of a block alone (``linear.py``). Saves x in E4M3: K bytes.
+``fp8_linear``: Each linear layer of a block by itself (``linear.py``). Saves x in E4M3: K bytes.
     Norms, activations, attention and residual sums are the model's own, in high precision.
 
 ``coat``: A block is three autograd Functions, high precision at both ends and FP8 inside: norm and
@@ -39,9 +39,9 @@ The three precisions differ in what is quantized, and in what is saved for backw
     and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs. With a mask or
     an attention that is no fused kernel of torch, o8 is saved as well (``attention.py``).
 
-``coat_lean``: Computes what ``coat`` computes. Instead of q, k and v it saves x8 of the QKV GEMM.
-    Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a mask or
-    another attention implementation it runs attention again.
+    With ``fp8.recompute_qkv`` a block computes the same, but saves x8 of the QKV GEMM instead of q,
+    k and v. Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a
+    mask or another attention implementation it runs attention again.
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
 tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
@@ -52,7 +52,7 @@ their input in high precision, to quantize it again in backward; its layers that
 do so separately; it offers one scale per row as well. What differs from the paper and its released
 code: group scales are powers of two (theirs are BF16); in the forward pass norms and activations
 read their exact inputs, not the saved FP8 data; their outputs are recomputed, not saved; QKV and
-gate-up weights are fused; ``coat_lean``.
+gate-up weights are fused; ``fp8.recompute_qkv``.
 
 An activation's way through the files:
 

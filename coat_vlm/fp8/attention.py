@@ -8,11 +8,10 @@ Function:
 It saves for backward, in the model's dtype, q, k, v and o, and attention's log-sum-exp. FP8(o) is
 not saved: backward quantizes o again, with the same scale.
 
-Under ``coat_lean`` the Function does not save q, k and v: its backward pass computes them again,
-with the kernels of the forward pass and from the same FP8 operands, so that they are equal bit by
-bit. What ``coat_lean`` computes is what ``coat`` computes. The input of the QKV GEMM in E4M3 (one
-byte per element) is saved instead; if each head has a norm, the projection's result, which that
-norm saves anyway.
+With ``fp8.recompute_qkv`` the Function does not save q, k and v: its backward pass computes them
+again, with the kernels of the forward pass and from the same FP8 operands, so that they are equal
+bit by bit. The input of the QKV GEMM in E4M3 (one byte per element) is saved instead; if each head
+has a norm, the projection's result, which that norm saves anyway.
 
 o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
 error of o is an error of every score's gradient in that row. With q, k and v in INT8, o in E4M3 and
@@ -21,9 +20,9 @@ E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and th
 (arXiv 2510.04212).
 
 With a mask, dropout or another implementation ``coat`` calls the attention that the model is
-configured with, through transformers' interface, and saves FP8(o) beside what that attention saves.
-``coat_lean`` calls it again in backward, and saves FP8(o) alone. Where ranks share tokens, backward
-exchanges q, k, v and o again.
+configured with, through transformers' interface, and saves FP8(o) in addition to what that
+attention saves. With ``fp8.recompute_qkv`` backward calls it again, and only FP8(o) is saved. Where
+ranks share tokens, backward exchanges q, k, v and o again.
 """
 
 import sys

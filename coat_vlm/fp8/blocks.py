@@ -56,8 +56,9 @@ class Fp8DecoderLayer:
 
     fp8_group_size: int
     """Groups of the saved FP8 quantized."""
-    fp8_lean: bool
-    """Whether backward computes q, k and v again instead of saving them."""
+    fp8_recompute_qkv: bool = False
+    """Whether backward computes q, k and v again instead of saving them; may change between two
+    steps."""
 
     def forward(
         self: Any,
@@ -84,13 +85,13 @@ class Fp8DecoderLayer:
         assert position_embeddings is not None
         dropout = attention.attention_dropout if attention.training else 0.0
         # A cache saves attention's inputs. The backward pass cannot repeat dropout.
-        lean = self.fp8_lean and past_key_values is None and not dropout
+        recompute = self.fp8_recompute_qkv and past_key_values is None and not dropout
         (query, key, value), source, residual = norm_heads(
             hidden_states,
             self.input_layernorm,
             attention,
             self.fp8_group_size,
-            lean,
+            recompute,
             position_embeddings,
         )
         if past_key_values is not None:
@@ -135,7 +136,7 @@ class Fp8Encoder:
     ACTIVATIONS: ClassVar = _GELUS
 
     fp8_group_size: int
-    fp8_lean: bool
+    fp8_recompute_qkv: bool = False
 
 
 class Fp8EncoderLayer(Fp8Encoder):
@@ -305,9 +306,9 @@ def _encode(
     names = block.LINEARS
     number = 1 if hasattr(attention, "qkv") else 3
     out, *into, last = (block.get_submodule(name) for name in names[number:])
-    lean = block.fp8_lean and not dropout  # the backward pass cannot repeat dropout
+    recompute = block.fp8_recompute_qkv and not dropout  # backward cannot repeat dropout
     heads, source, residual = norm_heads(
-        x, norms[0], attention, block.fp8_group_size, lean, position_embeddings
+        x, norms[0], attention, block.fp8_group_size, recompute, position_embeddings
     )
     delta = attention_output(attention, heads, mask, out, source, dropout=dropout, **kwargs)
     del heads, source  # frees memory before the MLP

@@ -17,7 +17,7 @@ CPU: ``fp8.bf16_forward_first``.) With ``master_weights: low_bits`` weights are 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from coat_kernels import GEMM_MULTIPLE, use_reference
+from coat_kernels import GEMM_MULTIPLE
 from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, Precision, Recipe
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
@@ -102,7 +102,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
     linears: list[Any] = list(_choose_linears(model, config, report))
-    _check_found(model, config, blocks, chosen)
+    _check_found(model, config, blocks)
     _list_rest(model, [block for of in blocks.values() for _, block in of], report)
     for block, precision, bf16_forward in chosen["vision"] + chosen["language"]:
         layers: list[Any] = list(_linears_of(block).values())
@@ -110,18 +110,31 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             linears += filter(_fits_gemm, layers)
             continue
         for layer in layers:
-            layer.fp8_gradients = config.gradients or "e5m2"
             layer.fp8_bf16_forward = bf16_forward
         block.__class__ = _fp8_class(type(block))
         block.fp8_group_size = config.group_size
-        # A BF16 forward GEMM cannot be repeated from the FP8 input.
-        block.fp8_lean = precision == "coat_lean" and not bf16_forward
     for layer in linears:
         layer.__class__ = Fp8Linear
-        layer.fp8_gradients = config.gradients or "e5m2"
         layer.fp8_bf16_forward = False
         layer.fp8_key = object()  # shared by shallow copies (in the loss), not by deep copies
+    if config.recompute_qkv is True:
+        recompute_qkv(model)
     return report
+
+
+def recompute_qkv(model: nn.Module) -> int:
+    """Compute q, k and v again in backward from now on; return the number of blocks that do.
+
+    Blocks with BF16 forward GEMMs cannot, as their results do not follow from the saved FP8 inputs.
+    """
+    chosen: list[Any] = [
+        block
+        for _, block in fp8_blocks(model)
+        if not next(iter(_linears_of(block).values())).fp8_bf16_forward
+    ]
+    for block in chosen:
+        block.fp8_recompute_qkv = True
+    return len(chosen)
 
 
 def _choose(
@@ -133,16 +146,14 @@ def _choose(
     if bf16_first is None:
         bf16_first = min(len(blocks) // 6, 2)
     for number, (name, block) in enumerate(blocks):
-        why = _skip_reason(config, part, number, len(blocks))
-        if why is not None:
-            report.skipped[name] = why
+        if wanted == "bf16":
+            report.skipped[name] = f"fp8.{part} is bf16"
             continue
         precision, bf16_forward = wanted, number < bf16_first
         if has_adapters(block) and wanted != "fp8_linear" and all(map(is_plain, block.modules())):
             bf16_forward = False
             kind = "encoder" if part == "vision" else "decoder"
             text = f"FP8 {kind} block, frozen, with LoRA adapters in BF16"
-            text += ", lean" if wanted == "coat_lean" else ""
         elif has_adapters(block):
             precision = "fp8_linear"
             instead = f", not {wanted}: of lora, dropout or dora" if wanted != precision else ""
@@ -153,8 +164,6 @@ def _choose(
             text = f"FP8 {'encoder' if part == 'vision' else 'decoder'} block"
             if bf16_forward:
                 text += ", forward GEMMs in BF16"
-            elif wanted == "coat_lean":
-                text += ", lean"
         _check_block(name, block, None if precision == "fp8_linear" else config)
         report.converted[name] = text
         if precision == "fp8_linear":
@@ -207,17 +216,6 @@ def store_frozen_weights(model: nn.Module) -> None:
                 store_weights(layers)
 
 
-def _skip_reason(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
-    """Return why block ``number`` of ``total`` is not converted; None if it is."""
-    if getattr(config, part) == "bf16":
-        return f"fp8.{part} is bf16"
-    if number < config.skip_first:
-        return f"among the first {config.skip_first} (fp8.skip_first)"
-    if number >= total - config.skip_last:
-        return f"among the last {config.skip_last} (fp8.skip_last)"
-    return None
-
-
 def _choose_linears(
     model: nn.Module, config: Fp8Config, report: ConversionReport
 ) -> Iterator[nn.Linear]:
@@ -260,7 +258,6 @@ def _check_found(
     model: nn.Module,
     config: Fp8Config,
     found: dict[Part, list[tuple[str, nn.Module]]],
-    chosen: Mapping[Part, Sequence[Any]],
 ) -> None:
     """Raise an error if ``config`` selects a part that has nothing to convert."""
     attributes = {"vision": "vision_tower", "language": "language_model"}
@@ -269,16 +266,10 @@ def _check_found(
     for part, blocks in found.items():
         # A composed model without a tower has None.
         expected = composed and getattr(model, attributes[part]) is not None
-        if chosen[part] or getattr(config, part) == "bf16" or not (expected or blocks):
-            continue
-        if blocks:
+        if expected and not blocks and getattr(config, part) != "bf16":
             raise ValueError(
-                f"fp8.skip_first={config.skip_first} and fp8.skip_last={config.skip_last} leave no "
-                f"{part} block to convert; lower them, or set fp8.{part}: bf16"
+                f"the {part} model has no {known}: set fp8.{part}: bf16, or use precision bf16"
             )
-        raise ValueError(
-            f"the {part} model has no {known}: set fp8.{part}: bf16, or use precision bf16"
-        )
     if not any(found.values()):
         raise ValueError(f"{type(model).__name__} has no {known}")
 
@@ -360,12 +351,7 @@ def _is_converted(module: Any) -> bool:
 
 
 def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
-    """Revert a block's conversion in place, as if ``fp8.skip_first`` had skipped it.
-
-    Args:
-        block: a block that :func:`convert` converted.
-        round_linears: on a CPU, compute BF16 by rounding (:class:`Arithmetic`).
-    """
+    """Revert a block's conversion in place; ``round_linears`` as in :class:`Arithmetic`."""
     modules: list[Any] = list(block.modules())
     if _is_converted(block):
         modules[0].__class__ = original_class(block)
@@ -412,7 +398,6 @@ class Arithmetic:
             ValueError: see :func:`convert`.
         """
         report = None if self.fp8 is None else convert(model, self.fp8)
-        use_reference(self.fp8 is not None and self.fp8.reference)
         if self.round_linears:
             inside = {id(m) for _, block in fp8_blocks(model) for m in block.modules()}
             for module in model.modules():
@@ -436,14 +421,9 @@ def count_fp8_weights(model: nn.Module) -> int:
     return sum(sizes)
 
 
-def find_gpu_problem(reaches_kernels: bool = True) -> str | None:
-    """Return why this machine's GPU cannot run the project's Triton kernels, or None if it can.
-
-    Args:
-        reaches_kernels: whether the work launches kernels: all FP8 precisions do, except with
-            ``fp8.reference``; in BF16 and FP32 the loss does, for most language models.
-    """
-    if not reaches_kernels or torch.version.hip is None or not torch.cuda.is_available():
+def find_gpu_problem() -> str | None:
+    """Return why this machine's GPU cannot run the project's Triton kernels, or None if it can."""
+    if torch.version.hip is None or not torch.cuda.is_available():
         return None
     return (
         f"this is an AMD GPU (torch for ROCm {torch.version.hip}), and the Triton kernels of FP8 "
@@ -468,8 +448,7 @@ def arithmetic_of(
         low_bits: the recipe's ``has_low_bits`` on this device; weights are then BF16 on a CPU too.
 
     Raises:
-        ValueError: the GPU has no FP8 tensor cores and ``fp8.reference`` is not set; the message
-            names alternatives.
+        ValueError: the GPU has no FP8 tensor cores.
     """
     if precision == "fp32":
         return Arithmetic(torch.float32)
@@ -478,7 +457,7 @@ def arithmetic_of(
     if precision == "bf16":
         return Arithmetic(dtype, round_linears=not in_bf16)
     settings = (fp8 or Fp8Config()).resolved(precision)
-    if device.type == "cuda" and not settings.reference:
+    if device.type == "cuda":
         problem = find_gpu_problem()
         if problem is not None:
             raise ValueError(problem)
@@ -487,8 +466,7 @@ def arithmetic_of(
             needed, found = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
             raise ValueError(
                 f"an FP8 precision needs FP8 tensor cores, compute capability {needed} or newer "
-                f"(Ada, Hopper); this GPU has {found}: train with precision=bf16, or set "
-                "fp8.reference=true for the plain PyTorch arithmetic, which is slow"
+                f"(Ada, Hopper); this GPU has {found}: train with precision=bf16"
             )
     return Arithmetic(dtype, settings, round_linears=not in_bf16, low_bits=low_bits)
 

@@ -333,7 +333,7 @@ class BlockGraphs:
         previous = None if self._previous is None else self._previous()
         if previous is not None and 0 not in previous.backward:
             return None  # its backward pass is pending: a replay would overwrite its saved tensors
-        key = _shape_key(self.blocks, hidden, leaves, spec)
+        key = _shape_key(hidden, leaves, spec)
         if key is None:
             return None
         if key not in self._captured:
@@ -592,12 +592,9 @@ def round_up_packing(
     return rounded
 
 
-def _shape_key(
-    blocks: Sequence[nn.Module], hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec
-) -> Any:
+def _shape_key(hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec) -> Any:
     """Return the key of a capture; None if an argument cannot be captured."""
     shapes: list[Any] = [hidden.shape, hidden.dtype, hidden.device, spec]
-    shapes += map(type, blocks)  # a monitor may have switched a block to its BF16 fallback
     first: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):

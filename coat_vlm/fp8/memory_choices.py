@@ -2,10 +2,11 @@
 
 Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the CPU
 (:mod:`coat_vlm.fp8.cuda_graphs`), and FP8 weights that all micro-batches of a step share
-(:mod:`coat_vlm.fp8.weights`), where it does not. Their settings ``auto`` are decided once, after
-two steps: in the first one the optimizer creates its states after the passes, so that they are not
-in memory together with the activations. At most half of the free memory is used, because steps
-differ and memory fragments.
+(:mod:`coat_vlm.fp8.weights`), where it does not. If almost nothing is left, q, k and v are no
+longer saved for backward (``fp8.recompute_qkv``). The settings ``auto`` are decided once, after two
+steps: in the first one the optimizer creates its states after the passes, so that they are not in
+memory together with the activations. At most half of the free memory is used, because steps differ
+and memory fragments.
 """
 
 import logging
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights
+from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights, recompute_qkv
 from coat_vlm.fp8.cuda_graphs import BlockGraphs, find_graphs
 from coat_vlm.fp8.weights import reused_weights
 
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARE = 0.5
 """Largest share of the free memory that is used."""
+
+MIN_FREE = 0.03
+"""Share of the GPU's memory: if less is left, q, k and v are computed again in backward."""
 
 DECIDED_AFTER = 2
 """Steps before the decision."""
@@ -59,6 +63,8 @@ class SpareMemory:
     device: torch.device
     graphs: Sequence[BlockGraphs] = ()
     """Rows of blocks of which some may be captured."""
+    recomputing: nn.Module | None = None
+    """The model, if its blocks may compute q, k and v again."""
     weights_fit: bool = False
     """Whether no block is captured, and the memory suffices for shared weights."""
     steps: int = 0
@@ -70,11 +76,14 @@ class SpareMemory:
     def of(cls, model: nn.Module, arithmetic: Arithmetic, device: torch.device) -> "SpareMemory":
         """Build it for a model after :meth:`Arithmetic.apply` and ``graph_blocks``."""
         fp8 = arithmetic.fp8
-        if fp8 is None or fp8.cuda_graphs is True:  # replays quantize the weights in every pass
+        # Replays quantize the weights in every pass, and repeat what was captured.
+        if fp8 is None or fp8.cuda_graphs is True:
             return cls("recompute", 0, device)
         # Row-major and transposed, one byte each.
         nbytes = 2 * count_fp8_weights(model)
-        return cls(fp8.weights, nbytes, device, find_graphs(model))
+        saves = not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        recomputing = model if fp8.recompute_qkv == "auto" and saves else None
+        return cls(fp8.weights, nbytes, device, find_graphs(model), recomputing)
 
     @property
     def shares_weights(self) -> bool:
@@ -92,20 +101,29 @@ class SpareMemory:
         self.steps += 1
         if self.steps != DECIDED_AFTER:
             return
-        spare = self._measure_spare_bytes()
+        free = self._measure_free_bytes()
+        if self.recomputing is not None and free < MIN_FREE * self._total_bytes():
+            free = 0.0
+            count = recompute_qkv(self.recomputing)
+            logger.info("fp8.recompute_qkv: auto: %d blocks compute q, k and v again", count)
+        spare = MAX_SHARE * free
         captures = _limit_graphs(self.graphs, spare, self.accumulates)
         self.weights_fit = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
 
-    def _measure_spare_bytes(self) -> float:
+    def _total_bytes(self) -> float:
+        return torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0.0
+
+    def _measure_free_bytes(self) -> float:
+        """Return the memory that the peak of the steps left."""
         if self.device.type != "cuda":
             return float("inf")
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.max_memory_allocated(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
-        return MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
+        return min(free, limit - reserved) + reserved - allocated
 
 
 def _limit_graphs(rows: Sequence[BlockGraphs], spare: float, accumulates: bool) -> bool:

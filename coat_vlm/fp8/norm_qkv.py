@@ -9,8 +9,8 @@ RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k. It sa
 of the projection's result, which keeps v's columns, too. What fits neither (InternVL's norm of all
 heads, partial rotation) is done by the model's functions.
 
-Under ``coat_lean`` backward computes q, k and v again: from the GEMM's FP8 input, or from the
-projection's result where that is saved anyway.
+With ``fp8.recompute_qkv`` backward computes q, k and v again: from the GEMM's FP8 input, or from
+the projection's result where that is saved anyway.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def norm_heads(
     norm: nn.Module,
     attention: Any,
     group_size: int,
-    lean: bool,
+    recompute: bool,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Heads, HeadsSource | None, Tensor]:
     """Compute query, key and value of the normalized residual stream.
@@ -65,12 +65,12 @@ def norm_heads(
         attention: an attention module with ``head_dim`` and either ``q_proj``, ``k_proj`` and
             ``v_proj`` or one layer ``qkv`` with as many keys and values as queries.
         group_size: group size of the norm's saved input.
-        lean: return what the heads can be computed from again.
+        recompute: return what the heads can be computed from again.
         position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens; no rotation
             when absent.
 
     Returns:
-        The heads; with ``lean`` what backward computes them from; and x for the residual path,
+        The heads; with ``recompute`` what backward computes them from; and x for the residual path,
         whose gradient is added in the norm's backward kernel.
     """
     if hasattr(attention, "qkv"):
@@ -85,16 +85,16 @@ def norm_heads(
         if not by_model:
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)
-    settings = HeadSettings(D, sizes, lean and not by_model, rotation)
+    settings = HeadSettings(D, sizes, recompute and not by_model, rotation)
     weight, bias, of_norm, fused, *stacked = norms.arguments(norm, layers, group_size)
     query, key, value, residual, *input8 = _NormHeads.apply(
         x, None, weight, bias, of_norm, fused, *stacked, settings
     )
     if by_model:
         projected = (query, key, value)
-        return *_finish_by_model(projected, attention, position_embeddings, lean), residual
+        return *_finish_by_model(projected, attention, position_embeddings, recompute), residual
     source = None
-    if lean:
+    if recompute:
         shape, dtype = x.shape, x.dtype
 
         def compute(saved: Sequence[Tensor | None]) -> Heads:
@@ -115,7 +115,7 @@ def _finish_by_model(
     projected: Heads,
     attention: Any,
     position_embeddings: tuple[Tensor, Tensor] | None,
-    lean: bool,
+    recompute: bool,
 ) -> tuple[Heads, HeadsSource | None]:
     """Normalize and rotate heads as the model does.
 
@@ -123,10 +123,10 @@ def _finish_by_model(
         projected: q, k and v as the projection returns them.
         attention: the attention module, with its norms.
         position_embeddings: as in :func:`norm_heads`.
-        lean: return what the heads can be computed from again.
+        recompute: return what the heads can be computed from again.
 
     Returns:
-        The heads; with ``lean`` what backward computes them from.
+        The heads; with ``recompute`` what backward computes them from.
     """
 
     def compute(saved: Sequence[Tensor | None]) -> Heads:
@@ -150,7 +150,7 @@ def _finish_by_model(
         return query, key, value
 
     query, key, value = compute(projected)
-    if lean:
+    if recompute:
         saved = tuple(x.detach() for x in projected)
         return (query, key, value), HeadsSource(saved, compute)
     # Attention saves the value, and a view would keep the GEMM's whole result alive.

@@ -1,7 +1,7 @@
 """Torch's fused attention with separate forward and backward passes.
 
 Autograd saves q, k, v and the output of attention in high precision. With separate calls, the
-caller provides them to the backward pass (under ``coat_lean`` q, k and v are computed again).
+caller provides them to the backward pass (which may compute q, k and v again).
 Sequences packed into one row use the variable-length flash kernel or, on a CPU, separate calls.
 """
 

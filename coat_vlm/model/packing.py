@@ -382,8 +382,8 @@ def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
 
     Causal attention never reads tokens to the right. With right padding, a mask changes only the
     outputs at padding, which no label reads. A mask is expensive: torch's fastest kernels do not
-    support it, and ``coat_lean`` recomputes attention in backward. A model that makes its own mask
-    (for a sliding window) still makes it.
+    support it, and with ``fp8.recompute_qkv`` backward repeats attention. A model that makes its
+    own mask (for a sliding window) still makes it.
 
     Args:
         mask: (B, T), 1 for tokens, 0 for padding; or another mask that the model supports. Only a

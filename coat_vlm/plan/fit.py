@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.config import Fp8Config, Recipe, StageConfig, StageName
 from coat_vlm.plan.stage import MARGIN, StagePlan, plan_recipe
 from coat_vlm.train.model_setup import select_stages
 
@@ -12,9 +12,10 @@ from coat_vlm.train.model_setup import select_stages
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
 
-    Without recomputation before with it, then the largest micro-batch. A single process that has
-    nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies. Other keys are
-    kept.
+    Without recomputation before with it, then the largest micro-batch. ``fp8.recompute_qkv: auto``
+    becomes ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process
+    that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies. Other
+    keys are kept.
 
     Args:
         recipe: a recipe with ``memory``.
@@ -30,16 +31,19 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     assert memory is not None
     limit = memory.gpu_gb * 1e9 / MARGIN
     chosen = _without_shards(recipe, ranks)
-    stages, peaks = dict(recipe.stages), []
-    for name in select_stages(recipe, None):
-        needed = []
-        for plan in _plan_stage(chosen, name, ranks, limit):
-            needed.append(plan.memory[chosen.zero_stage].peak)
-            if needed[-1] <= limit:
-                stages[name] = plan.stage
-                break
-        peaks.append(needed[-1] if needed[-1] <= limit else min(needed))
-    peak = max(peaks)
+    keys = [*(memory.choose or ()), *(["zero_stage"] if chosen is not recipe else [])]
+    stages, peak = _fit_stages(chosen, ranks, limit)
+    recomputing = _with_recomputed_qkv(chosen)
+    checkpointed = _count_checkpointed(stages)
+    chose_checkpointing = checkpointed > _count_checkpointed(recipe.stages)
+    if recomputing is not None and (peak > limit or chose_checkpointing):
+        others, other_peak = _fit_stages(recomputing, ranks, limit)
+        fewer = _count_checkpointed(others) < checkpointed
+        if other_peak <= limit and (peak > limit or fewer):
+            chosen, stages, peak = recomputing, others, other_peak
+            keys.append("fp8.recompute_qkv")
+        elif peak > limit:
+            peak = min(peak, other_peak)
     if peak > limit:
         shard = "raise zero_stage, " if ranks > 1 else ""
         raise ValueError(
@@ -48,13 +52,46 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
             f"GPUs, {shard}or freeze modules (coat-vlm plan shows what needs memory)"
         )
     fitted = dataclasses.replace(memory, choose=[])
-    keys = [*(memory.choose or ()), *(["zero_stage"] if chosen is not recipe else [])]
     chosen = dataclasses.replace(chosen, stages=stages, memory=fitted)
     values = ", ".join(f"{key}={_format(_get(chosen, key))}" for key in keys)
     return chosen, (
         f"memory: {memory.gpu_gb:g} GB: {values or 'nothing to choose'}; the planned peak is "
         f"{peak / 1e9:.1f} GB, with a margin of {MARGIN - 1:.0%} {MARGIN * peak / 1e9:.1f} GB"
     )
+
+
+def _fit_stages(
+    recipe: Recipe, ranks: int, limit: float
+) -> tuple[dict[StageName, StageConfig], float]:
+    """Return each stage with the first settings that fit, and the largest planned peak.
+
+    If a stage does not fit, it is unchanged, and its peak is the smallest.
+    """
+    stages, peaks = dict(recipe.stages), []
+    for name in select_stages(recipe, None):
+        needed = []
+        for plan in _plan_stage(recipe, name, ranks, limit):
+            needed.append(plan.memory[recipe.zero_stage].peak)
+            if needed[-1] <= limit:
+                stages[name] = plan.stage
+                break
+        peaks.append(needed[-1] if needed[-1] <= limit else min(needed))
+    return stages, max(peaks)
+
+
+def _count_checkpointed(stages: Mapping[StageName, StageConfig]) -> int:
+    return sum(stage.gradient_checkpointing for stage in stages.values())
+
+
+def _with_recomputed_qkv(recipe: Recipe) -> Recipe | None:
+    """Return the recipe with ``fp8.recompute_qkv: true`` if it is ``auto`` and has an effect."""
+    if recipe.precision != "coat":
+        return None
+    fp8 = recipe.fp8 or Fp8Config()
+    resolved = fp8.resolved(recipe.precision)
+    if fp8.recompute_qkv != "auto" or "coat" not in (resolved.vision, resolved.language):
+        return None
+    return dataclasses.replace(recipe, fp8=dataclasses.replace(fp8, recompute_qkv=True))
 
 
 def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None:
@@ -80,7 +117,10 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
         if stage.batch_size % (stages[name].micro_batch_size * stage.count_replicas(ranks)):
             return None
     memory = dataclasses.replace(recipe.memory, choose=[])
-    return dataclasses.replace(_without_shards(recipe, ranks), stages=stages, memory=memory)
+    chosen = dataclasses.replace(_without_shards(recipe, ranks), stages=stages, memory=memory)
+    if saved.fp8 is not None and saved.fp8.recompute_qkv is True:
+        return _with_recomputed_qkv(chosen) or chosen
+    return chosen
 
 
 def _without_shards(recipe: Recipe, ranks: int) -> Recipe:

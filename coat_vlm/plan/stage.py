@@ -57,8 +57,15 @@ from coat_vlm.train.model_setup import (
 )
 from coat_vlm.train.open_sources import access_of, open_sources
 
-BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
-"""Precisions whose saved activations a plan compares."""
+RECOMPUTE_QKV = "recompute_qkv"
+
+COLUMNS: dict[str, tuple[BlockPrecision, bool]] = {
+    "bf16": ("bf16", False),
+    "fp8_linear": ("fp8_linear", False),
+    "coat": ("coat", False),
+    RECOMPUTE_QKV: ("coat", True),
+}
+"""Precisions of all blocks, and ``fp8.recompute_qkv``, whose saved activations a plan compares."""
 
 _ROWS = 64
 """Rows of each source that are read to count images."""
@@ -185,6 +192,7 @@ class StagePlan:
     name: StageName
     stage: StageConfig
     precision: str
+    recompute_qkv: bool
     optimizer: str
     master_weights: MasterWeights
     """The recipe's."""
@@ -207,8 +215,8 @@ class StagePlan:
     recipe_zero: ZeroStage
     zero_stages: list[ZeroStage]
     """ZeRO stages to compare, including the recipe's."""
-    saved: dict[tuple[BlockPrecision, bool], Activations]
-    """Activations of the recipe's micro-batch by (precision of all blocks, checkpointing)."""
+    saved: dict[tuple[str, bool], Activations]
+    """Activations of the recipe's micro-batch by (one of :data:`COLUMNS`, checkpointing)."""
     graphs: PlannedGraphs
     """The blocks that CUDA graphs may launch."""
     frames: FramesPlan | None = None
@@ -375,6 +383,7 @@ def plan_recipe(
             name=name,
             stage=stage,
             precision=recipe.precision,
+            recompute_qkv=arithmetic.fp8 is not None and arithmetic.fp8.recompute_qkv is True,
             optimizer=optimizer.__name__,
             master_weights=recipe.master_weights,
             ranks=ranks,
@@ -430,11 +439,12 @@ def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
 
 def _trace_precisions(
     recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
-) -> dict[tuple[BlockPrecision, bool], Activations]:
-    """Trace every precision that the model supports, without and with checkpointing."""
-    found: dict[tuple[BlockPrecision, bool], Activations] = {}
-    cases = list(product(BLOCK_PRECISIONS, (False, True)))
-    for precision, checkpointing in tqdm(cases, desc="precisions", leave=False):
+) -> dict[tuple[str, bool], Activations]:
+    """Trace every column that the model supports, without and with checkpointing."""
+    found: dict[tuple[str, bool], Activations] = {}
+    cases = list(product(COLUMNS, (False, True)))
+    for column, checkpointing in tqdm(cases, desc="precisions", leave=False):
+        precision, recompute = COLUMNS[column]
         given = recipe.fp8 or Fp8Config()
         fp8 = dataclasses.replace(
             given,
@@ -442,9 +452,8 @@ def _trace_precisions(
             language=None,
             group_size=16,
             optimizer=None,
-            released_constants=False,
-            second_moment="auto",
             cuda_graphs=False,
+            recompute_qkv=recompute,
             bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
         )
         arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
@@ -455,7 +464,7 @@ def _trace_precisions(
             if precision == recipe.precision:
                 raise
             continue  # a model without FP8 blocks has no such column
-        found[precision, checkpointing] = trace(
+        found[column, checkpointing] = trace(
             meta_model,
             stage.micro_batch_size,
             tokens,

@@ -7,11 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import PARTS
 from coat_vlm.plan.graphs import add_graphs
-from coat_vlm.plan.stage import BLOCK_PRECISIONS, MARGIN, StagePlan
+from coat_vlm.plan.stage import COLUMNS, MARGIN, RECOMPUTE_QKV, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     ZeroStage,
@@ -27,7 +26,7 @@ class _Change:
 
     zero_stage: ZeroStage
     micro_batch: int
-    precision: BlockPrecision | None = None
+    recompute_qkv: bool = False
     checkpointing: bool = False
     low_bits: bool = False
 
@@ -38,7 +37,8 @@ class _Change:
             f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
             "master_weights=auto": plan.master_weights == "low_bits" and not self.low_bits,
             "master_weights=low_bits": plan.master_weights == "fp32" and self.low_bits,
-            f"precision={self.precision}": self.precision is not None,
+            "precision=coat": self.recompute_qkv and plan.precision != "coat",
+            "fp8.recompute_qkv=true": self.recompute_qkv,
             f"{stage}.micro_batch_size={self.micro_batch}": (
                 self.micro_batch != plan.stage.micro_batch_size
             ),
@@ -78,40 +78,42 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
     """Yield changes in the order of their cost: none, communication, accuracy, time."""
     graphs = plan.graphs.mode is True  # which a recipe refuses with ZeRO-3 and checkpointing
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
-    lean = "coat_lean" if plan.precision not in ("coat_lean", "fp32") else None
+    qkv = plan.precision != "fp32" and not plan.recompute_qkv
     recompute = not plan.stage.gradient_checkpointing and not graphs
     # One process has nothing to shard.
     least = 0 if plan.ranks == 1 else plan.recipe_zero
     for checkpointing in dict.fromkeys((False, recompute)):
-        for precision in dict.fromkeys((None, lean)):
-            if precision is not None and (precision, checkpointing) not in plan.saved:
+        for recompute_qkv in dict.fromkeys((False, qkv)):
+            if recompute_qkv and (RECOMPUTE_QKV, checkpointing) not in plan.saved:
                 continue
-            coat = precision is not None or plan.optimizer == CoatAdamW.__name__
+            coat = recompute_qkv or plan.optimizer == CoatAdamW.__name__
             for micro_batch in micro_batches:
                 if coat and least == 0:
-                    yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
+                    yield _Change(0, micro_batch, recompute_qkv, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
                     if zero_stage == 0 and coat and plan.master_weights != "fp32":
                         continue  # low bits, as written
                     if zero_stage >= least and not (graphs and zero_stage == 3):
-                        yield _Change(zero_stage, micro_batch, precision, checkpointing)
+                        yield _Change(zero_stage, micro_batch, recompute_qkv, checkpointing)
 
 
 def _peak(plan: StagePlan, change: _Change) -> float:
     sizes = dataclasses.replace(plan.sizes, low_bits=change.low_bits)
     activations, rows = None, change.micro_batch
-    if change.precision is not None:
+    if change.recompute_qkv:
         sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
-    if change.precision is not None or change.checkpointing:
+    if change.recompute_qkv or change.checkpointing:
         checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
-        of_recipe = plan.saved.get((change.precision or plan.precision, checkpointing))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        recompute_qkv = change.recompute_qkv or plan.recompute_qkv
+        column = RECOMPUTE_QKV if recompute_qkv else plan.precision
+        of_recipe = plan.saved.get((column, checkpointing))
         if of_recipe is None:
             return float("inf")
         activations = of_recipe.scale(rows / plan.stage.micro_batch_size)
     return plan.estimate_memory(change.zero_stage, rows, sizes, activations).peak
 
 
-_LABEL, _CELL = 26, 12
+_LABEL, _CELL = 26, 14
 
 _LINES = (
     ("weights", "weights"),
@@ -189,7 +191,7 @@ def _frames(plan: StagePlan) -> list[str]:
 
 def _activations(plan: StagePlan) -> list[str]:
     """Format the bytes that a micro-batch saves for backward, by precision."""
-    found: list[BlockPrecision] = [p for p in BLOCK_PRECISIONS if (p, False) in plan.saved]
+    found = [column for column in COLUMNS if (column, False) in plan.saved]
     lines = [_row("GB saved per micro-batch", list(found))]
     for part in PARTS:
         cells = [_gb(plan.saved[name, False].saved[part]) for name in found]

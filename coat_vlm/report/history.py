@@ -77,9 +77,6 @@ def _judge_stage(stage: StageLog) -> Iterator[tuple[str, str]]:
         yield f"training went back to a checkpoint {kinds.count('rollback')} times", "history"
     if last.get("bad_samples"):
         yield f"{last['bad_samples']} bad samples were replaced by others", "data"
-    back = [name for row in stage.monitor for name in row["sent_back"]]
-    if back:
-        yield f"{len(back)} FP8 blocks were switched to BF16", "fp8"
     wait = average_rates(stage.steady, stage.ranks).get("wait", 0.0)
     if wait > WAIT_LIMIT:
         yield f"training waited for data {wait:.0%} of the time", "throughput"
@@ -135,11 +132,6 @@ def _build_stage_history(stage: StageLog) -> list[tuple[str, str, str, str]]:
     times = {row["step"]: row.get("time") for row in stage.steps}
     rows += [
         (step, times[step], "skipped: gradients were not finite") for step in find_skipped(stage)
-    ]
-    rows += [
-        (row["step"], row.get("time"), f"{name} switched to BF16")
-        for row in stage.monitor
-        for name in row["sent_back"]
     ]
     # Early versions logged times as texts.
     rows.sort(key=lambda row: (not isinstance(row[1], str), row[1] or 0.0, row[0]))

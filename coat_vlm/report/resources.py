@@ -199,15 +199,13 @@ def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
     return sections
 
 
-def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     names = dict.fromkeys(name for row in rows for name in row["layers"])
-    back = {name: row["step"] for row in rows for name in row["sent_back"]}
     return [
         (
             name,
             _largest(rows, name, "output_error"),
             _largest(rows, name, "input_gradient_error"),
-            f"BF16 since step {back[name]}" if name in back else "FP8",
         )
         for name in names
     ]

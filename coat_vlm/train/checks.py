@@ -318,8 +318,7 @@ def _check_frames(
     meta_model = next(iter(meta_models.values()))
     causal = meta_model.language_model if isinstance(meta_model, CoatVlm) else meta_model
     needs_kernel = why_logits_are_needed(causal) is None
-    reference = recipe.fp8 is not None and recipe.fp8.reference
-    problem = find_gpu_problem(needs_kernel and not reference)
+    problem = find_gpu_problem() if needs_kernel else None
     if problem is not None:
         findings.add(problem)
     if not isinstance(meta_model, CoatVlm) or not isinstance(processor, CoatVlmProcessor):

@@ -28,7 +28,7 @@ from coat_data.saved_files import write_text
 from coat_vlm.checkpoint.atomic_folder import read_json, remove_folder
 from coat_vlm.checkpoint.load import FoundCheckpoint, find_checkpoint, list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
-from coat_vlm.checkpoint.metadata import Progress, read_progress
+from coat_vlm.checkpoint.metadata import read_progress
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config.recipe import DivergenceConfig
 from coat_vlm.distributed import World
@@ -173,14 +173,7 @@ class Watchdog:
         """Whether the last step was out of range; a checkpoint written now is marked."""
         return self._detector.first is not None
 
-    def bf16_blocks(self, done: Progress) -> list[str]:
-        """Return the blocks in BF16 after a step, also those from before a rollback to it."""
-        later = [r["bf16_blocks"] for r in self._rollbacks if r["step"] == done.step]
-        return [*dict.fromkeys(sum(later, done.bf16_blocks))]
-
-    def check(
-        self, row: Mapping[str, Any], state: SamplerState, metrics: Metrics, bf16_blocks: list[str]
-    ) -> Path | None:
+    def check(self, row: Mapping[str, Any], state: SamplerState, metrics: Metrics) -> Path | None:
         """Check a step; return the checkpoint to which training goes back, if it must.
 
         Args:
@@ -188,7 +181,6 @@ class Watchdog:
             state: state of the sampler after the step.
             metrics: gets a row ``kind: divergence`` when a spike begins and when training goes
                 back.
-            bf16_blocks: the FP8 blocks that run in BF16.
 
         Raises:
             ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.
@@ -227,7 +219,6 @@ class Watchdog:
             "step": read_progress(good).step,
             "from": step,
             "sampler_state": list(state),
-            "bf16_blocks": bf16_blocks,
             "problem": problem,
         }
         self._rollbacks.append(rollback)

@@ -130,9 +130,7 @@ def build_optimizer(
     fp8 = arithmetic.fp8
     if fp8 is not None and fp8.optimizer == "coat":
         master = "bf16_low_bits" if arithmetic.low_bits else "fp32"
-        return CoatAdamW(
-            groups, lr=0.0, betas=stage.betas, eps=stage.eps, codec=fp8.codec, master=master
-        )
+        return CoatAdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, master=master)
     fused = world.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, fused=fused)
 

@@ -1,10 +1,9 @@
-"""Measures FP8 in a run: errors of blocks (with a BF16 fallback), memory, saturation.
+"""Measures FP8 in a run: errors of blocks, memory, saturation.
 
 :class:`BlockMonitor` implements the recipe's ``monitor``: it compares FP8 blocks with BF16 during
-training, warns, and can switch blocks to BF16. In a monitored step, hooks capture the first input
-of each selected block and the gradient of its output. After the step, with the new weights,
-:mod:`coat_vlm.fp8.block_error` runs each block in both precisions. The errors are summed over all
-ranks, so all ranks take the same decision. Other steps have no hooks.
+training and warns. In a monitored step, hooks capture the first input of each selected block and
+the gradient of its output. After the step, with the new weights, :mod:`coat_vlm.fp8.block_error`
+runs each block in both precisions. The errors are summed over all ranks. Other steps have no hooks.
 
 :class:`Fp8Record` writes to metrics.jsonl which modules were converted, and at the first and last
 step of a stage how much memory FP8 saves and how many values saturate or underflow.
@@ -26,7 +25,6 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error, measure_footprint
-from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim.state import LOW_BITS
 
@@ -55,9 +53,6 @@ class BlockMonitor:
         world: the processes of the run.
         split: whether weights are partitioned over the ranks (ZeRO-3).
 
-    Attributes:
-        bf16_blocks: names of the blocks that were switched to BF16.
-
     Raises:
         ValueError: ``monitor.layers`` contains a name that is not an FP8 block, or there is none.
     """
@@ -80,18 +75,10 @@ class BlockMonitor:
         self._world = world
         self._split = split
         self._inputs: dict[str, LiveInput] = {}
-        self.bf16_blocks: list[str] = []
-
-    def switch_to_bf16(self, names: Sequence[str]) -> None:
-        """Switch blocks to BF16 for the rest of the run."""
-        for name in names:
-            back_to_bf16(self._blocks[name], self._round_linears)
-            self.bf16_blocks.append(name)
-        self._monitored = [name for name in self._monitored if name not in self.bf16_blocks]
 
     def is_due(self, step: int) -> bool:
         """Whether this step is monitored."""
-        return self._config is not None and bool(self._monitored) and step % self._config.every == 0
+        return self._config is not None and step % self._config.every == 0
 
     @contextmanager
     def watch(self, stage: str, step: int, write: Write) -> Iterator[None]:
@@ -138,9 +125,8 @@ class BlockMonitor:
         """Measure the errors of the blocks on the captured inputs; all ranks must call this.
 
         Returns:
-            Entries of metrics.jsonl: the errors and rates of each block (``layers``),
-            ``warnings``, and the blocks that were switched to BF16 (``sent_back``). And the
-            warnings to print.
+            Entries of metrics.jsonl, the errors and rates of each block (``layers``) and
+            ``warnings``; and the warnings to print.
         """
         config = self._config
         assert config is not None
@@ -163,11 +149,8 @@ class BlockMonitor:
                 for key, value in values.items()
                 if value is not None
             } | error.rates
-        found = {name: _format_warnings(name, row, config) for name, row in rows.items()}
-        warnings = [warning for some in found.values() for warning in some]
-        fallback = [name for name, some in found.items() if some and config.action == "bf16"]
-        self.switch_to_bf16(fallback)
-        return {"layers": rows, "warnings": warnings, "sent_back": fallback}, warnings
+        warnings = [w for name, row in rows.items() for w in _format_warnings(name, row, config)]
+        return {"layers": rows, "warnings": warnings}, warnings
 
 
 def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
@@ -206,12 +189,7 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
         for rate, limit in _RATES.items()
         if rate in row.get(kind, {})
     ]
-    remedy = (
-        "the block computes in BF16 from now on"
-        if config.action == "bf16"
-        else "resume with monitor.action=bf16 to switch such blocks to BF16, or start with "
-        "fp8.bf16_forward_first, fp8.skip_first, fp8.skip_last or a lower learning rate"
-    )
+    remedy = "start with a larger fp8.bf16_forward_first, or with a lower learning rate"
     return [
         f"{name}: {metric.replace('_', ' ')} "
         f"{'is not finite' if value is None else f'is {value:.3g}'}, "

@@ -129,9 +129,7 @@ class StageLoop:
 
     def _check(self, row: dict[str, Any], sampler_state: SamplerState) -> Path | None:
         """Look for divergence; return the checkpoint to go back to, if training must."""
-        step = self.step
-        blocks = [] if step.monitor is None else step.monitor.bf16_blocks
-        return self.watchdog.check(row, sampler_state, step.metrics, [*blocks])
+        return self.watchdog.check(row, sampler_state, self.step.metrics)
 
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.

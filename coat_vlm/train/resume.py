@@ -39,7 +39,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "cudnn_attention": _ROUNDING,
     "fp8.weights": "",
     "fp8.cuda_graphs": "",
-    "fp8.reference": _ROUNDING,
+    "fp8.recompute_qkv": "",
     **dict.fromkeys(("network", "network.**", "limits.**", "model.image.max_pixels"), ""),
     **dict.fromkeys(("model.video.max_frame_pixels", "model.video.max_total_pixels"), ""),
     "model.video.backend": "decoded frames may differ by rounding",

@@ -251,7 +251,6 @@ def _run_stage(
         rows,
         done.step,
     )
-    monitor.switch_to_bf16(watchdog.bf16_blocks(done))
     measured = world.gather(list_measured(run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
         run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=lock.check
@@ -321,7 +320,6 @@ def _run_stage(
             step=number,
             bad_samples=step.bad_samples.total,
             sampler_state=sampler_state,
-            bf16_blocks=monitor.bf16_blocks,
             spike=watchdog.spiking,
         )
         saver.save(here)
@@ -349,11 +347,9 @@ def _run_stage(
             loop.train()
             watchdog.check_weights(model, name)
             heartbeat.enter("saving the model", step.finished)
-            target, back = run_dir / name / "model", monitor.bf16_blocks
+            target = run_dir / name / "model"
             with SIGNALS.hold(f"when {target} is complete"):
-                save_model(
-                    target, model, processor, recipe, name, step.finished, world, back, lock.check
-                )
+                save_model(target, model, processor, recipe, name, step.finished, world, lock.check)
         wall = round(time.perf_counter() - started, 2)
         metrics.write({"kind": "stage", "status": "end", **start, "wall_s": wall})
     finally:

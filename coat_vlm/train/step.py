@@ -227,7 +227,7 @@ class TrainStep:
                 sampler_state=sampler_state,
                 results=results,
             )
-            if measured:  # the monitor may switch blocks to BF16: NaN is looked for before
+            if measured:  # the search for NaN repeats the passes, with the blocks of this step
                 launched.checked = self._check_finite(launched)
         launched.row = self._start_row(lr, counts, bad, measured)
         self.launched, self.waited, self.begun = launched, 0.0, None

@@ -178,7 +178,7 @@ class MasterWeights:
             {"params": [p for p in self._copies if p.ndim == 1], "weight_decay": 0.0},
         ]
         if fp8 is not None and fp8.optimizer == "coat":
-            self.optimizer = CoatAdamW(groups, betas=bench.betas, codec=fp8.codec)
+            self.optimizer = CoatAdamW(groups, betas=bench.betas)
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=bench.betas)
 

@@ -30,8 +30,8 @@ from coat_vlm.fp8 import captured_bytes
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-PRECISIONS = ("bf16", "fp8_linear", "coat", "coat_lean")
-"""Measured precisions; ``coat_lean`` is ``coat`` that recomputes q, k and v in backward."""
+PRECISIONS = ("bf16", "fp8_linear", "coat", "recompute_qkv")
+"""Measured precisions; ``recompute_qkv`` is ``coat`` with ``fp8.recompute_qkv: true``."""
 
 _FLUSH_BYTES = 2**28
 """Bytes zeroed before each replay: at least twice the L2 cache, as in triton's do_bench."""
@@ -45,6 +45,8 @@ _MEASURED_S = 0.2
 
 def choose_precision(name: str) -> tuple[Precision, Fp8Config | None]:
     """Return the recipe keys ``precision`` and ``fp8`` of a name in :data:`PRECISIONS`."""
+    if name == "recompute_qkv":
+        return "coat", Fp8Config(recompute_qkv=True)
     return name, None  # pyright: ignore[reportReturnType]
 
 

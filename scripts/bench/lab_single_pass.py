@@ -236,7 +236,7 @@ def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> st
 
 EXAMPLES = """\
   python scripts/bench/lab_single_pass.py --text train.jsonl.xz --held-out validation.jsonl.xz \\
-      --size 100m --precisions bf16 coat coat_lean --seeds 0 1 2 --jobs 3 \\
+      --size 100m --precisions bf16 coat --seeds 0 1 2 --jobs 3 \\
       --questions copa.jsonl piqa.jsonl --out runs/once
 """
 

@@ -147,7 +147,7 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] 
     "liger": ("liger_kernel", _apply_liger),
     "coat_fp8_linear": (None, _convert_to("fp8_linear")),
     "coat_paper": (None, _convert_to("coat")),
-    "coat_lean": (None, _convert_to("coat_lean")),
+    "coat_recompute_qkv": (None, _convert_to("recompute_qkv")),
 }
 """Name -> (required package, function that converts a layer of transformers)."""
 

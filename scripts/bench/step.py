@@ -98,7 +98,7 @@ NAMES = {
     "bf16": "bf16",
     "fp8_linear": "coat_fp8_linear",
     "coat": "coat_paper",
-    "coat_lean": "coat_lean",
+    "recompute_qkv": "coat_recompute_qkv",
 }
 """Precision -> implementation in the results, with the names of the layer benchmark."""
 
@@ -434,11 +434,11 @@ EXAMPLES = """\
   python scripts/bench/step.py --size 8b --csv step.csv
   python scripts/bench/step.py --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8
   python scripts/bench/step.py --size 8b --precisions coat --optimizer own --batch 4 --profile
-  python scripts/bench/step.py --size 8b --precisions coat coat_lean --optimizer own \\
+  python scripts/bench/step.py --size 8b --precisions coat recompute_qkv --optimizer own \\
       --accumulation 8 --cap-gib 77                              # an 8B model on a GPU of 80 GB
   python scripts/bench/step.py --size qwen2.5-7b --lora 64 --precisions coat --optimizer own
   torchrun --nproc-per-node 2 scripts/bench/step.py --size llama-2-7b --optimizer own \\
-      --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4    # the setting of COAT's paper
+      --precisions bf16 coat recompute_qkv --zero 1 2 3 --batch 1 2 4  # COAT's paper
 
 sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448 pixels:
   1b, 2b, 8b, 14b      SigLIP-so400m and a language model of the shape of Qwen2.5-0.5B, 1.5B, 7B,
@@ -459,9 +459,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--precisions",
         nargs="*",
         choices=PRECISIONS,
-        default=["bf16", "coat", "coat_lean"],
+        default=["bf16", "coat", "recompute_qkv"],
         metavar="NAME",
-        help=f"{', '.join(PRECISIONS)}; default bf16 coat coat_lean",
+        help=f"{', '.join(PRECISIONS)}; default bf16 coat recompute_qkv",
     )
     add(
         "--baselines",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[[argparse.Namespace], int]
 
-PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat", "coat_lean")
+PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat")
 """Values of ``coat_vlm.config.Precision``, which takes longer to import than ``--help`` should."""
 
 

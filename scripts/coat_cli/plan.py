@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         """\
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
-  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat stages.sft.micro_batch_size=2
+  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat fp8.recompute_qkv=true
   coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft --verbose
   coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
   torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2

@@ -45,32 +45,3 @@ def test_looking_changes_nothing(tiny_data: Path, tmp_path: Path) -> None:
             assert 0 < values["output_error"] < 0.25
             assert 0 < values["input_gradient_error"] < 0.5
     assert rows(plain, "monitor") == []
-
-
-def test_a_block_goes_back_and_stays_so_when_resumed(tiny_data: Path, tmp_path: Path) -> None:
-    monitor = {"every": 2, "layers": [BLOCK], "max_error": 1e-6, "action": "bf16"}
-    keys: dict[str, Any] = {"zero_stage": 1, "monitor": monitor}
-    whole = run(tiny_data, tmp_path, "whole", **keys)
-    (row,) = rows(whole, "monitor")  # afterwards there is nothing left to look at
-    assert row["sent_back"] == [BLOCK]
-    said = (tmp_path / "whole.out").read_text()
-    assert f"stage sft, step 2: {BLOCK}: output error is" in said
-    for step in (2, 6):
-        path = whole / "sft" / "checkpoints" / f"step-{step:08d}" / "trainer.json"
-        assert json.loads(path.read_text())["bf16_blocks"] == [BLOCK]
-    before = tiny_run.losses(whole)
-
-    (whole / "sft" / "model" / "manifest.json").unlink()
-    for path in (whole / "sft" / "checkpoints").glob("step-*"):
-        if path.name > "step-00000002":
-            (path / "manifest.json").unlink()
-    keys["monitor"] = None  # what was decided stays, whatever the recipe says now
-    again = run(tiny_data, tmp_path, "whole", "--resume", "auto", **keys)
-    assert tiny_run.losses(again) == before
-    saved = json.loads((again / "sft" / "model" / "training.json").read_text())
-    assert saved["bf16_blocks"] == [BLOCK]
-
-    plain = run(tiny_data, tmp_path, "plain", **(keys | {"monitor": None}))
-    without = tiny_run.losses(plain)
-    assert without[:2] == before[:2]
-    assert without[2:] != before[2:]

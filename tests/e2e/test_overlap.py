@@ -198,7 +198,7 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
 def test_bad_gradients_are_found_before_the_step_is_measured(
     train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The passes are repeated in the blocks of the step: a monitor has not switched any to BF16."""
+    """The passes are repeated before the monitor runs."""
     clip = TrainStep._clip
 
     def spoiled(self: TrainStep) -> Tensor:

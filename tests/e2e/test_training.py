@@ -119,13 +119,16 @@ def test_coat_follows_fp32_and_is_not_it(one_rank: list[float], one_coat_rank: l
 
 @pytest.mark.parametrize(
     ("precision", "zero_stage"),
-    [("coat", 0), ("coat", 2), ("coat", 3), ("fp8_linear", 3)],
+    [("coat", 0), ("coat", 2), ("recompute_qkv", 3), ("fp8_linear", 3)],
 )
 def test_coat_trains_on_two_ranks(
     one_coat_rank: list[float], tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int
 ) -> None:
     """FP8 scales are those of a rank's own tokens, so ranks agree to FP8's rounding only."""
-    recipe = tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage, precision=precision)
+    fp8 = {"recompute_qkv": True} if precision == "recompute_qkv" else None
+    precision = "coat" if fp8 else precision
+    keys = {"zero_stage": zero_stage, "precision": precision, "fp8": fp8}
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", **keys)
     done = train(no_dropout(recipe), tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)
@@ -143,17 +146,16 @@ def test_checkpointed_coat_blocks_give_the_same_losses(
     assert losses(tmp_path / "run") == one_coat_rank
 
 
-@pytest.mark.parametrize(("precision", "weights"), [("coat", "auto"), ("coat_lean", "cache")])
+@pytest.mark.parametrize("fp8", [{}, {"recompute_qkv": True, "weights": "cache"}])
 def test_coat_accumulates(
     one_coat_rank: list[float],
     coat_run: Path,
     tiny_data: Path,
     tmp_path: Path,
-    precision: str,
-    weights: str,
+    fp8: dict[str, Any],
 ) -> None:
-    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", precision=precision))
-    recipe["fp8"] = {"weights": weights}
+    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", precision="coat"))
+    recipe["fp8"] = fp8
     recipe["stages"]["sft"]["micro_batch_size"] = 8
     done = train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -161,7 +161,8 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
         model.bfloat16()
     if case.get("precision", "bf16") != "bf16":
         blocks = case["precision"] != "fp8_linear"  # which has no such setting
-        config = Fp8Config(bf16_forward_first=0) if blocks else Fp8Config()
+        own = {"bf16_forward_first": 0} if blocks else {}
+        config = Fp8Config(**own, **case.get("fp8", {}))
         convert(model, config.resolved(case["precision"]))
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,25 +1,20 @@
-"""FP8 blocks compared with BF16 on live inputs: errors, the block in trouble, and the way back."""
+"""FP8 blocks compared with BF16 on live inputs."""
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.fp8 import MonitorConfig
-from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks, graph_blocks
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
-from coat_vlm.fp8.convert import Bf16RoundedLinear, back_to_bf16
-from coat_vlm.generate import load
-from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.train.fp8_monitor import BlockMonitor, select_blocks
 
 LAYERS = 5
@@ -55,7 +50,7 @@ def measured(model: Any, monitor: BlockMonitor) -> dict[str, Any]:
     return monitor.measure()[0]
 
 
-@pytest.mark.parametrize("precision", ["coat", "coat_lean", "fp8_linear"])
+@pytest.mark.parametrize("precision", ["coat", "fp8_linear"])
 def test_a_healthy_model_is_within_the_default_limits(precision: Any) -> None:
     model, monitor = watched(MonitorConfig(every=1), language=precision)
     row = measured(model, monitor)
@@ -93,14 +88,13 @@ def test_a_block_with_huge_weights_is_named() -> None:
         model.model.layers[3].mlp.up_proj.weight[0, 0] = 3e6
     with monitor.capture():
         train_step(model)
-    row, warnings = monitor.measure()
+    _, warnings = monitor.measure()
     assert warnings
     assert all("model.layers.3:" in text for text in warnings if "weight" in text)
     (text,) = [text for text in warnings if "weight, underflowed" in text]
     assert text.startswith("model.layers.3: weight, underflowed is ")
     assert "the limit is 0.25 (monitor.max_underflowed)" in text
-    assert "monitor.action=bf16" in text
-    assert row["sent_back"] == []
+    assert "start with a larger fp8.bf16_forward_first" in text
 
 
 def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +108,7 @@ def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("trouble", ["weight", "gradient"])
 def test_what_bf16_cannot_hold_either_is_not_blamed_on_fp8(trouble: str) -> None:
-    model, monitor = watched(MonitorConfig(every=1, layers=("all",), action="bf16"))
+    model, monitor = watched(MonitorConfig(every=1, layers=("all",)))
     with monitor.capture():
         ids = torch.arange(24).view(2, 12)
         if trouble == "weight":
@@ -143,44 +137,6 @@ def test_the_step_is_the_same_with_and_without_the_monitor() -> None:
         assert torch.equal(ours[name], theirs[name]), name
         assert torch.equal(ours_next[name], theirs_next[name]), name
     assert not any(b._forward_hooks or b._forward_pre_hooks for _, b in fp8_blocks(model))
-
-
-def test_only_the_block_in_trouble_goes_back() -> None:
-    """It then computes what it would if the policy had left it, and is not looked at again."""
-    config = MonitorConfig(every=1, layers=("last",), max_error=1e-6, action="bf16")
-    model, monitor = watched(config)
-    row = measured(model, monitor)
-    assert row["sent_back"] == monitor.bf16_blocks == ["model.layers.4"]
-    assert "computes in BF16 from now on" in row["warnings"][0]
-    assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in range(4)]
-    assert not monitor.is_due(5)
-    left = plain_model()
-    fp8 = Fp8Config(skip_last=1)
-    Arithmetic(torch.float32, fp8.resolved("coat"), round_linears=True).apply(left)
-    left.lm_head.__class__ = nn.Linear  # as convert alone leaves it here
-    torch.manual_seed(1)
-    ours = train_step(model)
-    torch.manual_seed(1)
-    theirs = train_step(left)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_linear_layers_alone_go_back_too() -> None:
-    model = plain_model()
-    convert(model, Fp8Config(language="fp8_linear"))
-    block = model.model.layers[1]
-    back_to_bf16(block, round_linears=False)
-    kinds = {type(m) for m in block.modules() if isinstance(m, nn.Linear)}
-    assert kinds == {nn.Linear}
-    assert type(model.model.layers[2].mlp.up_proj) is not nn.Linear
-
-
-def test_a_resumed_stage_sends_the_same_blocks_back() -> None:
-    model, monitor = watched(MonitorConfig(every=3))
-    monitor.switch_to_bf16(["model.layers.2", "model.layers.3"])
-    assert monitor.bf16_blocks == ["model.layers.2", "model.layers.3"]
-    assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in (0, 1, 4)]
-    assert list(measured(model, monitor)["layers"]) == ["model.layers.0", "model.layers.4"]
 
 
 def test_gradient_checkpointing_keeps_the_first_run() -> None:
@@ -223,30 +179,6 @@ def test_a_cache_is_not_appended_to_and_hidden_states_may_be_named() -> None:
     assert 0 < (block_error(model.model.layers[0], live, True).output_error or 0) < 0.2
 
 
-def test_what_went_back_is_evaluated_in_bf16(
-    tiny: Any, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    folder, block = tmp_path / "model", "language_model.model.layers.1"
-    model = tiny.model()
-    config = model.config
-    model.save_pretrained(folder)
-    CoatVlmProcessor(
-        tiny_tokenizer,
-        image_size=28,
-        image_mean=(0.5,) * 3,
-        image_std=(0.5,) * 3,
-        tokens_per_image=config.tokens_per_image,
-    ).save_pretrained(folder)
-    blocks = {}
-    for back in ([], [block]):
-        (folder / "training.json").write_text(json.dumps({"bf16_blocks": back}))
-        loaded, _ = load(folder, precision="coat", fp8=Fp8Config(vision="bf16"))
-        blocks[len(back)] = [name for name, _ in fp8_blocks(loaded)]
-        kind = type(loaded.get_submodule(f"{block}.mlp.up_proj"))
-        assert kind is (Bf16RoundedLinear if back else nn.Linear)
-    assert blocks == {0: [block.replace("1", "0"), block], 1: [block.replace("1", "0")]}
-
-
 NAMES = [f"tower.layers.{n}" for n in range(2)] + [f"model.layers.{n}" for n in range(5)]
 
 
@@ -272,15 +204,6 @@ def test_what_is_refused() -> None:
         MonitorConfig(every=1, layers=())
     with pytest.raises(ValueError, match="monitor has no effect with precision: bf16"):
         load_recipe("quickstart", ["precision=bf16", "monitor.every=5"])
-
-
-def test_a_recipe_keeps_its_monitor(tmp_path: Path) -> None:
-    overrides = ["monitor.every=5", "monitor.layers=[first, model.layers.3]", "monitor.action=bf16"]
-    recipe = load_recipe("quickstart", overrides)
-    save_recipe(recipe, tmp_path / "saved.yaml")
-    read = load_recipe(str(tmp_path / "saved.yaml")).monitor
-    assert read == recipe.monitor
-    assert read == MonitorConfig(every=5, layers=("first", "model.layers.3"), action="bf16")
 
 
 def test_blocks_that_replay_are_compared_with_bf16_as_others() -> None:

@@ -21,7 +21,7 @@ def contents(**changes: object) -> Contents:
         "tower.weight": SavedParameter(shape=(4, 3), dtype="bfloat16", group=None),
         "head.weight": SavedParameter(shape=(5, 4), dtype="bfloat16", group=0),
     }
-    groups = [{"lr": 0.1, "codec": "CoatAdamW dre_e4m3"}]
+    groups = [{"lr": 0.1, "codec": "CoatAdamW fp32"}]
     whole = Contents(parameters=parameters, buffers={"scale": ()}, groups=groups)
     return dataclasses.replace(whole, **changes)
 
@@ -41,8 +41,8 @@ def with_head(**changes: object) -> Contents:
         (contents(parameters={}), "only the checkpoint has a parameter head.weight"),
         (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
         (
-            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW released"}]),
-            "states of head.weight .* CoatAdamW dre_e4m3, this run has CoatAdamW released",
+            contents(groups=[{"lr": 0.1, "codec": "AdamW"}]),
+            "states of head.weight .* CoatAdamW fp32, this run has AdamW",
         ),
     ],
 )
@@ -72,7 +72,7 @@ def test_optimizers_and_their_codecs_have_different_names() -> None:
         for optimizer in (
             torch.optim.AdamW([parameter]),
             CoatAdamW([parameter]),
-            CoatAdamW([parameter], codec="released"),
+            CoatAdamW([parameter], master="bf16_stochastic"),
         )
     }
     assert len(names) == 3

@@ -256,7 +256,7 @@ needs_hopper = pytest.mark.skipif(
 def test_cudnn_gradients_of_safe_calls_are_those_of_the_formula(
     tokens: int, causal: bool, head_dim: int, kv_heads: int, shift: float
 ) -> None:
-    """Through autograd, and with the separate passes of ``coat_lean``."""
+    """Through autograd, and with the separate passes of FP8 blocks."""
     shape = f"{tokens} tokens, causal {causal}, heads of {head_dim}, {kv_heads} of keys, {shift:+}"
     q, k, v, grad = make_heads(tokens, head_dim, kv_heads, shift)
     wanted = attention_gradients(q, k, v, grad, causal)

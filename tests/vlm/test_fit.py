@@ -32,6 +32,7 @@ stages:
     max_steps: 1
 """
 MICRO, RECOMPUTE = "stages.sft.micro_batch_size", "stages.sft.gradient_checkpointing"
+QKV = "fp8.recompute_qkv"
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +43,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def peaks(path: Path) -> dict[tuple[bool, int], float]:
+def peaks(path: Path) -> dict[tuple[bool, bool, int], float]:
     """Bytes of all settings on one GPU with low bits of master weights, fastest first."""
     found = {}
-    for recompute, size in product((False, True), (8, 4, 2, 1)):
-        words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", "master_weights=low_bits"]
+    cases = ((False, False), (False, True), (True, False))
+    for (recompute, qkv), size in product(cases, (8, 4, 2, 1)):
+        words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", f"{QKV}={qkv}"]
+        words.append("master_weights=low_bits")
         (plan,) = plan_recipe(
             load_recipe(str(path), words), ranks=1, gpu_bytes=0, zero_stages=(), compare=False
         )
-        found[recompute, size] = plan.memory[0].peak
+        found[recompute, qkv, size] = plan.memory[0].peak
     return found
 
 
@@ -60,7 +63,8 @@ def chosen(path: Path, *words: str, ranks: int = 1) -> tuple[tuple[Any, ...], st
     assert recipe.memory.choose == []
     stage = recipe.stages["sft"]
     assert recipe.zero_stage == 0 or ranks > 1 or recipe.optimizer == "adamw"
-    return (stage.gradient_checkpointing, stage.micro_batch_size), sentence
+    qkv = recipe.fp8 is not None and recipe.fp8.recompute_qkv is True
+    return (stage.gradient_checkpointing, qkv, stage.micro_batch_size), sentence
 
 
 def test_the_fastest_that_fits(path: Path, peaks: dict[Any, float]) -> None:
@@ -72,7 +76,8 @@ def test_the_fastest_that_fits(path: Path, peaks: dict[Any, float]) -> None:
         expected = next(key for key, needed in peaks.items() if needed <= 1.0001 * peak)
         found, sentence = chosen(path, f"memory.gpu_gb={gigabytes}")
         assert found == expected
-        assert f"GB: {MICRO}={expected[1]}, {RECOMPUTE}={str(expected[0]).lower()};" in sentence
+        assert f"GB: {MICRO}={expected[2]}, {RECOMPUTE}={str(expected[0]).lower()}" in sentence
+        assert (f"{QKV}=true" in sentence) == expected[1]
         assert f"peak is {peaks[expected] / 1e9:.1f} GB" in sentence
         results.add(found)
     assert len(results) == 4
@@ -92,9 +97,9 @@ def test_keys_that_are_set_are_kept(path: Path, peaks: dict[Any, float]) -> None
 
 
 def test_low_bits_are_planned_where_auto_has_them(path: Path, peaks: dict[Any, float]) -> None:
-    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, 8] / 1e9}"
+    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, False, 8] / 1e9}"
     plain, sentence = chosen(path, size)
-    assert plain == (False, 8)
+    assert plain == (False, False, 8)
     assert "zero_stage" not in sentence
     found, sentence = chosen(path, size, "zero_stage=2")  # one process has nothing to shard
     assert found == plain
@@ -105,7 +110,7 @@ def test_low_bits_are_planned_where_auto_has_them(path: Path, peaks: dict[Any, f
     with pytest.raises(ValueError, match=r"on 2 GPU.* more GPUs, raise zero_stage, or freeze"):
         chosen(path, "memory.gpu_gb=0.0001", ranks=2)
     # DeepSpeed's buckets have 2 GB.
-    assert chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)[0] == (False, 4)
+    assert chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)[0] == (False, False, 4)
 
 
 def test_more_processes_than_rows_are_explained(path: Path) -> None:

@@ -110,13 +110,13 @@ def test_one_layer_by_the_formula() -> None:
 @pytest.mark.parametrize(
     "targets", [None, ["k_proj"], ["down_proj"], ["up_proj"], ["o_proj", "q_proj"]]
 )
-@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
-def test_adapters_of_some_layers(tiny: Any, precision: Any, targets: list[str] | None) -> None:
+@pytest.mark.parametrize("recompute_qkv", [False, True])
+def test_adapters_of_some_layers(tiny: Any, recompute_qkv: bool, targets: list[str] | None) -> None:
     """Gradients are those of peft in FP32 within the precision, whatever layers are adapted."""
     import peft
 
     found = []
-    for fp8 in (None, Fp8Config(language=precision)):
+    for fp8 in (None, Fp8Config(recompute_qkv=recompute_qkv)):
         plain = tiny.model(language=tiny.language("qwen2")).language_model
         config = peft.LoraConfig(
             r=RANK,
@@ -198,11 +198,11 @@ def test_layers_with_the_same_input_have_adapters_of_their_own(
 @pytest.mark.parametrize(
     "fp8",
     [
-        Fp8Config(language="coat", vision="bf16"),
-        Fp8Config(language="coat_lean", vision="bf16"),
+        Fp8Config(vision="bf16"),
+        Fp8Config(vision="bf16", recompute_qkv=True),
         Fp8Config(language="fp8_linear", vision="bf16"),
     ],
-    ids=["coat", "coat_lean", "fp8_linear"],
+    ids=["coat", "recompute_qkv", "fp8_linear"],
 )
 def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
     quantized = run(adapted(tiny, fp8))
@@ -291,7 +291,7 @@ def test_the_plan_counts_one_byte(tiny: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat"])
 def test_on_a_gpu_the_originals_are_on_the_cpu(tiny: Any, precision: Any) -> None:
     device, fp8 = torch.device("cuda"), Fp8Config(language=precision, vision="bf16")
     quantized = run(adapted(tiny, fp8, device))

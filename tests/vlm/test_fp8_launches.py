@@ -25,10 +25,10 @@ MOST = {
     # (family, implementation): our kernels and FP8 products, in the forward and backward pass. Not
     # counted: attention, residual sums, the setting of many scales at a time, sums of partial sums.
     ("llama", "coat_paper"): (21, 25),
-    ("llama", "coat_lean"): (21, 28),
-    ("qwen2", "coat_lean"): (21, 28),
+    ("llama", "coat_recompute_qkv"): (21, 28),
+    ("qwen2", "coat_recompute_qkv"): (21, 28),
     ("siglip", "coat_paper"): (20, 25),
-    ("siglip", "coat_lean"): (20, 27),
+    ("siglip", "coat_recompute_qkv"): (20, 27),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_block_launches_no_more_kernels(
         y.backward(torch.ones_like(y))
         in_backward = dict(counts)
     assert in_forward["scaled_mm"] == 4  # q, k and v are one, and so are gate and up
-    # Under coat_lean backward runs the forward GEMM of q, k and v again.
-    assert in_backward["scaled_mm"] == 8 + (implementation == "coat_lean")
+    # Then backward runs the forward GEMM of q, k and v again.
+    assert in_backward["scaled_mm"] == 8 + (implementation == "coat_recompute_qkv")
     found = (sum(in_forward.values()), sum(in_backward.values()))
     assert found == MOST[family, implementation], (in_forward, in_backward)

@@ -146,6 +146,5 @@ def test_conversion_says_why_an_output_layer_is_left() -> None:
 
 def test_the_default_depends_on_the_precision() -> None:
     assert Fp8Config().resolved("coat").lm_head == "fp8_gradients"
-    assert Fp8Config().resolved("coat_lean").lm_head == "fp8_gradients"
     assert Fp8Config().resolved("fp8_linear").lm_head == "bf16"
     assert Fp8Config(lm_head="bf16").resolved("coat").lm_head == "bf16"

@@ -207,7 +207,7 @@ def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
     assert names == {f"{layer}.{kind}" for layer in layers for kind in ("q_proj", "v_proj")}
 
 
-@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_frozen_layers_are_those_without_adapters(
     tiny: Any, precision: Precision, dropout: float
@@ -264,7 +264,7 @@ def test_a_model_that_peft_wrapped_is_converted(tiny: Any) -> None:
     assert all(gradient is not None and gradient.norm() > 0 for gradient in b.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "coat", "coat_lean"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "coat"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_adapters_learn_in_every_precision_and_with_checkpointing(
     tiny: Any, precision: Precision, dropout: float

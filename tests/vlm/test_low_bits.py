@@ -127,7 +127,7 @@ def fp32_run(
 
 @pytest.mark.parametrize(
     ("precision", "clip", "accumulation"),
-    [("coat", 0.0, 1), ("coat_lean", 0.05, 1), ("coat", 0.05, 3)],
+    [("coat", 0.0, 1), ("coat", 0.05, 3)],
 )
 def test_master_weights_are_those_of_fp32(
     world: World, precision: str, clip: float, accumulation: int
@@ -235,7 +235,6 @@ def test_what_low_bits_need(overrides: list[str], words: str) -> None:
     [
         (["precision=bf16"], False, False),
         (["precision=coat"], True, True),
-        (["precision=coat_lean"], True, True),
         (["precision=fp8_linear"], False, False),
         (["precision=fp8_linear", "fp8.optimizer=coat"], True, True),
         (["precision=coat", "fp8.optimizer=adamw"], False, False),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
+from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, convert, sdpa
 from coat_vlm.model.packing import PACKED, Packing, packed_attention
 
@@ -90,14 +90,18 @@ def test_a_packed_row_is_its_sequences(tiny: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3"])
-@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "fp8",
+    [Fp8Config(), Fp8Config(recompute_qkv=True), Fp8Config(language="fp8_linear")],
+    ids=["coat", "recompute_qkv", "fp8_linear"],
+)
 def test_fp8_blocks_take_packed_rows(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch, precision: Fp8Precision, family: str, device: str
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, fp8: Fp8Config, family: str, device: str
 ) -> None:
     """Against the same row under transformers' mask of blocks, for scales are the row's.
 
-    The mask makes ``coat_lean`` repeat attention.
+    The mask makes recomputation of q, k and v repeat attention.
     """
     repeated = []
     repeat = attention._repeat
@@ -105,7 +109,7 @@ def test_fp8_blocks_take_packed_rows(
     changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     model = tiny.model(language=tiny.language(family, **changes)).language_model
     model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16).train()
-    convert(model, Fp8Config().resolved(precision))
+    convert(model, fp8)
     ids, places = tokens().to(device), positions().to(device)
     results, counts = [], []
     for implementation, given in (("sdpa", {}), (PACKED, arguments(device=device))):
@@ -116,7 +120,7 @@ def test_fp8_blocks_take_packed_rows(
         results.append((logits.detach(), gradients(model)))
         counts.append(len(repeated))
     (wanted, wanted_gradients), (logits, ours) = results
-    assert counts == ([2, 2] if precision == "coat_lean" else [0, 0])
+    assert counts == ([2, 2] if fp8.recompute_qkv is True else [0, 0])
     rounding = 1e-3 if device == "cpu" else 0.1
     assert relative(logits, wanted) < rounding
     for name, gradient in ours.items():

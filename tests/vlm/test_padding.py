@@ -94,11 +94,11 @@ def test_a_sliding_window_keeps_its_own_mask(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize(("side", "replays"), [("right", 0), ("left", 2)])
-def test_coat_lean_repeats_no_attention_for_padding_on_the_right(
+def test_recomputation_repeats_no_attention_for_padding_on_the_right(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, side: str, replays: int
 ) -> None:
     model = tiny.model().train()
-    convert(model, Fp8Config(vision="bf16", language="coat_lean"))
+    convert(model, Fp8Config(vision="bf16", recompute_qkv=True))
     calls = []
     repeat = attention._repeat
     monkeypatch.setattr(attention, "_repeat", lambda *args: calls.append(1) or repeat(*args))

@@ -26,7 +26,7 @@ from coat_vlm.plan.activations import LiveMemory, use_flash_attention
 from coat_vlm.train.step import copy_batch_to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "coat_lean")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "coat")
 READS = ("nonzero", "_local_scalar_dense", "masked_select", "equal", "is_nonzero", "_to_copy")
 
 

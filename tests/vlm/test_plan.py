@@ -16,7 +16,7 @@ from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan import format_plan, plan_recipe, table
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import OVERHEAD
-from coat_vlm.plan.stage import StagePlan
+from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
 from coat_vlm.plan.table import advice
 from coat_vlm.plan.zero import measure_state_bytes
 from coat_vlm.train.model_setup import build_planned_model
@@ -106,10 +106,10 @@ def test_tiles_of_all_scales_become_images(path: Path, tiles: int, tokens: int) 
 def test_a_plan_compares_precisions_whatever_the_first_blocks_are(path: Path) -> None:
     kept = {}
     for first in (0, 1):
-        changes = ["precision=coat_lean", f"fp8.bf16_forward_first={first}"]
+        changes = ["precision=coat", f"fp8.bf16_forward_first={first}"]
         kept[first] = plan(load_recipe(str(path), changes), 80e9).saved
-        assert len(kept[first]) == 8  # bf16, fp8_linear, coat, coat_lean; with checkpointing, too
-    lean, linear = ("coat_lean", False), ("fp8_linear", False)
+        assert len(kept[first]) == 8  # columns, without and with checkpointing
+    lean, linear = (RECOMPUTE_QKV, False), ("fp8_linear", False)
     assert (
         kept[1][lean].total_saved > kept[0][lean].total_saved
     )  # attention's q, k, v and output in BF16
@@ -287,7 +287,7 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
     assert main([*words, "--verbose"]) == 0
     out = capsys.readouterr().out
     assert "ZeRO 3" in out
-    assert "fp8_linear" in out
+    assert RECOMPUTE_QKV in out
     assert main(["plan", str(path), "--gpus", "5"]) == 2
     assert "not a multiple" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.config import BlockPrecision, Fp8Config, ModuleTraining, StageConfig
+from coat_vlm.config import Fp8Config, ModuleTraining, StageConfig
 from coat_vlm.fp8 import convert
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.vlm import CoatVlm
@@ -23,7 +23,7 @@ from coat_vlm.train.model_setup import set_train_mode, set_trainable
 from layer_shapes import LayerShape, build_forward, build_layer
 
 LAYER_ROWS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "layer.csv"
-PRECISIONS: list[BlockPrecision] = ["bf16", "fp8_linear", "coat", "coat_lean"]
+PRECISIONS = ["bf16", "fp8_linear", "coat", "recompute_qkv"]
 SHAPES = {
     "llama": LayerShape("small", "llama", 256, 512, 4, 4, 2, 64),
     "qwen2": LayerShape("small", "qwen2", 256, 512, 4, 2, 2, 64),
@@ -31,13 +31,17 @@ SHAPES = {
 }
 
 
-def block(shape: LayerShape, precision: BlockPrecision, device: str) -> nn.Module:
+def block(shape: LayerShape, precision: str, device: str) -> nn.Module:
     layer = build_layer(shape, torch.device(device), torch.bfloat16).train()
     if precision != "bf16":
-        encoder = shape.family == "siglip"
-        vision, language = (precision, "bf16") if encoder else ("bf16", precision)
-        convert(nn.ModuleList([layer]), Fp8Config(vision=vision, language=language))
+        convert(nn.ModuleList([layer]), fp8_of(precision))
     return layer
+
+
+def fp8_of(precision: str) -> Fp8Config:
+    if precision == "recompute_qkv":
+        return Fp8Config(recompute_qkv=True)
+    return Fp8Config().resolved("coat" if precision == "coat" else "fp8_linear")
 
 
 def run(shape: LayerShape, layer: nn.Module, device: str) -> tuple[int, int]:
@@ -68,9 +72,7 @@ def test_storages_count_until_they_are_gone() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", SHAPES)
-def test_a_block_keeps_what_autograd_saves_of_real_tensors(
-    family: str, precision: BlockPrecision
-) -> None:
+def test_a_block_keeps_what_autograd_saves_of_real_tensors(family: str, precision: str) -> None:
     shape = SHAPES[family]
     layer = block(shape, precision, "cpu")
     x = torch.randn(shape.batch, shape.length, shape.hidden).bfloat16().requires_grad_()
@@ -99,17 +101,15 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
         ("hf_eager", "bf16"),
         ("coat_fp8_linear", "fp8_linear"),
         ("coat_paper", "coat"),
-        ("coat_lean", "coat_lean"),
+        ("coat_lean", "recompute_qkv"),
     ],
 )
-def test_one_layer_takes_what_was_measured_on_an_h200(
-    implementation: str, precision: BlockPrecision
-) -> None:
+def test_one_layer_takes_what_was_measured_on_an_h200(implementation: str, precision: str) -> None:
     from layer_shapes import find_shape
 
     with LAYER_ROWS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    if precision in ("coat", "coat_lean"):  # which since then save attention's output once
+    if precision in ("coat", "recompute_qkv"):  # which since then save attention's output once
         rows = rows[[row["commit"] for row in rows].index("2c3a988") :]
     newest = {
         (row["shape"], row["tokens"], row["length"]): row
@@ -141,7 +141,7 @@ def stage(*trained: str, checkpointing: bool = False) -> StageConfig:
     )  # fmt: skip
 
 
-def frame(tiny: Any, settings: StageConfig, precision: BlockPrecision = "bf16") -> CoatVlm:
+def frame(tiny: Any, settings: StageConfig, precision: str = "bf16") -> CoatVlm:
     wide = {"hidden_size": 64, "intermediate_size": 128}
     model = tiny.model(
         vision=tiny.vision(**wide, num_hidden_layers=5), language=tiny.language(**wide)
@@ -149,7 +149,7 @@ def frame(tiny: Any, settings: StageConfig, precision: BlockPrecision = "bf16") 
     made = create_meta_model(model.config, torch.bfloat16)
     set_trainable(made, settings)
     if precision != "bf16":
-        convert(made, Fp8Config().resolved(precision))
+        convert(made, fp8_of(precision))
     set_train_mode(made, settings)
     return made
 
@@ -157,8 +157,8 @@ def frame(tiny: Any, settings: StageConfig, precision: BlockPrecision = "bf16") 
 ALL = ("vision", "projector", "language")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "coat_lean"])
-def test_two_micro_batches_tell_all_others(tiny: Any, precision: BlockPrecision) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "recompute_qkv"])
+def test_two_micro_batches_tell_all_others(tiny: Any, precision: str) -> None:
     made = frame(tiny, stage(*ALL), precision)
     one, two, seven = (trace(made, rows, 64, 2) for rows in (1, 2, 7))
     told = one.extrapolate(two, 6)

@@ -122,7 +122,7 @@ def test_the_step_of_an_8b_model() -> None:
     ("size", "batch", "accumulation", "zero", "masters"),
     [("1b", 4, 1, 2, "fp32"), ("2b", 4, 1, 2, "fp32"), ("8b", 1, 8, 0, "low_bits")],
 )
-@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+@pytest.mark.parametrize("precision", ["coat", "recompute_qkv"])
 def test_steps_with_cuda_graphs(
     size: str, batch: int, accumulation: int, zero: Any, masters: Any, precision: Any
 ) -> None:
@@ -133,7 +133,7 @@ def test_steps_with_cuda_graphs(
         for row in rows_of("step")
         if row["commit"] == "5d3ba05" and row["optimizer"].startswith("coat")
         if (row["model"], row["zero"]) == (f"siglip-so400m_qwen2.5-{name}", str(zero))
-        if row["implementation"] == {"coat": "coat_paper"}.get(precision, precision)
+        if row["implementation"] == ("coat_paper" if precision == "coat" else "coat_lean")
     ]
     ranks = 1 if zero == 0 else 2
     recipe = make_recipe(size, batch, precision, zero, master_weights=masters)

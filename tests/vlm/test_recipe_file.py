@@ -90,8 +90,7 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("stages.sft.data.0.pth=x", "did you mean stages.sft.data.0.path?"),
         (
             "precision=fp8",
-            "precision: input should be 'fp32', 'bf16', 'fp8_linear', 'coat' or 'coat_lean', "
-            "got 'fp8'",
+            "precision: input should be 'fp32', 'bf16', 'fp8_linear' or 'coat', got 'fp8'",
         ),
         ("stages.sft.vision.lr=1", "stages.sft.vision.train: this key is missing"),
         ("stages.sft.vision={train: false, lr: 1}", "has no effect because train is false"),

@@ -40,19 +40,21 @@ EXACT: dict[str, dict[str, Any]] = {
     "checkpointing": {**MIXED, "checkpointing": True},
     "projector alone": {**MIXED, "frozen": ["vision_tower", "language_model"]},
 }
+RECOMPUTE = {"recompute_qkv": True}
 ROUNDED: dict[str, dict[str, Any]] = {
     "bf16": {**MIXED, "precision": "bf16"},
     "fp8_linear": {**MIXED, "precision": "fp8_linear"},
     "coat": {**MIXED, "precision": "coat"},
-    "coat_lean": {**MIXED, "precision": "coat_lean"},
+    "recompute_qkv": {**MIXED, "precision": "coat", "fp8": RECOMPUTE},
     "bf16, packed": {**MIXED, "precision": "bf16", "packed": 16},
     "coat, packed": {**MIXED, "precision": "coat", "packed": 16},
-    "coat_lean, packed": {**MIXED, "precision": "coat_lean", "packed": 16},
+    "recompute_qkv, packed": {**MIXED, "precision": "coat", "fp8": RECOMPUTE, "packed": 16},
     "coat, padded against no padding": {**MIXED, "precision": "coat", "alone_packed": 1},
     "coat, no tower": {"rows": [[61, 0]], "vision": False, "precision": "coat"},
-    "coat_lean, one row, one key head": {
+    "recompute_qkv, one row, one key head": {
         "rows": [[37, 5]],
-        "precision": "coat_lean",
+        "precision": "coat",
+        "fp8": RECOMPUTE,
         "language": {"num_key_value_heads": 1},
     },
 }
@@ -86,7 +88,7 @@ WIDE = {
 }  # fmt: skip
 GPU_CASES: dict[str, dict[str, Any]] = {
     f"{precision}, {name}": {**WIDE, **layout, "precision": precision}
-    for precision in ("bf16", "coat", "coat_lean")
+    for precision in ("bf16", "coat")
     for name, layout in (
         ("padded", {"alone_packed": 1}),
         ("packed", {"packed": 128}),

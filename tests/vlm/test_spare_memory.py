@@ -10,7 +10,15 @@ import torch
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.config.stage import DpoTraining
-from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks, weights
+from coat_vlm.fp8 import (
+    Arithmetic,
+    SpareMemory,
+    arithmetic_of,
+    find_graphs,
+    fp8_blocks,
+    graph_blocks,
+    weights,
+)
 from coat_vlm.fp8.memory_choices import (
     FLOPS_PER_S,
     LAUNCH_S,
@@ -147,6 +155,34 @@ def test_captured_blocks_come_before_shared_weights(
     assert [other.most_tokens for other in rows[:-1]] == [0]  # ran no pass
     with memory.share_weights(4):
         assert weights.are_reused() == (policy == "auto" and not captures)
+
+
+@pytest.mark.parametrize(
+    ("free", "setting", "checkpointing", "recomputes"),
+    [
+        (2, "auto", False, True),
+        (4, "auto", False, False),
+        (2, False, False, False),
+        (2, "auto", True, False),
+    ],
+)
+def test_little_memory_ends_saving_heads(
+    monkeypatch: pytest.MonkeyPatch, free: int, setting: Any, checkpointing: bool, recomputes: bool
+) -> None:
+    model, arithmetic = converted(Fp8Config(recompute_qkv=setting, bf16_forward_first=1))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    for name in ("max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    memory = SpareMemory.of(model, arithmetic, torch.device("cuda"))
+    memory.after_step()
+    blocks = [block for _, block in fp8_blocks(model)]
+    assert not any(block.fp8_recompute_qkv for block in blocks)
+    memory.after_step()
+    # The first block of each part has BF16 forward GEMMs.
+    assert [block.fp8_recompute_qkv for block in blocks] == [False, recomputes] * 2
 
 
 @pytest.mark.parametrize(

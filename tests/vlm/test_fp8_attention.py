@@ -1,4 +1,4 @@
-"""Attention that computes q, k and v again in backward, against attention by torch's autograd."""
+"""Attention with its output projection, with saved and with recomputed q, k and v."""
 
 import math
 import weakref
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.config import BlockPrecision, Fp8Config
+from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, blocks, convert, gemm, norm_mlp, sdpa, watching
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.sequence_parallel import SHARD
@@ -64,7 +64,7 @@ def test_the_fused_passes_apart_are_those_of_autograd(
 
 
 def block(
-    precision: BlockPrecision = "coat_lean", kind: type[Any] = LlamaConfig, **changes: Any
+    recompute_qkv: bool = True, kind: type[Any] = LlamaConfig, **changes: Any
 ) -> tuple[Any, Any]:
     """An FP8 decoder block and its rotary embedding; the weights are the same at every call."""
     torch.manual_seed(0)
@@ -79,21 +79,19 @@ def block(
         **changes,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
-    convert(model, Fp8Config(language=precision))
+    convert(model, Fp8Config(recompute_qkv=recompute_qkv))
     return model.model.layers[0], model.model.rotary_emb
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
 @pytest.mark.parametrize("mask", [False, True], ids=["fused", "replayed"])
-def test_a_lean_block_computes_what_coat_computes_bit_by_bit(
-    kind: type[Any], mask: bool, device: str
-) -> None:
+def test_recomputed_heads_have_the_same_bits(kind: type[Any], mask: bool, device: str) -> None:
     x = torch.randn(2, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     masked = torch.ones(T, T, dtype=torch.bool).tril()[None, None].to(device) if mask else None
     results: list[list[Tensor]] = []
-    for precision in ("coat", "coat_lean"):
-        layer, rotary = (part.to(device) for part in block(precision, kind))
+    for recompute_qkv in (False, True):
+        layer, rotary = (part.to(device) for part in block(recompute_qkv, kind))
         leaf = x.clone().requires_grad_()
         embeddings = rotary(x, torch.arange(T, device=device)[None])
         y = layer(leaf, attention_mask=masked, position_embeddings=embeddings)
@@ -101,9 +99,9 @@ def test_a_lean_block_computes_what_coat_computes_bit_by_bit(
         grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
         results.append([y.detach(), *(grad for grad in grads if grad is not None)])
     assert len(results[0]) > 10
-    for of_coat, lean in zip(*results, strict=True):
-        assert of_coat.abs().sum() > 0
-        assert torch.equal(of_coat, lean)
+    for saved, recomputed in zip(*results, strict=True):
+        assert saved.abs().sum() > 0
+        assert torch.equal(saved, recomputed)
 
 
 @pytest.mark.parametrize("train", ["all", "output projection", "heads"])
@@ -137,11 +135,9 @@ def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
 
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
-@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
-def test_what_packed_attention_does_not_know_is_refused(
-    precision: BlockPrecision, argument: str
-) -> None:
-    layer, rotary = block(precision)
+@pytest.mark.parametrize("recompute_qkv", [False, True])
+def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool, argument: str) -> None:
+    layer, rotary = block(recompute_qkv)
     layer.self_attn.config._attn_implementation = PACKED
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     bounds = torch.tensor([0, 10, T], dtype=torch.int32)
@@ -160,7 +156,7 @@ def test_what_packed_attention_does_not_know_is_refused(
 
 def test_without_gradients_no_kernel_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "fused_kernel", None)
-    layer, rotary = block("coat")
+    layer, rotary = block(False)
     x = torch.randn(1, T, 256).bfloat16()
     with torch.no_grad():
         layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
@@ -176,7 +172,7 @@ def test_ranks_that_share_tokens_look_for_a_kernel_too(monkeypatch: pytest.Monke
         raise FoundError
 
     monkeypatch.setattr(attention, "fused_kernel", fused_kernel)
-    layer, rotary = block("coat")
+    layer, rotary = block(False)
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     embeddings = rotary(x, torch.arange(T)[None])
     with pytest.raises(FoundError):
@@ -184,10 +180,9 @@ def test_ranks_that_share_tokens_look_for_a_kernel_too(monkeypatch: pytest.Monke
 
 
 def test_what_is_computed_again_is_counted_once() -> None:
-    """The monitor and the report show the same shares as under ``coat``."""
     rates = []
-    for precision in ("coat", "coat_lean"):
-        layer, rotary = block(precision)
+    for recompute_qkv in (False, True):
+        layer, rotary = block(recompute_qkv)
         x = torch.randn(1, T, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
         with watching() as counts:
             y = layer(x.requires_grad_(), position_embeddings=rotary(x, torch.arange(T)[None]))
@@ -206,10 +201,10 @@ def test_a_second_backward_pass_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "replayed"), [("coat", False), ("coat_lean", False), ("coat_lean", True)]
+    ("recompute_qkv", "replayed"), [(False, False), (True, False), (True, True)]
 )
-def test_a_block_keeps_what_its_formula_says(precision: BlockPrecision, replayed: bool) -> None:
-    layer, rotary = block(precision)
+def test_a_block_saves_what_its_formula_says(recompute_qkv: bool, replayed: bool) -> None:
+    layer, rotary = block(recompute_qkv)
     own = {p.data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
 
@@ -227,7 +222,7 @@ def test_a_block_keeps_what_its_formula_says(precision: BlockPrecision, replayed
     norms = 2 * (h + h / 16 + 4)  # copies and 1 / rms
     # q, k, v of 4 and 2 heads, or the FP8 input of their GEMM; o in FP8, or in BF16 with the
     # log-sum-exp.
-    attention = (2 * 2 * h if precision == "coat" else h) + (h if replayed else 2 * h + 4 * a)
+    attention = (h if recompute_qkv else 2 * 2 * h) + (h if replayed else 2 * h + 4 * a)
     mlp = 2 * f * (1 + 1 / 16)
     scales = 64
     expected = tokens * (norms + attention + mlp)  # cos and sin are those of all layers
@@ -287,13 +282,12 @@ def test_the_residual_stream_alone_has_a_gradient(use: str) -> None:
     assert (x.grad == 1).all() == (use == "residual")
 
 
-@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
-def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
-    precision: BlockPrecision, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recompute_qkv", [False, True])
+def test_nothing_holds_the_fused_projection_while_the_mlp_runs(
+    recompute_qkv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name in the block's forward pass would keep 6 bytes per token and channel at the peak."""
-    layer, rotary = block()
-    layer.fp8_lean = precision == "coat_lean"
+    layer, rotary = block(recompute_qkv)
     fused: list[Any] = []
     product, mlp = gemm.forward, blocks.norm_mlp
 
