@@ -48,6 +48,7 @@ def load(
     layers are quantized and dequantized as in a server of such weights.
 
     Args:
+        device: default: the first GPU, or the CPU if there is none.
         dtype: dtype of the weights. Default: the checkpoint's on a GPU, FP32 on a CPU.
         precision: compute in this precision of training. Default: in the weights' dtype.
         fp8: FP8 settings for ``precision``. Default: ``Fp8Config()``.
@@ -109,8 +110,7 @@ class PromptEncoder:
 
     Attributes:
         encode: encodes the prompt of one sample; raises DataError as ``__call__`` does.
-        encode_choices: encodes a prompt once per answer, with the answer appended and labeled;
-            raises DataError as ``__call__`` does.
+        encode_choices: encodes a prompt once per answer, with the answer appended and labeled.
         stop_token_ids: tokens that end an answer: the token trained after every answer, and the
             tokenizer's end token.
     """
@@ -138,10 +138,8 @@ class PromptEncoder:
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Encode the prompts of ``samples``, up to the start of the answer, on the CPU.
 
-        Left padding puts the last token of every prompt in the last column, as generation needs.
-
-        Returns:
-            input_ids and attention_mask (B, T) int64, pixel_values (images, 3, H, W).
+        Left padding puts the last token of every prompt in the last column, as generation needs:
+        input_ids and attention_mask (B, T) int64, pixel_values (images, 3, H, W).
 
         Raises:
             DataError: a medium cannot be read, or a prompt is too long.

@@ -47,6 +47,7 @@ REMOVED = {
     "limits.archive_sample_bytes": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.remote_wait_s": "a host that rows name may be silent for five seconds",
+    "export_formats": "coat-vlm train notes before it starts if llava cannot hold the model",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }

@@ -109,9 +109,6 @@ class Recipe:
     monitor: MonitorConfig | None = None
     """Periodic comparison of FP8 blocks with BF16; off when absent."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    export_formats: list[Literal["llava"]] = field(default_factory=list)
-    """Formats in which the finished model will be exported (``coat-vlm export --format``): a model
-    that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     master_weights: MasterWeights = "auto"
@@ -374,7 +371,7 @@ class Recipe:
             self._check_text_only()
         if self.model.pretrained is None:
             return
-        refused: dict[str, Any] = {"memory": self.memory, "export_formats": self.export_formats}
+        refused: dict[str, Any] = {"memory": self.memory}
         refused["fp8.cuda_graphs: true"] = self.fp8 is not None and self.fp8.cuda_graphs is True
         for name, stage in self.stages.items():
             refused[f"stages.{name}.template"] = stage.template

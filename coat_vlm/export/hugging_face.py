@@ -76,10 +76,11 @@ def save_model(
     world: World,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Save weights, tokenizer, processor and training.json atomically.
+    """Write weights, tokenizer, processor and training.json atomically.
 
     All weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``). LoRA
     adapters are merged into the weights, and also saved separately in the folder ``adapter``.
+    ``model`` is the engine's module, partitioned over ranks at ZeRO stage 3.
 
     Raises:
         OSError: the folder could not be written; an earlier folder is unchanged.
@@ -153,7 +154,7 @@ def export(
     layout: Layout = "coat",
     weights: WeightFormat | None = None,
 ) -> Path:
-    """Write the model of a checkpoint or of a stage as a Hugging Face folder.
+    """Write the model of a checkpoint or of a stage as a Hugging Face folder; returns ``target``.
 
     LoRA adapters are merged into the weights.
 
@@ -164,10 +165,8 @@ def export(
         target: the new folder; it must not exist or must be empty.
         dtype: dtype of the written weights; master weights are rounded to it. Default: the dtype of
             the weights in training, or BF16 with compressed weights.
-        layout: ``coat`` for coat_vlm; ``llava`` for stock transformers
-            (:mod:`coat_vlm.export.llava`), and ``language`` for the language model alone in it
-            (:mod:`coat_vlm.export.transformers_parts`); ``vila`` for VILA
-            (:mod:`coat_vlm.export.vila`).
+        layout: ``coat`` for coat_vlm, ``llava`` for stock transformers, ``language`` for only the
+            language model in it, ``vila`` for VILA.
         weights: compression of the language model's linear layers
             (:mod:`coat_vlm.model.compressed`). Default: no compression.
 
@@ -384,9 +383,7 @@ def _read(
 def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Share one tensor among all names of a tied parameter, so that it is saved once.
 
-    Args:
-        state: tensors by name; contains at least the first name of each parameter.
-        model: defines which names belong to one parameter.
+    ``state`` contains at least the first name of each parameter.
     """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -427,10 +424,7 @@ which is another package in other versions of huggingface_hub."""
 
 
 def check_hub(name: str) -> None:
-    """Check that this user may upload, before anything is written.
-
-    Args:
-        name: ``USER/MODEL``, or ``MODEL`` of the user.
+    """Check that this user may upload to USER/MODEL, or MODEL, before anything is written.
 
     Raises:
         ValueError: the name is not allowed, the Hub does not answer, or nobody is logged in.

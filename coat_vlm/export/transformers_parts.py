@@ -48,7 +48,7 @@ def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
     """Build a complete transformers tower with the remaining blocks, on ``meta``.
 
     Raises:
-        ValueError: the tower is an open_clip tower.
+        ValueError: the tower is an open_clip tower, which ``target``, the format, cannot hold.
     """
     vision = model.config.vision_config
     if vision.model_type not in VISION_MODELS:
@@ -124,8 +124,7 @@ def save_stock(
 ) -> None:
     """Write a stock model with the generation settings of a composed model.
 
-    Args:
-        processor: provides the stop tokens. Default: those of the generation settings.
+    The stop tokens are the processor's, without one those of the generation settings.
     """
     stock.generation_config = copy.deepcopy(model.generation_config)
     if processor is not None:
@@ -156,11 +155,9 @@ def write_config(path: Path, values: dict[str, Any]) -> None:
 def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
     """Build transformers' image processor with the same settings and the Pillow backend.
 
-    If the folder is loaded without ``backend="pil"``, transformers uses torchvision, whose resizing
-    differs by 1/255 in some pixels.
-
-    Args:
-        pad: pad images to a square first, as LLaVA does.
+    With ``pad``, images are first padded to a square, as LLaVA does. If the folder is loaded
+    without ``backend="pil"``, transformers uses torchvision, whose resizing differs by 1/255 in
+    some pixels.
     """
     size = {"height": processor.image_size, "width": processor.image_size}
     settings: dict[str, Any] = {

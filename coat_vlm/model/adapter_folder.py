@@ -40,12 +40,8 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
 
     The merged weights are those of ``coat-vlm export`` and of peft's ``merge_and_unload``, so a
     model with FP8 blocks computes as the merged model would. The replaced weights wait in host
-    memory.
-
-    Args:
-        model: the model that the adapter was trained on, without adapters; on any device.
-        base: the folder or name that the model was loaded from. A warning follows if
-            adapter_config.json names another one.
+    memory. A warning follows if adapter_config.json names another base than ``base``, the folder or
+    name that the model was loaded from.
 
     Raises:
         ValueError: there is no adapter, it was not trained on this model, or it is of a kind that

@@ -11,15 +11,11 @@ dtypes and shapes in files are those of compressed-tensors' ``float-quantized`` 
 ``int-quantized`` (presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``), which
 vLLM and transformers read.
 
-An export compresses the linear layers of the language model (:func:`compress`). Embeddings, output
-layer, norms, projector and vision tower are not compressed: they have few parameters, and the last
-two process images.
-
-A checkpoint is decompressed weight by weight when it is read. The model in memory is an ordinary
-one, which can be trained, converted and saved; the package compressed-tensors is not required.
-Servers multiply quantized inputs by quantized weights. Here :func:`round_inputs` quantizes and
-dequantizes the inputs, so an evaluation measures the error of both roundings on any machine; only
-the order of summation differs.
+An export compresses the linear layers of the language model. Embeddings, output layer, norms,
+projector and vision tower have few parameters, and the last two process images. A checkpoint is
+decompressed to an ordinary model when it is read, without the package compressed-tensors. Servers
+multiply quantized inputs by quantized weights; here :func:`round_inputs` quantizes and dequantizes
+the inputs, so an evaluation measures the error of both roundings on any machine.
 """
 
 import json
@@ -106,14 +102,11 @@ SCHEMES: dict[WeightFormat, Scheme] = {
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Quantize a weight.
+    """Quantize a weight [N, K] in FP32, BF16 or FP16.
 
     A channel or block of zeros has scale 1. If all values of a channel or block have the same
     magnitude, they are quantized to the maximum, so dequantization is exact in any dtype with fewer
     bits than FP32.
-
-    Args:
-        weight: [N, K], FP32, BF16 or FP16, finite.
 
     Returns:
         Quantized data [N, K] in the scheme's dtype, and FP32 scales [N, 1], or
@@ -180,7 +173,7 @@ def compress(
 
     Args:
         state: uncompressed weights; names of the language model start with ``prefix``.
-        prefix: prefix of the language model's weights in ``state``.
+        language: defines the linear layers; its weights may be on any device.
         written: prefix of the same weights in the folder, for the record.
 
     Returns:
@@ -317,10 +310,8 @@ def make_load_arguments(
 ) -> dict[str, Any]:
     """Decompress the weights of a folder, and return them as arguments of ``from_pretrained``.
 
-    Args:
-        config: the model's configuration; ``quantization_config`` is removed from it, so that the
-            model is later saved uncompressed.
-        dtype: dtype of the weights. ``auto`` or absent: the dtype of the uncompressed weights.
+    ``quantization_config`` is removed from ``config``, so that the model is later saved
+    uncompressed. With ``dtype`` ``auto`` or None, weights get the dtype of the uncompressed ones.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -338,10 +329,7 @@ def make_load_arguments(
 
 
 class RoundedInputLinear(nn.Linear):
-    """Linear layer that rounds its input to the scheme, with scales per token, or token and block.
-
-    :func:`round_inputs` converts an nn.Linear to this class; the parameters are the same.
-    """
+    """An nn.Linear that rounds its input, with scales per token, or per token and block."""
 
     scheme: Scheme
 

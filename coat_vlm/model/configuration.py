@@ -22,10 +22,9 @@ SELECT_FEATURES = ("patch", "cls_patch")
 class OpenClipVisionConfig(PretrainedConfig):
     """Configuration of an open_clip tower: open_clip's ``vision_cfg`` and values derived from it.
 
-    Args:
-        vision_cfg: open_clip's configuration of the image tower.
-        quick_gelu: use QuickGELU, as OpenAI's weights do.
-        num_prefix_tokens: number of class and register tokens before the patches.
+    ``quick_gelu`` is used by OpenAI's weights. ``num_hidden_layers`` counts the complete tower's
+    blocks, ``num_prefix_tokens`` its class and register tokens. ``image_mean`` and ``image_std``
+    normalize values in [0, 1].
     """
 
     model_type = "coat_open_clip_vision"
@@ -49,15 +48,13 @@ class CoatVlmConfig(PretrainedConfig):
         vision_config: the tower's configuration (transformers SigLIP or CLIP vision, or
             :class:`OpenClipVisionConfig`), as an object or a dict with ``model_type``. It describes
             the complete tower; the layers after ``select_layer`` are not built. None, together with
-            ``projector_type`` None, for a language model without vision.
+            ``projector_type`` and ``image_token_id``, for a language model without vision.
         text_config: the causal language model's configuration, as an object or a dict.
-        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``; None for a language
-            model without vision, which ignores ``select_layer`` and ``select_feature``.
+        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``.
         select_layer: index of the tower's hidden state: 0 is the output of the embeddings, -1 the
             output of the last block before the final norm, -2 the output of the block before.
         select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
-        image_token_id: id of the placeholder that image features replace; None for a language
-            model without vision.
+        image_token_id: id of the placeholder that image features replace.
         s2_scales: sides of an image's scales in pixels (:mod:`coat_vlm.model.projector`), starting
             with the tower's input size; None for one scale.
 

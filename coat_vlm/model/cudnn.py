@@ -6,9 +6,8 @@ causal, and the log-sum-exp of a row is below -88.7, minus the logarithm of FP32
 The half of the last tile of keys that holds no tokens gets the score 0 instead of minus infinity,
 and ``exp(0 - log-sum-exp)`` overflows (https://github.com/pytorch/pytorch/issues/196678; without a
 mask: torch 2.11 with cuDNN 9.19). Only the first two are known before the call, so those calls do
-not use cuDNN. Causal attention without a mask is not affected, nor are other numbers of tokens.
-An error with a single query and many keys (https://github.com/NVIDIA/cudnn-frontend/issues/1072)
-cannot occur in training, where queries and keys are the same tokens.
+not use cuDNN. An error with a single query and many keys
+(https://github.com/NVIDIA/cudnn-frontend/issues/1072) cannot occur in training.
 """
 
 from collections.abc import Iterator
@@ -23,32 +22,24 @@ _SDPA = F.scaled_dot_product_attention
 
 
 def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
-    """Allow or forbid cuDNN attention in this process.
+    """Allow (True) or forbid (False) cuDNN attention in this process.
 
-    ``auto`` replaces ``torch.nn.functional.scaled_dot_product_attention``: the towers and language
-    models of transformers, open_clip and timm call it, also when checkpointed blocks are
-    recomputed.
-
-    Args:
-        allowed: ``True`` for all calls, ``False`` for none, ``auto`` for those that
-            :func:`has_safe_gradients`. Where it is allowed, torch chooses the kernel.
+    ``auto`` allows it for calls that :func:`has_safe_gradients`, and replaces
+    ``torch.nn.functional.scaled_dot_product_attention``: the towers and language models of
+    transformers, open_clip and timm call it, also when checkpointed blocks are recomputed.
     """
     torch.backends.cuda.enable_cudnn_sdp(allowed is not False)
     F.scaled_dot_product_attention = _attend_safely if allowed == "auto" else _SDPA
 
 
 def has_safe_gradients(tokens: int, *, causal: bool, masked: bool) -> bool:
-    """Return whether cuDNN's gradients of attention are right for all values.
-
-    Args:
-        causal: whether attention is causal by its flag, not by a mask.
-    """
+    """Return whether cuDNN's gradients are right; ``causal`` is the call's flag, not a mask."""
     return tokens % 128 != 64 or (causal and not masked)
 
 
 @contextmanager
 def avoid_unsafe_cudnn(key: Tensor, *, causal: bool, masked: bool) -> Iterator[None]:
-    """Turn off cuDNN attention in this context for an unsafe call if the mode is ``auto``."""
+    """Turn off cuDNN for an unsafe call with keys [..., T, D], if the mode is ``auto``."""
     backends = torch.backends.cuda
     automatic = F.scaled_dot_product_attention is _attend_safely
     if not automatic or has_safe_gradients(key.shape[-2], causal=causal, masked=masked):

@@ -103,10 +103,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(where: str, path: str) -> tuple[Family, Any]:
-    """Return the family of a checkpoint, and its configuration.
-
-    Args:
-        where: the recipe key, for the error.
+    """Return the family of a checkpoint, and its configuration; ``where`` is the recipe key.
 
     Raises:
         ValueError: there is no configuration, or it describes another kind of model.

@@ -67,9 +67,8 @@ def _forward(
 ) -> Any:
     """Run the original forward pass, or compute only the loss.
 
-    Three arguments are those of :meth:`coat_vlm.model.vlm.CoatVlm.forward`: ``skip_logits``,
-    ``num_items_in_batch``, and an ``attention_mask`` on the CPU, which is dropped if only the loss
-    is computed and does not need it. ``pixel_values`` may have another dtype than the model.
+    ``skip_logits``, ``num_items_in_batch`` and an ``attention_mask`` on the CPU are as for
+    :meth:`coat_vlm.model.vlm.CoatVlm.forward`; ``pixel_values`` may have another dtype.
     """
     skip = kwargs.pop("skip_logits", False)
     kwargs = complete_inputs(model, kwargs)

@@ -49,11 +49,9 @@ class FamilyProcessor:
     def load(
         cls, where: str, path: str, max_length: int | None = None, max_pixels: int | None = None
     ) -> "FamilyProcessor":
-        """Load the processor of a folder or of a model on the Hub.
+        """Load the processor of a folder or of a model on the Hub; ``where`` is the recipe key.
 
-        Args:
-            max_length: maximum sequence length. Default: the length that the model supports.
-            max_pixels: maximum pixels of an image. Default: the processor's.
+        The default of ``max_length`` is the length that the model supports.
 
         Raises:
             ValueError: the family is unknown, there is no processor with a chat template, or
@@ -152,11 +150,7 @@ class ProcessorTemplate(TokenizerTemplate):
         return with_prompt.removeprefix(without)
 
     def render_marks(self, turns: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-        """Render turns whose parts are one character each.
-
-        Raises:
-            ValueError: the template writes another number of images.
-        """
+        """Render turns whose parts are one character each."""
         messages = [
             {
                 "role": role,

@@ -197,7 +197,6 @@ def _count_gemms(
         below: whether a trained module computes the input of the part.
         positions: input rows of its matrices.
         patches: input rows of its convolution, whose input is pixels and needs no gradient.
-        without: a weight to exclude.
 
     Returns:
         FLOPs, and whether a module in the part or below it is trained.

@@ -32,10 +32,7 @@ def is_family(folder: str | Path) -> bool:
 
 
 def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> PreTrainedModel:
-    """Load the model of a folder.
-
-    Args:
-        dtype: dtype of the weights, or ``auto`` for that of the folder.
+    """Load the model of a folder; dtype ``auto`` is the folder's.
 
     Raises:
         ValueError: files are missing or damaged, or the folder contains another kind of model.
@@ -47,11 +44,7 @@ def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> 
 
 
 def load_processor(folder: str | Path) -> AnyProcessor:
-    """Load the processor of a model folder.
-
-    Raises:
-        ValueError: files of the tokenizer or the processor are missing or damaged.
-    """
+    """Load the processor of a model folder; ValueError for missing or damaged files."""
     if is_family(folder):
         return FamilyProcessor.load("the model", str(folder))
     try:

@@ -38,8 +38,8 @@ class ImageGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Prepare the inputs of a generation step; with a cache, only the first one has images.
 
-        The first step of an assistant model (assisted generation) is the one with an empty cache.
-        If the cache of an earlier call has some of the images, the step has the others.
+        The first step of an assistant model (assisted generation) has an empty cache. If the cache
+        of an earlier call has some of the images, the step has the others.
         """
         kwargs.pop("image_positions", None)  # invalid after rows are repeated
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,12 +1,11 @@
 """LoRA with peft's layers, on the language model, the vision tower and the projector.
 
-``add_adapters`` wraps linear layers in place. A layer ``q_proj`` with
-``q_proj.weight`` then has the frozen ``q_proj.base_layer.weight`` [N, K], and the trained
-``q_proj.lora_A.default.weight`` [r, K] and ``q_proj.lora_B.default.weight`` [N, r].
-DoRA has the trained ``q_proj.lora_magnitude_vector.default.weight`` [N] in addition.
-``split_adapters`` restores the original names; ``merge`` computes W + scale * B A.
-
-peft is imported only to create adapters, because it is an optional dependency.
+:func:`add_adapters` wraps linear layers in place. A layer ``q_proj`` then has the frozen
+``q_proj.base_layer.weight`` [N, K], and the trained ``q_proj.lora_A.default.weight`` [r, K] and
+``q_proj.lora_B.default.weight`` [N, r]; with DoRA also
+``q_proj.lora_magnitude_vector.default.weight`` [N]. :func:`split_adapters` restores the original
+names; :func:`merge` computes W + scale * B A. peft, an optional dependency, is imported only to
+create adapters.
 """
 
 import dataclasses
@@ -37,12 +36,9 @@ _LENGTH = ".lora_magnitude_vector.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraTraining) -> None:
-    """Add adapters in place, and freeze all other parameters.
+    """Add adapters in place to a model before its conversion to FP8; freeze all other parameters.
 
     A is drawn from torch's global generator and B is zero, so the model's output is unchanged.
-
-    Args:
-        model: a model without adapters, not converted to FP8; on any device.
 
     Raises:
         ValueError: a target is not a linear layer of the modules, a module has none, or peft is
@@ -263,13 +259,10 @@ def find_scale(config: Mapping[str, Any]) -> float:
 
 
 def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: float) -> None:
-    """Add adapters to their base weights, W + scaling * B A, in FP32 with one rounding.
+    """Add adapters to their base weights, W + scaling * B A, in FP32 with one rounding, in place.
 
-    The rows of a sum with DoRA's lengths m [N] are scaled to these (peft, tuners/lora/dora.py).
-
-    Args:
-        base: base weights from :func:`split_adapters`; weights with an adapter are replaced by the
-            sum, in their dtype.
+    Both are from :func:`split_adapters`. The rows of a sum with DoRA's lengths m [N] are scaled to
+    these (peft, tuners/lora/dora.py).
     """
     for name, a in adapters.items():
         if name.endswith(_A):

@@ -102,7 +102,7 @@ def linear_cross_entropy(
     On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as GEMMs around
     ``coat_kernels.cross_entropy_``, without synchronization. In BF16 the single rounding of the
     weight's gradient has a relative error of 0.0017 (RMS); with the roundings of the logits and
-    their gradients it is 0.0021 (``tests/vlm/test_loss_in_place.py``).
+    their gradients it is 0.0021.
 
     Args:
         layer: [H] to [V], without child modules.
@@ -346,14 +346,11 @@ def loss_for_logits(
 
     The loss is :func:`next_token_loss` of the logits, which are not stored; 0 with a graph without
     supervised tokens. The call raises ValueError if the shape of its input (B, T, H) does not match
-    the labels.
+    the labels (B, T). ``layer`` is the output layer of a model for which
+    :func:`why_logits_are_needed` returns None.
 
     Replaces only the instance's ``forward``, until that call. The layer's class, which conversion
     to FP8 checks, its parameters and its hooks are unchanged.
-
-    Args:
-        layer: the output layer of a model for which :func:`why_logits_are_needed` returns None.
-        labels: (B, T); -100 is ignored.
     """
 
     def forward(input: Tensor) -> Tensor:

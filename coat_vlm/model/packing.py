@@ -10,15 +10,12 @@ boundaries are passed in transformers' arguments (``FlashAttentionKwargs``):
 No mask [T, T] is allocated, and keys and values are not repeated for the query heads of a group.
 Without these arguments ``sdpa_packed`` is transformers' ``sdpa``.
 
-Two more functions remove unnecessary masks and synchronizations from unpacked batches.
 :func:`mask_for_loss` drops the mask of right-padded rows. :func:`skip_packing_search` skips the
 search for packed sequences: without a mask, transformers' models check whether ``position_ids``
-restart within a row (``find_packed_sequence_indices``). The CPU branches on the result, which
-synchronizes with the GPU once per forward pass, after the vision tower. Positions that the model
-itself creates never restart.
+restart within a row, and the CPU branches on the result, which synchronizes with the GPU once per
+forward pass. Positions that the model itself creates never restart.
 """
 
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,8 +34,6 @@ from transformers.masking_utils import sdpa_mask
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
-
-logger = logging.getLogger(__name__)
 
 PACKED = "sdpa_packed"
 """The name of this attention implementation."""
@@ -107,9 +102,8 @@ def read_packing(
 ) -> Packing | None:
     """Read the packing from a model's arguments; None if they contain none.
 
-    Args:
-        device: target device of the bounds.
-        arguments: contain ``cu_seq_lens_q`` and ``max_length_q``; those of keys are optional.
+    ``arguments`` contain ``cu_seq_lens_q`` and ``max_length_q``; those of keys are optional. The
+    bounds are copied to ``device``.
 
     Raises:
         ValueError: the arguments do not describe the sequences of one row. Values of bounds on a
@@ -163,24 +157,15 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float
 ) -> Kernel:
-    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D], and log the choice once."""
-    kernel: Kernel = "sdpa"
+    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D]."""
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:
         grouped = query.shape[1] != key.shape[1]
         parameters = torch.backends.cuda.SDPAParams(
             query, key, value, None, dropout, causal, grouped
         )
         if torch.backends.cuda.can_use_flash_attention(parameters):
-            kernel = "flash"
-    _log_kernel(kernel)
-    return kernel
-
-
-@cache
-def _log_kernel(kernel: Kernel) -> None:
-    sdpa = "one call of torch's SDPA per sequence"
-    name = "torch's variable-length flash attention" if kernel == "flash" else sdpa
-    logger.info("Packed sequences: attention uses %s.", name)
+            return "flash"
+    return "sdpa"
 
 
 def flash_forward(
@@ -197,7 +182,7 @@ def flash_forward(
 
     Args:
         query: [1, H, T, D], FP16 or BF16 on a GPU.
-        key: [1, H_kv, T, D].
+        key: [1, H_kv, T, D], as ``value``.
         scale: factor of q k^T; 1 / sqrt(D) if None.
         window: size of the sliding window in tokens, including the query; None for no window.
 
@@ -246,10 +231,7 @@ def packed_attention(
 
     With the argument ``sequence_shard`` the heads are those of a shard of a row's tokens, and
     ``cu_seq_lens_q`` are the boundaries in the whole row
-    (:mod:`coat_vlm.model.sequence_parallel`).
-
-    Returns:
-        [B, T, H, D], and None for the probabilities.
+    (:mod:`coat_vlm.model.sequence_parallel`). Returns [B, T, H, D], and None for the probabilities.
 
     Raises:
         ValueError: the arguments for packed sequences are wrong or missing, or the model uses an
@@ -382,16 +364,9 @@ def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
 
     Causal attention never reads tokens to the right. With right padding, a mask changes only the
     outputs at padding, which no label reads. A mask is expensive: torch's fastest kernels do not
-    support it, and with ``fp8.recompute_qkv`` backward repeats attention. A model that makes its
-    own mask (for a sliding window) still makes it.
-
-    Args:
-        mask: (B, T), 1 for tokens, 0 for padding; or another mask that the model supports. Only a
-            mask on the CPU is read; reading another would synchronize with the GPU.
-        model: the language model, used without a cache.
-
-    Returns:
-        None, or the mask on the model's device.
+    support it, and attention may be recomputed in backward. A model that makes its own mask (for a
+    sliding window) still makes it. Only a mask (B, T) on the CPU is read; reading another would
+    synchronize with the GPU, so it is returned on the model's device.
     """
     if not isinstance(mask, Tensor):
         return mask

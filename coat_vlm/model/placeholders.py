@@ -1,8 +1,7 @@
 """Image placeholders: finds their positions and replaces their embeddings by features.
 
-The collation of a batch knows the positions on the CPU. With these positions, forward and backward
-never synchronize with the GPU to find the number of placeholders. :func:`copy_to_device` copies
-them to the GPU without a synchronization.
+The collation of a batch knows the positions on the CPU, so that forward and backward never
+synchronize with the GPU to find the number of placeholders.
 
 Temporal pooling: :func:`pool_frames` averages the embeddings of consecutive frames of a video.
 
@@ -79,11 +78,12 @@ def find_placeholders(is_image: Tensor, given: Tensor | None) -> Tensor:
 
 
 def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tensor:
-    """Replace token embeddings by features.
+    """Replace token embeddings (B, T, H) by features.
 
     Args:
         positions: [P] int64, distinct positions in the flattened tokens.
-        features: P rows of H in the order of the positions, in any shape that ends in H.
+        features: P rows of H in the order of the positions, in any shape that ends in H; cast to
+            the dtype of ``embeds``.
     """
     flat = embeds.flatten(0, 1)
     rows = features.reshape(-1, flat.shape[1]).to(flat.dtype)

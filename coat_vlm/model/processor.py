@@ -80,17 +80,14 @@ class CoatVlmProcessor(ProcessorMixin):
     ``save_pretrained``, ``from_pretrained`` and ``AutoProcessor`` work as in transformers.
 
     Attributes:
-        tokenizer: a fast tokenizer that contains ``<image>``.
-        image_mode: ``resize``, ``pad``, ``dynamic`` or ``dynamic_s2``.
         image_augment: ``none`` or ``crop_flip``; in training only.
         image_resample: a filter of ``PIL.Image.Resampling``.
-        image_max_tiles: maximum tiles of the (largest) grid in ``dynamic`` and ``dynamic_s2``.
+        image_max_tiles: of the (largest) grid, in modes ``dynamic`` and ``dynamic_s2``.
         image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
         image_max_pixels: maximum pixels of an image file; Pillow's limit if None.
         tokens_per_image: image tokens per image tile; 0 for a language model without vision, whose
             tokenizer needs no ``<image>``.
         video: fields of :class:`coat_data.media.sampling.VideoSettings`.
-        max_length: maximum sequence length in tokens.
         template: name of the chat template (``coat_data.text.chat.get_template``).
     """
 
@@ -180,10 +177,7 @@ class CoatVlmProcessor(ProcessorMixin):
             self.tokenizer.chat_template = own
 
     def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
-        """Create the encoder of samples for this model.
-
-        Args:
-            train: augment images (if the encoder receives a generator).
+        """Create the encoder of samples; with ``train`` images are augmented.
 
         Raises:
             ValueError: the template or an image setting is unknown, or the tokenizer has no
@@ -293,11 +287,7 @@ class CoatVlmProcessor(ProcessorMixin):
         Args:
             conversation: messages whose content is a string or a list of parts (text, image,
                 video), or a list of conversations.
-            continue_final_message: leave the last message open.
-            return_assistant_tokens_mask: add ``assistant_masks``.
-            tokenize: return token ids instead of text.
             return_tensors: as for a call; ``auto`` and None return lists of token ids.
-            return_dict: return all inputs of the model instead of the token ids alone.
             processor_kwargs: options of a call; ``images`` are for parts without a source.
             **options: options of a call, or variables of another template.
 
@@ -486,8 +476,8 @@ def continue_processor(
 ) -> CoatVlmProcessor:
     """Build the processor of a recipe that starts from a composed checkpoint.
 
-    Tokenizer, mean, standard deviation and resampling come from the checkpoint. All other settings
-    come from the recipe: a run may use longer rows, other tiles or more frames.
+    Tokenizer, mean, standard deviation and resampling come from the checkpoint, all other settings
+    from the recipe: a run may use longer rows, other tiles or more frames.
 
     Raises:
         ValueError: the recipe and the checkpoint describe different models.
@@ -578,11 +568,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def tokenizer_name(model: ModelConfig) -> str:
-    """Return the name or path of a recipe's tokenizer.
-
-    Raises:
-        ValueError: the recipe names no tokenizer.
-    """
+    """Return the name or path of a recipe's tokenizer; ValueError if there is none."""
     name = model.tokenizer.name_or_path or model.language.name_or_path
     if name is None:
         raise ValueError(
@@ -595,8 +581,7 @@ def tokenizer_name(model: ModelConfig) -> str:
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a recipe names, with the tokens of :func:`prepare_tokenizer`.
 
-    Raises:
-        ValueError: the recipe names no tokenizer, or it cannot be read.
+    Raises ValueError if the recipe names none, or it cannot be read.
     """
     own = model.tokenizer.name_or_path is not None
     name, where = tokenizer_name(model), f"model.{'tokenizer' if own else 'language'}.name_or_path"
@@ -614,14 +599,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def prepare_tokenizer(
     tokenizer: PreTrainedTokenizerBase, *, images: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Add ``<image>``, and ``<pad>`` if there is no pad token; return the same tokenizer.
+    """Add ``<image>``, and ``<pad>`` if there is no pad token, in place; return the tokenizer.
 
-    New tokens increase the vocabulary; ``build_model`` extends the embeddings.
-
-    Args:
-        images: False for a language model without vision. Its vocabulary is unchanged: no
-            ``<image>``, and without a pad token the end token pads (labels and attention ignore
-            padding).
+    ``build_model`` extends the embeddings to new tokens. The vocabulary of a language model without
+    vision is unchanged: no ``<image>``, and without a pad token the end token pads (labels and
+    attention ignore padding).
     """
     if not images:
         if tokenizer.pad_token_id is None:

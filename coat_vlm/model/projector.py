@@ -49,10 +49,9 @@ class SpaceToDepth(nn.Module):
         self.block_size = block_size
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Concatenate blocks.
+        """Map (N, grid * grid, C) to (N, ceil(grid / block) ** 2, block * block * C).
 
-        Raises:
-            ValueError: the number of patches is not a square.
+        Raises ValueError if the number of patches is not a square.
         """
         num_images, num_patches, channels = features.shape
         grid = math.isqrt(num_patches)
@@ -89,12 +88,7 @@ class Projector(nn.Module):
 def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -> Projector:
     """Build a projector with torch's default initialization, as VILA does.
 
-    Args:
-        vision_hidden: C, width of the vision features.
-        text_hidden: H, width of the language model's embeddings.
-
-    Raises:
-        ValueError: the type is unknown.
+    ``vision_hidden`` is C, ``text_hidden`` H.
     """
     block = block_size(projector_type)
     wide = block * block * vision_hidden
@@ -118,11 +112,7 @@ def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -
 
 
 def block_size(projector_type: str) -> int:
-    """Return the side of the block of patches per token; 1 without downsampling.
-
-    Raises:
-        ValueError: the type is unknown.
-    """
+    """Return the side of the block of patches per token; 1 without downsampling."""
     if projector_type not in _BLOCK_SIZES:
         raise ValueError(
             f"unknown projector type {projector_type!r}; allowed: {', '.join(PROJECTOR_TYPES)}"
@@ -135,9 +125,6 @@ def count_projected_tokens(projector_type: str, grid: int) -> int:
 
     For example 1024 patches (448 pixels, patches of 14) become 256 tokens with 2x2 blocks and 121
     with 3x3 blocks.
-
-    Raises:
-        ValueError: the type is unknown.
     """
     return (-(-grid // block_size(projector_type))) ** 2
 

@@ -62,8 +62,7 @@ class SequenceGroup:
 def join_sequence_group(world: World, size: int, timeout_s: float | None) -> SequenceGroup | None:
     """Join ranks into groups of consecutive ranks; collective. Returns None for ``size`` 1.
 
-    Args:
-        timeout_s: time limit of a collective operation in seconds; the backend's by default.
+    ``timeout_s`` limits a collective operation; the backend's limit by default.
     """
     if size == 1:
         return None
@@ -74,11 +73,7 @@ def join_sequence_group(world: World, size: int, timeout_s: float | None) -> Seq
 
 
 def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
-    """Check that the attention of a language model can be split over ``size`` ranks by heads.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError unless a model's attention can be split over ``size`` ranks by heads."""
     if size == 1:
         return
     config: Any = model.config
@@ -162,11 +157,7 @@ class SequenceShard:
         return received.transpose(0, 1).flatten(1)[None].unflatten(2, (-1, out.shape[3]))
 
     def check(self, model: PreTrainedModel) -> None:
-        """Check that every layer of a model exchanged tokens since this object was made.
-
-        Raises:
-            ValueError: a layer did not, so that it read only the tokens of the shard.
-        """
+        """Raise ValueError unless every layer of the model exchanged tokens with this object."""
         layers = model.config.num_hidden_layers
         if self.calls < layers:
             raise ValueError(
@@ -176,13 +167,9 @@ class SequenceShard:
             )
 
     def send_features(self, features: Tensor) -> Tensor:
-        """Send features to the ranks of their placeholders.
+        """Send this rank's features [sum of sends, hidden] to the ranks of their placeholders.
 
-        Args:
-            features: [sum of sends, hidden], of this rank's images in order.
-
-        Returns:
-            [P, hidden], in the order of ``positions``.
+        Returns [P, hidden], in the order of ``positions``.
         """
         return (
             _exchange(features, self.group, self.sends, self.receives) if self.sends else features
@@ -282,7 +269,7 @@ def _overlap(made: list[int], maker: int, wanted: list[int], reader: int) -> int
 def _deal_images(
     batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig, placeholders: int
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """Deal whole images (groups of frames) to the ranks, in order, with about equal tiles.
+    """Distribute whole images (groups of frames) to the ranks, in order, with about equal tiles.
 
     Returns:
         This rank's ``pixel_values``, and ``image_grids`` or ``frame_groups`` if the batch has them;

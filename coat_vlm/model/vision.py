@@ -1,14 +1,13 @@
 """The vision tower: one interface to transformers' SigLIP and CLIP and open_clip's ViT towers.
 
 A tower is truncated at ``select_layer``: the blocks after it, the final norm and the pooling head
-are not built. They would use memory and time, and would be trainable parameters without gradients.
-The output of the truncated tower is hidden state ``select_layer``. As in VILA and LLaVA, this is an
-index into transformers' ``hidden_states`` of SigLIP and CLIP, whose last entry is the output of the
-last block before ``post_layernorm``; ``select_layer`` has the same meaning for open_clip.
+are not built, as they would be trainable parameters without gradients. The output is hidden state
+``select_layer`` of transformers' ``hidden_states``, whose last entry is the output of the last
+block before ``post_layernorm``; the index has the same meaning for open_clip.
 
-Two types of open_clip towers are supported, built from a configuration or loaded by name, folder or
-Hub id: its own ViT (the CLIP towers) and timm's ViT (the SigLIP towers). open_clip is imported only
-to build a tower, because the import takes a second.
+open_clip's own ViT (the CLIP towers) and timm's ViT (the SigLIP towers) are supported, built from a
+configuration or loaded by name, folder or Hub id. open_clip is imported only to build a tower,
+because the import takes a second.
 """
 
 from collections.abc import Mapping
@@ -67,13 +66,9 @@ class VisionTower(nn.Module):
         self.image_size: int = vision.image_size
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Compute the features of images.
+        """Compute the features (N, P, C) of images (N, 3, S, S), normalized for the tower.
 
-        Args:
-            pixel_values: (N, 3, S, S), normalized for the tower; cast to the tower's dtype.
-
-        Returns:
-            (N, P, C) in the tower's dtype; patches in row-major order.
+        Pixels are cast to the tower's dtype. Patches are in row-major order.
 
         Raises:
             ValueError: ``pixel_values`` has another shape.
@@ -95,11 +90,8 @@ class VisionTower(nn.Module):
 class OpenClipBackbone(nn.Module):
     """open_clip image tower whose forward returns the last block's tokens, before the final norm.
 
-    Final norm, pooling and projection are removed, because they would be trainable parameters
-    without gradients.
-
-    Args:
-        visual: open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's.
+    ``visual`` is open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's; final norm,
+    pooling and projection are removed.
 
     Raises:
         ValueError: the tower has another architecture.

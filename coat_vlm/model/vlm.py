@@ -1,12 +1,9 @@
 """The composed model: vision tower, projector and causal language model as one PreTrainedModel.
 
-Tower and projector are optional: training, saving and loading also support a language model without
-vision.
-
-A sequence contains ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image
-or tile. The projected image features replace the placeholders' embeddings in order (LLaVA, Liu et
-al. 2023, arXiv:2304.08485, section 4.1), and the language model's forward follows. For images at
-several scales see :mod:`coat_vlm.model.projector`.
+Tower and projector are optional. A sequence contains ``config.tokens_per_image`` placeholders
+(``config.image_token_id``) per image or tile. The projected image features replace their embeddings
+in order (LLaVA, Liu et al. 2023, arXiv:2304.08485, section 4.1), and the language model's forward
+follows. For images at several scales see :mod:`coat_vlm.model.projector`.
 """
 
 import logging
@@ -96,9 +93,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Load a composed checkpoint; arguments as in transformers.
-
-        Compressed weights (``coat-vlm export --weights``) are decompressed to an ordinary model.
+        """Load a composed checkpoint; compressed weights (``export --weights``) are decompressed.
 
         Raises:
             ValueError: the folder contains another type of model, files are missing or damaged, or
@@ -154,7 +149,6 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         skip_logits: bool | None = None,
         image_positions: torch.Tensor | None = None,
         sequence_shard: SequenceShard | None = None,
-        shift_labels: torch.Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
@@ -165,7 +159,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             attention_mask: (B, T), 1 for tokens, 0 for padding; or another mask that the language
                 model supports. A mask on the CPU is dropped if only the loss is computed and does
                 not need it (:func:`coat_vlm.model.packing.mask_for_loss`).
-            position_ids: (B, T) positions. Default: created by the language model.
+            position_ids: (B, T). Default: created by the language model.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
                 largest scale. Default: every image is one tile.
@@ -175,22 +169,18 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
                 equals the placeholder's embedding; without, they are already inserted.
             labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
                 Labels on the CPU avoid a synchronization.
-            past_key_values: the language model's cache.
             num_items_in_batch: divisor of the summed loss (the supervised tokens of all
                 micro-batches and ranks). Default: this batch's supervised tokens.
             logits_to_keep: compute only this many last logits (0: all); not with labels.
-            skip_logits: return only the loss, computed without storing the logits, which are the
-                largest tensor of a batch. Default: True with labels in training mode. A language
-                model that scales or caps its logits always stores them.
+            skip_logits: return only the loss, computed without storing the logits. Default: True
+                with labels in training mode. A language model that scales or caps its logits always
+                stores them.
             image_positions: [P] int64, positions of the placeholders in the flattened
                 ``input_ids``, ascending. Default: search for them, which synchronizes with a GPU.
                 Wrong positions raise ValueError on a CPU and fail a device-side assertion on a GPU.
-            sequence_shard: the other arguments are this rank's part of a micro-batch, as
-                :func:`coat_vlm.model.sequence_parallel.shard_batch` makes them; the loss is that of
-                its tokens.
-            shift_labels: (B, T) target ids of the tokens' own positions, used instead of labels;
-                trainers with sequence parallelism shift before they split a sequence.
-            return_dict: False for a tuple. Default: the configuration's.
+            sequence_shard: the other arguments are this rank's part of a micro-batch
+                (:func:`coat_vlm.model.sequence_parallel.shard_batch`), with shifted labels; the
+                loss is computed over its tokens.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
                 (:mod:`coat_vlm.model.packing`). Positions then restart in each sequence, and the
@@ -203,8 +193,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             ValueError: placeholders and images do not match, arguments contradict each other, or
                 packed sequences do not fill the row.
         """
-        shifted = sequence_shard is not None or shift_labels is not None
-        labels = labels if shift_labels is None else shift_labels
+        shifted = sequence_shard is not None
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
@@ -310,17 +299,13 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
     ) -> torch.Tensor:
         """Compute token embeddings (B, T, H) with projected image features at the placeholders.
 
-        See :meth:`forward` for the arguments.
-
         In training mode, a batch without images runs a zero image through tower and projector and
-        adds the result times zero. Under data parallelism every rank must use the same parameters
-        in every step; the gradients of this image are exact zeros.
+        adds the result times zero: under data parallelism every rank must use the same parameters
+        in every step. The gradients of this image are exact zeros.
 
         Raises:
-            ValueError: the number of placeholders is not ``tokens_per_image`` times the number of
-                images (with grids: tiles of the largest scales; with groups: groups of frames),
-                grids or groups do not match the tiles or the configuration, ``image_positions``
-                are wrong, or there are images but no tower.
+            ValueError: placeholders, images, grids and groups do not match each other or the
+                configuration, ``image_positions`` are wrong, or there are images but no tower.
         """
         self._check_tower(pixel_values)
         if self.vision_tower is None:
@@ -347,10 +332,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         frame_groups: torch.Tensor | None = None,
         image_positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[Grid], list[int] | None]:
-        """Return positions of the placeholders, where ``is_image`` (B, T), grids and groups.
-
-        Errors are those of :meth:`embed`.
-        """
+        """Return positions of the placeholders, where ``is_image`` (B, T), grids and groups."""
         num_images = count_images(pixel_values)
         grids: list[Grid] = [(1, 1)] * num_images
         if image_grids is not None:
@@ -472,8 +454,8 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 class Backbone:
     """A :class:`CoatVlm` without its output layer: a call returns the last hidden states.
 
-    TRL's trainers compute log-probabilities from these and from the output layer's weight, so that
-    no logits are stored. The object has no parameters of its own; other attributes are the model's.
+    TRL's trainers compute log-probabilities from these and the output layer's weight, so that no
+    logits are stored. Other attributes are the model's.
     """
 
     def __init__(self, model: CoatVlm) -> None:

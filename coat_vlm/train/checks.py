@@ -327,11 +327,8 @@ def _check_frames(
         try:
             check_llava(meta_model, processor)
         except ValueError as error:
-            wanted = "llava" in recipe.export_formats
-            (findings.problems if wanted else findings.notes).append(
-                f"{'export_formats: ' if wanted else 'this model cannot be exported as llava: '}"
-                f"{f'{error}'.removeprefix('--format llava: ')}"
-            )
+            why = f"{error}".removeprefix("--format llava: ")
+            findings.notes.append(f"this model cannot be exported as llava: {why}")
     findings.notes += _compare_templates(recipe, processor)
     if recipe.cudnn_attention is True and meta_model.config.has_vision:
         trained = [name for name in meta_models if recipe.stages[name].vision.train]

@@ -28,7 +28,6 @@ _SAME_DATA = "the rows themselves are compared with those of the start"
 
 MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("name", "output_dir", "num_workers", "log_every_steps", "log_phases"), ""),
-    "export_formats": "",
     **dict.fromkeys(("tracking.**", "eval_sets.**", "eval_every", "eval_samples"), ""),
     **dict.fromkeys(("async_save", "keep_every_steps", "keep_best"), ""),
     **dict.fromkeys(("data_timeout_s", "collective_timeout_s"), ""),

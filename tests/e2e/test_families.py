@@ -338,7 +338,6 @@ def test_another_family_ends_before_the_engine(
         (["stages.sft.packing=true"], "stages.sft.packing is not supported with model.pret"),
         (["stages.sft.template=plain"], "stages.sft.template is not supported with model.pr"),
         (["memory.gpu_gb=80"], "memory is not supported with model.pretrained"),
-        (["export_formats=[llava]"], "export_formats is not supported with model.pretrained"),
         (["zero_stage=3", "precision=coat"], "needs the tower's blocks in BF16; set fp8.vision"),
     ],
 )
