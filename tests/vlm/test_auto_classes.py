@@ -44,16 +44,13 @@ def test_the_import_adds_only_small_modules_of_its_own():
     run("import coat_vlm\nassert not {'torch', 'transformers'} & set(sys.modules)")
     added = run(
         "from transformers.configuration_utils import PreTrainedConfig\n"
-        "import time\n"
-        "before, started = set(sys.modules), time.process_time()\n"
+        "before = set(sys.modules)\n"
         "import coat_vlm\n"
-        "assert time.process_time() - started < 0.3\n"  # seconds of CPU
         "assert 'torch._dynamo' not in sys.modules\n"
         "print(*(name for name in set(sys.modules) - before if name.startswith(('coat_', 'tr'))))"
     )
     assert set(added.split()) <= {
         "coat_data",
-        "coat_data.moved",
         "coat_vlm",
         "coat_vlm.auto_classes",
         "coat_vlm.torchvision_ops",
@@ -70,10 +67,3 @@ def test_model_classes_are_imported_when_they_are_used(checkpoint: Path):
         "assert not heavy & set(sys.modules)\n",
         str(checkpoint),
     )
-
-
-def test_an_unknown_name_of_the_model_package_is_an_attribute_error():
-    import coat_vlm.model
-
-    with pytest.raises(AttributeError, match="no attribute 'CoatVLM'"):
-        _ = coat_vlm.model.CoatVLM  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,8 +18,6 @@ from transformers import (
     CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaModel,
     PreTrainedTokenizerFast,
     SiglipConfig,
@@ -30,7 +28,6 @@ from transformers import (
 
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import CoatVlm, build_model
-from coat_vlm.model.build import extend_context
 from coat_vlm.model.pretrained import read_config
 
 FAMILIES = ["llama", "qwen2"]
@@ -124,14 +121,6 @@ def test_an_open_clip_folder(tiny, tiny_tokenizer, tmp_path):
     assert torch.equal(loaded.vision_tower.model.visual.conv1.weight, source.visual.conv1.weight)
 
 
-def test_nothing_is_left_without_memory(tiny):
-    model = tiny.model()
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(tensor.device.type == "cpu" for tensor in tensors)
-    assert model.language_model.config is model.config.text_config
-    assert model.vision_tower.model.config is model.config.vision_config
-
-
 def larger(tokenizer, extra):
     copied = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -208,12 +197,6 @@ def test_checkpoints_of_another_kind(tiny, tiny_tokenizer, checkpoints, part, na
         build(tiny, tiny_tokenizer, **{part: folder / name})
 
 
-def test_a_composed_checkpoint_is_no_language_model(tiny, tiny_tokenizer, tmp_path):
-    tiny.model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'coat_vlm'.*to continue .* set init_from"):
-        build(tiny, tiny_tokenizer, language=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("part", "damage"),
     [("vision", "gone"), ("vision", "incomplete"), ("language", "cut"), ("language", "reshaped")],
@@ -286,14 +269,6 @@ def test_a_larger_base_extends_the_context(tiny, tiny_tokenizer, checkpoints):
         assert torch.equal(found, expected(ids).logits)
         original = AutoModelForCausalLM.from_pretrained(folder / "qwen2").eval()
         assert not torch.equal(found[..., :60], original(ids).logits)  # ids below 60
-
-
-def test_a_base_needs_a_rotary_embedding(tiny, tiny_tokenizer):
-    language = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=400)
-    given = LanguageConfig(config={"model_type": "gpt2"}, rope_theta=5e5)
-    recipe = dataclasses.replace(tiny.recipe(), language=given)
-    with pytest.raises(ValueError, match=r"rope_theta=500000: GPT2LMHeadModel has no rotary"):
-        extend_context(GPT2LMHeadModel(language), recipe)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from coat_data.load.encode import EncodedSample
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.distributed import ALONE, World
+from coat_vlm.distributed import World
 from coat_vlm.model import build_model
 from coat_vlm.model.flops import Work, count_flops
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.projector import project_scales
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train import throughput
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
@@ -196,60 +195,6 @@ def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: An
     found = count_flops(model).count(work)
     assert sum(found.values()) == seen(model, dict(whole)) - unseen_pairs([9, 21, 3])
     assert seen(model, dict(filled)) > seen(model, dict(whole))
-
-
-def test_frames_are_projected_before_they_are_pooled(tiny: Any) -> None:
-    model = trained(tiny.model(), stage(*PARTS))
-    inputs = batch(model, tiles=2)
-    images = torch.randn(7, 3, 28, 28, generator=torch.Generator().manual_seed(3))
-    inputs |= {"pixel_values": images, "frame_groups": torch.tensor([3, 4])}
-    found = count_flops(model).count(measure_work(inputs))
-    sums = 2 * 2 * (2 * 7 * model.config.tokens_per_image * 32)  # a product with ones, and back
-    assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - sums
-
-
-def test_several_scales_project_the_largest(tiny: Any, tiny_tokenizer: Any) -> None:
-    config: Any = tiny.model().config
-    config.s2_scales = [28, 56]
-    torch.manual_seed(0)
-    model = trained(CoatVlm(config), stage(*PARTS))
-    grids = torch.tensor([[1, 2], [1, 1]])
-    inputs = batch(model, tiles=2)
-    inputs["input_ids"][0, 1 : 1 + 2 * model.config.tokens_per_image] = IMAGE
-    images = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(3))
-    inputs |= {"pixel_values": images, "image_grids": grids}
-    with FlopCounterMode(display=False) as resizing:
-        features = torch.randn(4, 16, 24, requires_grad=True)
-        shaped = [(int(rows), int(columns)) for rows, columns in grids.tolist()]
-        project_scales(features, shaped, [28, 56], lambda maps: maps).sum().backward()
-    assert resizing.get_total_flops() > 0
-    found = sum(count_flops(model).count(measure_work(inputs)).values())
-    wanted = seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - resizing.get_total_flops()
-    assert found == wanted
-
-
-def test_experts_are_refused_and_a_run_says_so(
-    tiny: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = text_model(tiny, tiny_tokenizer, kind="mixtral", num_local_experts=2)
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj has 3 dimensions"):
-        count_flops(model)
-    counts = throughput.Throughput(model, ALONE)
-    assert "no TFLOP/s: the model's FLOPs are not known:" in capsys.readouterr().out
-    ids = torch.ones(1, 5, dtype=torch.int64)
-    inputs: Any = {"input_ids": ids, "labels": ids, "attention_mask": ids}
-    inputs |= {"pixel_values": torch.zeros(0, 3, 1, 1)}
-    loaded = LoadedBatch(batch=inputs, bad=[], num_samples=1)
-    row = counts.row(counts.count([loaded], 1))
-    assert row == {
-        "supervised_tokens": 4,
-        "tokens": 5,
-        "samples": 1,
-        "tiles": 0,
-        "vision_tokens": 0,
-        "videos": {},
-    }
-    assert "tflop_per_s_per_gpu" not in counts.rates(row, 1.0)
 
 
 def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:

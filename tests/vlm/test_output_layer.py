@@ -263,20 +263,3 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
     "opt": {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda m: m.set_output_embeddings(nn.Sequential(nn.Linear(32, 60))), "is a Sequential"),
-        (lambda m: setattr(m.lm_head, "forward", lambda x: x), "already replaced"),
-        (lambda m: m.lm_head.add_module("adapter", nn.Identity()), "not a plain linear layer"),
-        (lambda m: setattr(m, "base_model_prefix", "elsewhere"), "not its direct children"),
-    ],
-)
-def test_an_output_layer_that_is_not_plain_keeps_its_logits(
-    tiny: Any, change: Any, why: str
-) -> None:
-    language = tiny.model().language_model
-    change(language)
-    assert why in str(why_logits_are_needed(language))

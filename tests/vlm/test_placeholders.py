@@ -4,7 +4,6 @@ On ``meta`` a tensor has no values, so reading one there is an error: passes of 
 read nothing of what would lie on a GPU.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import EncodedSample
-from coat_vlm.config import ImageConfig, Precision
+from coat_vlm.config import Precision
 from coat_vlm.fp8 import arithmetic_of, sdpa
-from coat_vlm.model import build_model, loss, packing, vlm
+from coat_vlm.model import loss, packing, vlm
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.placeholders import find_placeholders
 from coat_vlm.plan.activations import LiveMemory, use_flash_attention
@@ -177,26 +176,6 @@ def test_no_pass_reads_what_lies_on_the_device(
     assert reads.found == []
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert any("vision_tower" in name for name in trained)
-
-
-def test_pooled_frames_and_several_scales_read_nothing(
-    tiny: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaled = dataclasses.replace(tiny.recipe(), image=ImageConfig(mode="dynamic_s2"))
-    # Frames 2 and 3 share a place; a grid of two tiles comes with 1 + 4 of the smaller scales.
-    for recipe, tiles, media in (
-        (tiny.recipe(), 3, {"frame_groups": torch.tensor([1, 2])}),
-        (scaled, 7, {"image_grids": torch.tensor([[1, 2]])}),
-    ):
-        model: Any = build_model(recipe, tiny_tokenizer)
-        model = model.train().to(META)
-        places = torch.arange(2 * model.config.tokens_per_image)
-        ids = torch.zeros(1, len(places) + 1, dtype=torch.int64, device=META)
-        pixels = torch.zeros(tiles, 3, 28, 28, device=META)
-        with flash_on_meta(monkeypatch) as reads:
-            embeds = model.embed(ids, pixels, **media, image_positions=places)
-            embeds.sum().backward()
-        assert reads.found == []
 
 
 @pytest.mark.parametrize("name", ["image_positions", "labels"])

@@ -12,7 +12,7 @@ from PIL import Image
 from coat_data.load.collate import collate, collate_packed
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
-from coat_vlm.config.model import ImageConfig, VideoConfig
+from coat_vlm.config.model import VideoConfig
 from coat_vlm.export.vila import save_vila
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model import CoatVlm, build_model, vlm
@@ -175,14 +175,3 @@ def test_the_plan_counts_groups_as_tokens_and_frames_in_the_tower(tiny: Any) -> 
         trace(meta_model, 1, 4 * per_tile, 8)
     pooled = trace(meta_model, 1, 4 * per_tile, 8, pool_frames=4)
     assert pooled.saved["vision"] == trace(meta_model, 1, 16 * per_tile, 8).saved["vision"]
-
-
-def test_settings_that_contradict(tiny: Any) -> None:
-    with pytest.raises(ValueError, match="pool_frames"):
-        VideoConfig(pool_frames=1)
-    with pytest.raises(
-        ValueError, match=r"model.video.pool_frames=8 is not supported with .*dynamic_s2"
-    ):
-        dataclasses.replace(
-            tiny.recipe(), image=ImageConfig(mode="dynamic_s2"), video=VideoConfig(pool_frames=8)
-        )

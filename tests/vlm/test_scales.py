@@ -109,26 +109,6 @@ def test_the_model_reads_the_stitched_features(s2: tuple[Any, Any]):
         torch.testing.assert_close(placed, expected[row])
 
 
-@torch.no_grad()
-def test_a_single_tile_stands_for_all_scales(s2: tuple[Any, Any], tmp_path: Path):
-    """Frames of a video: one tile and tokens_per_image tokens each."""
-    model, processor = s2
-    for number in range(3):
-        picture(40 + number, 30).save(tmp_path / f"{number}.png")
-    turns = (Turn("user", (Part("video"), Part("text", "What?"))),)
-    media = (Media(kind="video", path=str(tmp_path)),)
-    encoded = processor.encoder(train=False).prompt(Sample(id="v", turns=turns, media=media))
-    assert encoded.image_grids is not None
-    assert encoded.image_grids.tolist() == [[1, 1]] * 3
-    assert encoded.counts == {"video_folder": 1}
-    features = model.vision_tower(encoded.pixel_values)
-    expected = model.projector(torch.cat([features] * 3, dim=-1)).flatten(0, 1)
-    ids = encoded.input_ids[None]
-    embeds = model.embed(ids, encoded.pixel_values, encoded.image_grids)
-    torch.testing.assert_close(embeds[ids == model.config.image_token_id], expected)
-    assert torch.equal(model.embed(ids, encoded.pixel_values), embeds)  # single tiles by default
-
-
 def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
     """Grids are shared out to rows, and repeated with their row where there are beams."""
     model, processor = s2

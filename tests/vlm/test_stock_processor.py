@@ -196,18 +196,6 @@ def test_another_template_is_rendered_by_transformers(both):
         ours.apply_chat_template(ASKED[0], **options, return_assistant_tokens_mask=True)
 
 
-def test_a_final_message_is_continued(both):
-    ours, stock = both
-    chat = CONVERSATIONS[2]
-    texts = [one.apply_chat_template(chat, continue_final_message=True) for one in both]
-    assert texts[0] == texts[1]
-    assert texts[0].endswith("red and blue")
-    options: dict[str, Any] = {"continue_final_message": True, "tokenize": True}
-    assert ours.apply_chat_template(chat, **options) == stock.apply_chat_template(chat, **options)
-    with pytest.raises(ValueError, match="leaves an answer open"):
-        ours.apply_chat_template(chat, continue_final_message=True, add_generation_prompt=True)
-
-
 def frames_of(number: int) -> np.ndarray:
     return np.stack([np.asarray(picture(seed)) for seed in range(number)])
 

@@ -1,6 +1,5 @@
 """A composed model without tower and projector, and what a recipe may say of one."""
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ from coat_vlm.model.processor import (
     CoatVlmProcessor,
     build_processor,
     continue_processor,
-    prepare_tokenizer,
 )
 
 TRAIN = ModuleTraining(train=True, lr=1e-3)
@@ -112,14 +110,6 @@ def test_a_composed_model_gives_its_language_model(
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.equal(in_own_memory(stock)(ids).logits, model(input_ids=ids).logits)
-
-
-def test_the_tokenizer_stays_as_it_is(tiny_tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.pad_token = None
-    before = len(tokenizer)
-    assert prepare_tokenizer(tokenizer, images=False).pad_token == "<eos>"
-    assert len(tokenizer) == before
 
 
 def _tower() -> Any:

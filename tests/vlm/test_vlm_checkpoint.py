@@ -92,15 +92,6 @@ def test_tied_embeddings_are_saved_once_and_stay_tied(tiny, tmp_path, in_own_mem
     )
 
 
-def test_generation_settings_are_kept(tiny, tmp_path):
-    model = make(tiny, "clip")
-    model.save_pretrained(tmp_path)
-    generation = CoatVlm.from_pretrained(tmp_path).generation_config
-    assert generation.eos_token_id == 1
-    assert generation.pad_token_id == 0
-    assert generation.suppress_tokens == [IMAGE]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_made_from_its_configuration_alone(tiny, kind):
     """Random weights, each part by its own library's rules, all trainable."""

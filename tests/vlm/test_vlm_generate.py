@@ -25,50 +25,9 @@ def tokens(*parts):
     return [token for part in parts for token in ([IMAGE] * 4 if part == IMAGE else [part])]
 
 
-@torch.no_grad()
-def greedy_by_hand(model, ids, pixel_values):
-    """The whole sequence anew for every token, without a cache."""
-    ids = torch.tensor([ids])
-    for _ in range(NEW):
-        logits = model(ids, pixel_values=pixel_values, use_cache=False).logits[0, -1]
-        logits[IMAGE] = -float("inf")
-        ids = torch.cat([ids, logits.argmax().view(1, 1)], dim=1)
-        if ids[0, -1] == model.generation_config.eos_token_id:
-            break
-    return ids[0].tolist()
-
-
 def generate(model, ids, pixel_values, **kwargs):
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | kwargs
     return model.generate(input_ids=torch.tensor(ids), pixel_values=pixel_values, **settings)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_equals_a_greedy_loop(model, images, use_cache):
-    for ids, pixel_values in [
-        (tokens(5, IMAGE, 7, 8), images[:1]),
-        (tokens(IMAGE, 5, IMAGE, 6, 9), images[1:]),
-        (tokens(5, 7, 8), None),
-        (tokens(5, 7, 8), images[:0]),
-    ]:
-        wanted = greedy_by_hand(model, ids, pixel_values)
-        found = generate(model, [ids], pixel_values, use_cache=use_cache)[0].tolist()
-        assert found == wanted
-
-
-def test_a_left_padded_batch_equals_single_runs(model, images):
-    rows = [tokens(5, IMAGE, 7, 8, 9), tokens(5, 6), tokens(IMAGE, 5, IMAGE, 6)]
-    single = [
-        generate(model, [row], pixel_values)[0, len(row) :].tolist()
-        for row, pixel_values in zip(rows, [images[:1], None, images[1:]], strict=True)
-    ]
-    longest = max(map(len, rows))
-    ids = [[PAD] * (longest - len(row)) + row for row in rows]
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    batch = generate(model, ids, images, attention_mask=mask)[:, longest:].tolist()
-    for found, wanted in zip(batch, single, strict=True):
-        assert found[: len(wanted)] == wanted
-        assert set(found[len(wanted) :]) <= {PAD}
 
 
 def test_beams_keep_each_rows_images_together(model, images):
