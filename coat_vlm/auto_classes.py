@@ -4,8 +4,8 @@
 class names, and import the module ``transformers.models.<model type>`` when a class is first used.
 This module adds names to these tables, and :mod:`coat_vlm.model` under the names of such modules.
 ``AutoModel.register`` and its siblings take classes, which would import torch and transformers
-with each ``import coat_vlm``. ``AutoTokenizer`` needs the configuration alone: the class of the
-tokenizer stands in its own file.
+with each ``import coat_vlm``. ``AutoTokenizer`` needs only the configuration: the class of the
+tokenizer is in its own file.
 """
 
 import importlib

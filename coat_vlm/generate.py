@@ -128,7 +128,7 @@ class PromptEncoder:
         if len(ids) > encoder.max_length:
             raise ValueError(
                 f"model.max_length={encoder.max_length} is too small: the chat template "
-                f"{processor.template} alone takes {len(ids)} tokens for a question and an answer "
+                f"{processor.template} takes {len(ids)} tokens for a question and an answer "
                 "of one letter; raise model.max_length, or use a shorter template"
             )
         supervised = [label for label in labels if label != IGNORE_INDEX]

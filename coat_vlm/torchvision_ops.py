@@ -3,7 +3,7 @@
 torchvision's Linux wheels on PyPI are CUDA builds. With a CPU build of torch their C++ extension
 does not load, and ``import torchvision`` fails with "operator torchvision::nms does not exist",
 because it registers shape functions for two operators that only the extension declares.
-transformers, timm and open_clip import torchvision and fail, too. Declaring the two operators is
+transformers, timm and open_clip import torchvision and also fail. Declaring the two operators is
 enough for everything that this project uses; calling them, or decoding images with torchvision,
 still raises.
 """

@@ -136,7 +136,7 @@ class Recipe:
     collective_timeout_s: Positive = 1800
     """Seconds that a rank waits for the others in a collective operation before it ends. The main
     process prints after one minute which rank is missing (``coat-vlm status RUN`` does at any
-    time). Longer than any work that one rank does alone, such as saving the model."""
+    time). Longer than any work of a single rank, such as saving the model."""
     save_total_limit: Positive = 2
     """Checkpoints per stage; older ones are deleted after a new one is complete."""
     keep_every_steps: NonNegative = 0

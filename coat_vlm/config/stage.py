@@ -302,7 +302,7 @@ class StageConfig:
             return
         refused = {
             "packing": (self.packing is not None, "TRL computes one row per answer; remove it"),
-            "balance": (self.balance, "rows are measured by one answer alone; remove it"),
+            "balance": (self.balance, "rows are measured by a single answer; remove it"),
             "sequence_parallel": (
                 self.sequence_parallel > 1,
                 "TRL needs whole rows; remove it, and lower micro_batch_size if memory is short",

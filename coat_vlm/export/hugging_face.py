@@ -334,7 +334,7 @@ def _check_folders(source: Path, target: Path) -> Path:
 
 
 def _lock_path(target: Path) -> Path:
-    """Return the lock of an export: beside its folder, which is renamed when it is complete."""
+    """Return the lock of an export: next to its folder, which is renamed when it is complete."""
     return target.with_name(f".{target.name}{LOCK}")
 
 

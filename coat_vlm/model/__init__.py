@@ -1,7 +1,7 @@
 """The composed vision-language model, its configuration and its processor.
 
 Classes are imported when they are first used: transformers' Auto classes, which find them here
-(:mod:`coat_vlm.auto_classes`), ask for the configuration alone to read a config.json.
+(:mod:`coat_vlm.auto_classes`), ask only for the configuration to read a config.json.
 """
 
 import importlib

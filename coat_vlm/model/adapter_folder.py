@@ -87,9 +87,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON file: {error}; {_SAVE}") from error
+        raise ValueError(f"{path} is not a JSON file: {error}; {_SAVE}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} has a JSON {type(config).__name__}, no object; {_SAVE}")
+        raise ValueError(f"{path} has a JSON {type(config).__name__}, not an object; {_SAVE}")
     wrong = {name: config[name] for name in _UNSUPPORTED if config.get(name)}
     if config.get("peft_type") != "LORA":
         wrong["peft_type"] = config.get("peft_type")
@@ -178,9 +178,9 @@ def _check_shared(
         alike = name in full and all(n in full and full[name].equal(full[n]) for n in others)
         if others and not alike:
             raise ValueError(
-                f"{folder} changes {name}, whose weights are those of {', '.join(others)}, too "
-                "(tie_word_embeddings), so that it would change both; give a merged model in which "
-                "each has weights of its own as the model, without --adapters"
+                f"{folder} changes {name}, which shares its weights with {', '.join(others)} "
+                "(tie_word_embeddings); give a merged model in which each has its own weights as "
+                "the model, without --adapters"
             )
 
 

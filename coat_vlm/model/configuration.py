@@ -127,17 +127,13 @@ class CoatVlmConfig(PretrainedConfig):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read config.json of a composed checkpoint."""
         name = os.fspath(pretrained_model_name_or_path)
-        problem = None
         try:
             config, rest = super().get_config_dict(name, **kwargs)
         except OSError as error:
-            config, rest, problem = {}, {}, error
-        if not config:
-            why = "" if problem is None else f": {problem}"
             raise ValueError(
                 f"no config.json of a coat_vlm checkpoint at {name!r}; give the folder that "
-                f"training wrote (RUN/<stage>/model){why}"
-            ) from problem
+                f"training wrote (RUN/<stage>/model): {error}"
+            ) from error
         if config.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{name!r} is not a coat_vlm checkpoint: its model_type is "
@@ -207,7 +203,7 @@ def count_needed_layers(num_layers: int, select_layer: int) -> int:
     index = select_layer if select_layer >= 0 else num_layers + 1 + select_layer
     if not 1 <= index <= num_layers:
         raise ValueError(
-            f"select_layer={select_layer} is no output of the tower's {num_layers} blocks; "
+            f"select_layer={select_layer} is not an output of the tower's {num_layers} blocks; "
             f"allowed: 1 to {num_layers}, or -1 (the last) to -{num_layers}"
         )
     return index

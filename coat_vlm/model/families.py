@@ -114,7 +114,7 @@ def find_family(where: str, path: str) -> tuple[Family, Any]:
         return family, config
     names = ", ".join(f"{one.name} ({kind})" for kind, one in FAMILIES.items())
     nearest = (
-        "continue from it with init_from, beside model.vision and model.language"
+        "continue from it with init_from, next to model.vision and model.language"
         if config.model_type == "coat_vlm"
         else "take its language model or vision tower as a part of a new model, with model.language"
         ".name_or_path and model.vision.name_or_path"

@@ -298,10 +298,10 @@ def _attend(
             distance = index[:, None] - index
             mask = (distance < window) & (distance >= 0)
         grouped = q.shape[1] != k.shape[1]
-        alone = causal and mask is None
+        only_causal = causal and mask is None
         outs.append(
             F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, alone, scale=scaling, enable_gqa=grouped
+                q, k, v, mask, dropout, only_causal, scale=scaling, enable_gqa=grouped
             )
         )
     return torch.cat(outs, 2).transpose(1, 2)

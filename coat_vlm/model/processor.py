@@ -168,7 +168,7 @@ class CoatVlmProcessor(ProcessorMixin):
         """Make the chat template that a stage trains the one of the model and of its tokenizer.
 
         The tokenizer gets it as its ``chat_template``, which others read from the saved folder.
-        ``plain`` is no chat template, and changes nothing; ``tokenizer`` is the tokenizer's own.
+        ``plain`` is not a chat template, and changes nothing; ``tokenizer`` is the tokenizer's own.
         """
         if name not in (None, "plain"):
             self.template = name
@@ -225,7 +225,7 @@ class CoatVlmProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Create inputs of the model from rendered prompts and their media.
 
-        Images without text are read alone, as by other image processors.
+        Images without text are read as by other image processors.
 
         Args:
             images: an image, a list of images, or one entry per row; an image is a path, an
@@ -243,8 +243,8 @@ class CoatVlmProcessor(ProcessorMixin):
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
             ``dynamic_s2`` also image_grids (M, 2) int64, and for videos with ``pool_frames``
-            frame_groups (G,) int64. For images alone pixel_values, and num_patches (M,) int64, the
-            tiles of each image.
+            frame_groups (G,) int64. Without text: pixel_values, and num_patches (M,)
+            int64, the tiles of each image.
 
         Raises:
             DataError: an image cannot be read.

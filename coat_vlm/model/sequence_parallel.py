@@ -8,7 +8,7 @@ of H / N heads, and return attention's output to the ranks of the tokens.
 
 :func:`shard_batch` splits a micro-batch on the CPU, before the copy to the device. Several rows are
 first concatenated to one packed row without padding, so every batch is one row of T tokens. Labels
-are shifted before the split. Images are dealt to the ranks: each rank runs the vision tower and the
+are shifted before the split. Images are distributed to ranks: each runs the vision tower and the
 projector on its own images, and one more exchange sends their features to the ranks of their
 placeholders.
 
@@ -250,7 +250,7 @@ def shard_batch(
         inputs |= {"cu_seq_lens_q": bounds, "max_length_q": int(lengths.max())}
     # Placeholders before each shard's start; a feature has the number of its placeholder.
     wanted = torch.searchsorted(places, own * torch.arange(group.size + 1)).tolist()
-    media, made = _deal_images(batch, group, config, len(places))
+    media, made = _distribute_images(batch, group, config, len(places))
     mine = places[wanted[group.rank] : wanted[group.rank + 1]] - start
     shard = SequenceShard(group, mine)
     if len(places):
@@ -266,7 +266,7 @@ def _overlap(made: list[int], maker: int, wanted: list[int], reader: int) -> int
     return max(0, min(made[maker + 1], wanted[reader + 1]) - start)
 
 
-def _deal_images(
+def _distribute_images(
     batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig, placeholders: int
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Distribute whole images (groups of frames) to the ranks, in order, with about equal tiles.

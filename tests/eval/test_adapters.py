@@ -206,9 +206,9 @@ def test_files_that_peft_did_not_write(folders: Path, speaking_model: Path, tmp_
     (folder / "adapter_model.safetensors").unlink()
     check("adapter_model.safetensors cannot be read")
     (folder / "adapter_config.json").write_text("[]")
-    check("adapter_config.json has a JSON list, no object")
+    check("adapter_config.json has a JSON list, not an object")
     (folder / "adapter_config.json").write_text("{")
-    check("adapter_config.json is no JSON file")
+    check("adapter_config.json is not a JSON file")
 
 
 def test_embeddings_that_are_also_the_head_change_only_alike(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_generation_stops_at_the_token_trained_after_answers(
 def test_a_length_below_the_templates_own_text_is_named(loaded: tuple[CoatVlm, CoatVlmProcessor]):
     processor = copy.deepcopy(loaded[1])
     processor.max_length = 5
-    with pytest.raises(ValueError, match=r"^model\.max_length=5 .* chat template chatml alone"):
+    with pytest.raises(ValueError, match=r"^model\.max_length=5 .* chat template chatml takes"):
         PromptEncoder(processor)
 
 
@@ -167,7 +167,7 @@ def test_a_folder_above_a_checkpoint_names_it(checkpoint: Path, level: int):
     ("config", "message"),
     [
         (json.dumps({"model_type": "llama"}), "its model_type is 'llama'"),
-        ("{}", "no config.json of a coat_vlm checkpoint"),
+        ("{}", "its model_type is None"),
         ("{", "not a valid JSON file"),
     ],
 )
