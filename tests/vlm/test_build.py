@@ -3,7 +3,6 @@ import dataclasses
 import json
 from typing import Any
 
-import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -99,26 +98,6 @@ def test_a_pretrained_language_model_keeps_its_weights(
     with torch.no_grad():
         assert torch.equal(in_own_memory(model)(ids).logits, models[family](ids).logits)
     assert model.config.text_config.model_type == family
-
-
-def test_an_open_clip_folder(tiny, tiny_tokenizer, tmp_path):
-    model_cfg = {
-        "embed_dim": 16,
-        "vision_cfg": tiny.open_clip["clip"],
-        "text_cfg": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 1},
-    }
-    source: Any = open_clip.CLIP(**model_cfg).eval()
-    text = json.dumps({"model_cfg": model_cfg, "preprocess_cfg": {}})
-    (tmp_path / "open_clip_config.json").write_text(text)
-    torch.save(source.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
-    model = tiny.model(library="open_clip", config=None, name_or_path=str(tmp_path))
-    ours = model.vision_tower.model.visual
-    assert len(ours.transformer.resblocks) == 2
-    wanted = source.visual.state_dict()
-    assert all(torch.equal(weight, wanted[name]) for name, weight in ours.state_dict().items())
-    model.save_pretrained(tmp_path / "composed")
-    loaded = CoatVlm.from_pretrained(tmp_path / "composed")
-    assert torch.equal(loaded.vision_tower.model.visual.conv1.weight, source.visual.conv1.weight)
 
 
 def larger(tokenizer, extra):

@@ -20,7 +20,6 @@ from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.model.cudnn import avoid_unsafe_cudnn, has_safe_gradients, set_cudnn_attention
 from coat_vlm.model.vision import build_open_clip
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
-from coat_vlm.train.step import _name_cudnn
 
 PLAIN = F.scaled_dot_product_attention
 TRAINS = ModuleTraining(train=True, lr=1e-3)
@@ -146,14 +145,6 @@ def test_every_attention_of_an_open_clip_tower_is_checked(
     tokens = (size // config.patch_size) ** 2 + config.num_prefix_tokens
     call = Call(tokens, causal=False, masked=False, cudnn=True)
     assert calls == [call] * config.num_hidden_layers
-
-
-def test_the_error_of_bad_gradients_names_cudnn_attention_if_it_is_allowed() -> None:
-    set_cudnn_attention("auto")
-    assert "cudnn_attention=false" in _name_cudnn(torch.device("cuda"))
-    assert not _name_cudnn(torch.device("cpu"))
-    set_cudnn_attention(False)
-    assert not _name_cudnn(torch.device("cuda"))
 
 
 SAFE = [(tokens, True) for tokens in (64, 192, 704, 1000, 1024)]

@@ -14,7 +14,6 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert, store_frozen_weights
-from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.lora import (
     adapter_config,
     describe,
@@ -25,8 +24,6 @@ from coat_vlm.model.lora import (
 )
 from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
-from coat_vlm.plan.activations import trace
-from coat_vlm.plan.zero import count_sizes
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 RANK, ALPHA = 4, 12
@@ -158,24 +155,6 @@ def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8
     assert (before - after).norm() < (0.08 * 4**0.5 if fp8 else 1e-5) * after.norm()
 
 
-def test_a_merge_by_hand() -> None:
-    base = {"q.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16(), "q.bias": torch.ones(2)}
-    adapters = {
-        "q.lora_A.weight": torch.tensor([[1.0, -1.0]]).bfloat16(),
-        "q.lora_B.weight": torch.tensor([[2.0], [0.5]]).bfloat16(),
-    }
-    state = {
-        "q.base_layer.weight": base["q.weight"],
-        "q.base_layer.bias": base["q.bias"],
-        "q.lora_A.default.weight": adapters["q.lora_A.weight"],
-        "q.lora_B.default.weight": adapters["q.lora_B.weight"],
-    }
-    assert split_adapters(state) == (base, adapters)
-    merge(base, adapters, 3.0)
-    assert base["q.weight"].tolist() == [[7.0, -4.0], [4.5, 2.5]]
-    assert base["q.weight"].dtype == torch.bfloat16
-
-
 def test_what_trains_and_what_does_not(tiny: Any) -> None:
     model = adapted(tiny)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -194,17 +173,6 @@ def test_what_trains_and_what_does_not(tiny: Any) -> None:
     groups = param_groups(model, replace(STAGE, language=replace(TRAINS, lr=2e-4)))
     rates = {group["module"]: group["peak_lr"] for group in groups}
     assert rates == {"projector": 1e-3, "language": 2e-4}
-
-
-def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
-    """The tower has layers of these names, too."""
-    stage = replace(STAGE, lora=replace(LORA, target_modules=["q_proj", "v_proj"]))
-    model = adapted(tiny, stage)
-    assert model.vision_tower is not None
-    assert not has_adapters(model.vision_tower)
-    names = {name.rpartition(".lora_")[0] for name in adapters_of(model)}
-    layers = [f"language_model.model.layers.{i}.self_attn" for i in range(2)]
-    assert names == {f"{layer}.{kind}" for layer in layers for kind in ("q_proj", "v_proj")}
 
 
 @pytest.mark.parametrize("precision", ["fp8_linear", "coat"])
@@ -266,34 +234,6 @@ def test_adapters_learn_in_every_precision_and_with_checkpointing(
     for name, gradient in plain.items():
         assert torch.equal(gradient, again[name]), name
         assert (gradient - exact[name]).norm() < 0.25 * exact[name].norm(), name
-
-
-def test_the_memory_of_a_plan(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What trains, and what it keeps more than a language model that is frozen."""
-    # DeepSpeed's ZeRO-3 replaces it for the rest of the process, by one that keeps every input.
-    original: Any = torch._C
-    monkeypatch.setattr(nn.functional, "linear", original._nn.linear)
-    made = create_meta_model(adapted_config(tiny), torch.bfloat16)
-    set_trainable(made, STAGE)
-    set_train_mode(made, STAGE)
-    sizes = count_sizes(made, STAGE, 8)
-    model = adapted(tiny)
-    assert sizes.trained == count_parameters(model, trainable_only=True)
-    assert sizes.parameters == count_parameters(model)
-    memory = trace(made, 2, 64, 1)
-    assert memory.backward[-1][0] == sizes.trained
-    frozen = replace(STAGE, lora=None, language=ModuleTraining(train=False))
-    still = create_meta_model(adapted_config(tiny), torch.bfloat16)
-    set_trainable(still, frozen)
-    set_train_mode(still, frozen)
-    more = memory.saved["language"] - trace(still, 2, 64, 1).saved["language"]
-    # Per block and token in BF16, for the gradients of A and B: both normed inputs (32 each), the
-    # MLP's hidden values (48), and r of each of seven layers.
-    assert more == 2 * (2 * 64) * 2 * (32 + 32 + 48 + 7 * RANK)
-
-
-def adapted_config(tiny: Any) -> Any:
-    return tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48)).config
 
 
 def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

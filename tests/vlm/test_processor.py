@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig
 from coat_vlm.model.processor import (
@@ -103,25 +103,6 @@ def test_a_tokenizer_without_vocabulary_is_refused(processor: CoatVlmProcessor, 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"the tokenizer of '{tmp_path}' has no tokens for a text"):
         CoatVlmProcessor(tokenizer)
-
-
-def test_settings_reach_the_encoder(processor: CoatVlmProcessor, tmp_path: Path):
-    sample = photo_sample(tmp_path / "a.png")
-    encode, evaluate = processor.encoder(train=True), processor.encoder(train=False)
-    plain = evaluate(sample, np.random.default_rng(0))
-    image_id = processor.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    assert (plain.input_ids == image_id).sum() == 4
-    assert plain.pixel_values.shape == (1, 3, 28, 28)
-    corner = (torch.tensor([25, 51, 76]) / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor(
-        [0.4, 0.5, 0.6]
-    )
-    torch.testing.assert_close(plain.pixel_values[0, :, 0, 0], corner)  # the padding's mean colour
-    seen = {encode(sample, np.random.default_rng(s)).pixel_values.sum().item() for s in range(9)}
-    assert len(seen) > 5
-    assert "USER: " in processor.tokenizer.decode(plain.input_ids)
-    words = Turn("user", (Part("text", "circle " * 300),))
-    with pytest.raises(DataError, match="max_length=200"):
-        evaluate(Sample(id="x", turns=(words, sample.turns[1])))
 
 
 def test_unknown_template_and_missing_image_token():

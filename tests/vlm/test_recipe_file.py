@@ -265,13 +265,6 @@ def test_one_length_of_a_stage_clears_the_other(
     assert heard == said
 
 
-def test_max_steps_clears_epochs_where_a_user_sees_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llava_1_5", "stages.sft.max_steps=3", "stages.align.nonsense=1"]) == 2
-    assert "max_steps=3 replaces stages.sft.epochs=" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="exactly one of epochs or max_steps"):
-        load_recipe("quickstart", ["stages.sft.max_steps=3", "stages.sft.epochs=1"])
-
-
 @pytest.mark.usefixtures("folders")
 def test_balance_is_for_rows_that_are_not_packed() -> None:
     assert load_recipe("vila_long_video").stages["sft"].balance

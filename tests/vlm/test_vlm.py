@@ -184,17 +184,6 @@ def test_arguments_that_contradict_each_other(model, images):
         model(ids, labels=ids, logits_to_keep=1)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_attention_implementation_reaches_all_parts(tiny, images, attention):
-    model = tiny.model(attn_implementation=attention)
-    for part in (model, model.vision_tower.model, model.language_model):
-        assert part.config._attn_implementation == attention
-    ids = sequence(5, IMAGE, 6, IMAGE, 7)
-    with torch.no_grad():
-        wanted = tiny.model(attn_implementation="sdpa")(ids, pixel_values=images).logits
-        torch.testing.assert_close(model(ids, pixel_values=images).logits, wanted)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
