@@ -50,19 +50,6 @@ def test_packed_rows_train_what_padded_rows_train(
         torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_no_image_is_needed_and_every_module_takes_part(tiny: Any, conversations: Any) -> None:
-    """Else a rank whose rows have no image would leave the others waiting under ZeRO."""
-    model = tiny.model().train()
-    samples = conversations(model)
-    model.language_model.set_attn_implementation(PACKED)
-    batch = collate_packed([samples[1], samples[3]], pad_token_id=0, align=32)
-    assert len(batch["pixel_values"]) == 0
-    _, gradients = loss_and_gradients(model, [batch])
-    assert all(not g.any() for n, g in gradients.items() if "vision_tower" in n)
-    parts = {name.split(".")[0] for name in gradients}
-    assert parts == {"vision_tower", "projector", "language_model"}
-
-
 def test_the_layout_of_a_packed_row() -> None:
     """By hand: 3 and 2 tokens, filled up to 8; nobody predicts a first token."""
     empty = torch.empty(0, 3, 1, 1)

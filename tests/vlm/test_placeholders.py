@@ -99,22 +99,6 @@ def test_losses_and_gradients_are_those_of_masks_bit_by_bit(
             assert torch.equal(gradient, wanted_gradients[name]), name
 
 
-@pytest.mark.parametrize("side", ["left"])
-def test_the_collator_knows_the_places(tiny: Any, conversations: Any, side: Any) -> None:
-    samples = conversations(model := tiny.model())
-    for batch in (
-        collate(samples, pad_token_id=0, padding_side=side),
-        collate_packed(samples, pad_token_id=0, align=32),
-        collate([samples[1]], pad_token_id=0),  # no image
-    ):
-        is_image = batch["input_ids"].flatten() == model.config.image_token_id
-        wanted = [place for place, yes in enumerate(is_image.tolist()) if yes]
-        assert batch.get("image_positions", torch.empty(1)).tolist() == wanted
-    ids = torch.zeros(2, dtype=torch.int64)
-    unknown = EncodedSample(ids, ids, torch.empty(0, 3, 28, 28))
-    assert "image_positions" not in collate([samples[0], unknown], pad_token_id=0)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

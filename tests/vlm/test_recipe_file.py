@@ -43,33 +43,6 @@ def test_overrides_and_variables(recipe_path: Path) -> None:
     assert recipe.stages["sft"].vision.train is False
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["keep_every_steps=4", "stages.sft.save_steps=4"], ""),
-        (["keep_every_steps=600", "stages.sft.save_steps=200"], ""),  # a short test run
-        (["keep_best=v", "stages.sft.save_steps=4", "stages.sft.eval_steps=2"], ""),
-        (["keep_best=v", "stages.sft.save_steps=2"], "eval_steps of a stage that"),
-        (["keep_best=v", "stages.sft.eval_steps=2"], "eval_steps of a stage that"),
-    ],
-)
-def test_checkpoints_that_are_kept_exist(
-    recipe_path: Path, overrides: list[str], message: str
-) -> None:
-    overrides = ["stages.sft.val_data=[{name: v, path: v.json}]", *overrides]
-    if not message:
-        load_recipe(str(recipe_path), overrides)
-        return
-    with pytest.raises(ValueError, match=f"has no effect without .*{message}"):
-        load_recipe(str(recipe_path), overrides)
-
-
-@pytest.mark.parametrize("override", ["stages.sft=null", "stages=null", "stages={}"])
-def test_overrides_that_contradict_each_other(recipe_path: Path, override: str) -> None:
-    with pytest.raises(ValueError, match="stages"):
-        load_recipe(str(recipe_path), ["stages.sft.max_steps=2", override])
-
-
 def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(recipe_path))
     save_recipe(recipe, tmp_path / "saved.yaml")
@@ -263,10 +236,3 @@ def test_one_length_of_a_stage_clears_the_other(
     stage = load_recipe(str(recipe_path), overrides, say=heard.append).stages["sft"]
     assert (stage.epochs, stage.max_steps) == (epochs, max_steps)
     assert heard == said
-
-
-@pytest.mark.usefixtures("folders")
-def test_balance_is_for_rows_that_are_not_packed() -> None:
-    assert load_recipe("vila_long_video").stages["sft"].balance
-    with pytest.raises(ValueError, match="balance has no effect with packing"):
-        load_recipe("vila_long_video", ["stages.sft.packing=true"])

@@ -306,27 +306,6 @@ def encode_asked(processor: Any, conversations: Any = ASKED) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rows"),
-    [
-        ({"do_sample": True}, 3),
-        ({"do_sample": True, "num_return_sequences": 2}, 6),
-        ({"num_beams": 3}, 3),
-        ({"num_beams": 2, "do_sample": True, "num_return_sequences": 2}, 6),
-        ({"do_sample": True, "top_k": 1}, 3),
-    ],
-    ids=["sampling", "several samples", "beams", "sampled beams", "most likely"],
-)
-def test_strategies_answer_batches(loaded, strategy: dict[str, Any], rows: int):
-    model, processor = loaded
-    inputs = encode_asked(processor)
-    torch.manual_seed(0)
-    output = model.generate(**inputs, max_new_tokens=6, **strategy)
-    assert len(output) == rows
-    if strategy.get("top_k") == 1:  # greedy, by another name
-        assert torch.equal(output, model.generate(**inputs, max_new_tokens=6, do_sample=False))
-
-
 def test_assisted_generation_gives_the_greedy_tokens(loaded, checkpoint: Path):
     """One row, as transformers requires; by other weights, the same, and by prompt lookup."""
     model, processor = loaded

@@ -1,6 +1,5 @@
 import copy
 import json
-import math
 from typing import Any
 
 import open_clip
@@ -75,20 +74,6 @@ def test_features_are_the_librarys_hidden_state(kind, select_layer, tiny):
         wanted = hidden_states(kind, whole, images)[select_layer]
         features = tower(images)
     torch.testing.assert_close(features, wanted, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [("siglip", 0), ("clip", 1), ("open_clip", 1), ("timm", 1)]
-)
-def test_patch_drops_the_class_token_only(kind, prefix, tiny):
-    patch, _ = make(kind, tiny, select_feature="patch")
-    everything, _ = make(kind, tiny, select_feature="cls_patch")
-    images = torch.randn(2, 3, patch.image_size, patch.image_size)
-    with torch.no_grad():
-        features, all_features = patch(images), everything(images)
-    assert torch.equal(features, all_features[:, prefix:])
-    assert math.isqrt(features.shape[1]) ** 2 == features.shape[1]
-    assert all_features.shape[1] == features.shape[1] + prefix
 
 
 @pytest.mark.parametrize(
