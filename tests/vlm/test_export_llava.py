@@ -228,7 +228,7 @@ def test_a_checkpoint_of_transformers_is_read(tiny: Any, tmp_path: Path) -> None
     stock = stock_checkpoint(tmp_path / "llava", tiny)
     with pytest.raises(ValueError, match="convert it first: coat-vlm export"):
         check_composed_folder(str(tmp_path / "llava"))
-    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 0
+    assert main(["export", "--model", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 0
     loaded: Any = load(tmp_path / "ours", dtype=torch.float32)
     model, processor = loaded
     assert (processor.template, processor.image_mode) == ("vicuna_v1", "pad")
