@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -20,38 +21,21 @@ from typing import Literal
 import torch
 
 PACKAGES = (
-    "coat-vlm",
-    "torch",
-    "torchvision",
-    "triton",
-    "transformers",
-    "deepspeed",
-    "open_clip_torch",
-    "datasets",
-    "pillow",
-    "av",
+    *("coat-vlm", "torch", "torchvision", "triton", "transformers", "deepspeed"),
+    *("open_clip_torch", "datasets", "pillow", "av"),
 )
-OPTIONAL = (
-    (
-        "peft",
-        "LoRA (peft)",
-        "only a stage with lora needs it",
-        "pip install -e '.[lora]' if a stage has lora",
-    ),
-    (
-        "wandb",
-        "Weights & Biases",
-        "metrics.jsonl needs none",
-        "pip install -e '.[wandb]' if you set tracking.wandb_project",
-    ),
-)
-"""Packages of extras: name, subject of the line, what works without it, remedy."""
+OPTIONAL = {
+    "peft": "only a stage with lora needs it: pip install -e '.[lora]'",
+    "wandb": "only tracking.wandb_project needs it: pip install -e '.[wandb]'",
+}
 VIDEO_CODECS = ("h264", "hevc", "vp9", "av1")
 IMAGE_FORMATS = {"jpg": "JPEG", "zlib": "PNG", "webp": "WebP"}
 SMALL_SHARED_MEMORY = 1 << 30
 FP8_CAPABILITY = (8, 9)
 BF16_CAPABILITY = (8, 0)
 _REINSTALL = "create the environment again, see section Install of the README"
+# The image processors that come with these models import torchvision.
+_MODELS = ("SiglipModel", "CLIPModel", "Qwen2ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +64,11 @@ def check_versions() -> Iterator[Finding]:
                 yield Finding("note", name, "not installed")
             else:
                 yield Finding("BROKEN", name, "not installed", _REINSTALL)
+    for name, remedy in OPTIONAL.items():
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            yield Finding("note", name, "not installed", remedy)
     yield Finding("ok", "torch built for", _describe_build())
 
 
@@ -166,20 +155,15 @@ def check_features() -> Iterator[Finding]:
             "FP32 and no smaller",  # coat_vlm/fp8/convert.py
             "train with precision=fp32 here; FP8 needs an NVIDIA GPU of sm89 or newer",
         )
-    yield _report_result("transformers models", _import_transformers)
+    yield _report_import("transformers models", "transformers", *_MODELS)
     yield check_torchvision()
-    yield _report_result("open_clip towers", _import_open_clip)
+    yield _report_import("open_clip towers", "open_clip")
     yield _report_result("DeepSpeed", _import_deepspeed)
-    yield _report_result("training's modules", _import_training)
-    for package, subject, without, remedy in OPTIONAL:
-        try:
-            yield Finding("ok", subject, version(package))
-        except PackageNotFoundError:
-            yield Finding("note", subject, f"not installed; {without}", remedy)
+    yield _report_import("training's modules", "coat_vlm.train.stages")
 
 
 def check_torchvision() -> Finding:
-    """Report whether torchvision's compiled operators load beside this torch.
+    """Report whether torchvision's compiled operators load with this torch.
 
     coat_vlm works without them (:mod:`coat_vlm.torchvision_ops`); programs that import torchvision,
     or a transformers model with images, without coat_vlm do not.
@@ -194,7 +178,7 @@ def check_torchvision() -> Finding:
         return Finding(
             "note",
             "torchvision",
-            f"its compiled operators (of {torchvision.__version__}) do not load beside torch "
+            f"its compiled operators (of {torchvision.__version__}) do not load with torch "
             f"{torch.__version__} for {_describe_build()}; in programs that do not import coat_vlm "
             "first, from transformers import SiglipModel fails (torchvision::nms does not exist)",
             "install both for the same device, here: pip install --force-reinstall torchvision "
@@ -205,25 +189,20 @@ def check_torchvision() -> Finding:
 
 def check_gpu_precisions(capability: tuple[int, int]) -> Iterator[Finding]:
     """Report whether a GPU of this compute capability has BF16 and FP8 units."""
-    name = f"sm{capability[0]}{capability[1]}"
-    if capability >= BF16_CAPABILITY:
-        yield Finding("ok", "BF16 training", "native on this GPU")
-    else:
-        remedy = "train with precision=fp32"
-        yield Finding("note", "BF16 training", f"{name} has no BF16 units", remedy)
-    if capability >= FP8_CAPABILITY:
-        yield Finding("ok", "FP8 training", f"native on this GPU ({name})")
-    else:
-        remedy = "train with precision=bf16"
-        yield Finding("note", "FP8 training", f"{name} has no FP8 units (sm89 or newer)", remedy)
+    name = "sm{}{}".format(*capability)
+    for precision, least, remedy in (
+        ("BF16", BF16_CAPABILITY, "train with precision=fp32"),
+        ("FP8", FP8_CAPABILITY, "train with precision=bf16"),
+    ):
+        if capability >= least:
+            yield Finding("ok", f"{precision} training", f"native on this GPU ({name})")
+        else:
+            detail = f"{name} has no {precision} units (sm{least[0]}{least[1]} or newer)"
+            yield Finding("note", f"{precision} training", detail, remedy)
 
 
 def run_doctor() -> int:
-    """Print the report.
-
-    Returns:
-        0, or 1 if something that training or evaluation needs is broken.
-    """
+    """Print the report; return 1 if something that training or evaluation needs is broken."""
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "Versions": check_versions,
         "Hardware": check_hardware,
@@ -247,6 +226,14 @@ def _report_available(
     subject: str, found: bool, otherwise: Literal["note", "BROKEN"], remedy: str = ""
 ) -> Finding:
     return Finding("ok", subject, "yes") if found else Finding(otherwise, subject, "no", remedy)
+
+
+def _report_import(subject: str, module: str, *names: str) -> Finding:
+    def action() -> str:
+        imported = import_module(module)
+        return f"{', '.join(getattr(imported, name).__name__ for name in names) or module} import"
+
+    return _report_result(subject, action)
 
 
 def _report_result(subject: str, action: Callable[[], str]) -> Finding:
@@ -293,27 +280,6 @@ def _round_trip_video(folder: Path) -> str:
             f"{[frame.size for frame in frames]} of brightness {levels}"
         )
     return "wrote an H.264 clip and read 4 frames"
-
-
-def _import_open_clip() -> str:
-    import open_clip
-
-    return f"open_clip {open_clip.__version__} imports"
-
-
-def _import_transformers() -> str:
-    # The image processors that come with these models import torchvision.
-    from transformers import CLIPModel, Qwen2ForCausalLM, SiglipModel
-
-    names = [model.__name__ for model in (SiglipModel, CLIPModel, Qwen2ForCausalLM)]
-    return f"{', '.join(names)} import"
-
-
-def _import_training() -> str:
-    import coat_vlm.generate
-    import coat_vlm.train.stages  # noqa: F401 - the import is the test
-
-    return "import"
 
 
 def _describe_build() -> str:

@@ -37,14 +37,8 @@ __all__ = ["write_report"]
 def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "") -> Path:
     """Write ``run_dir/report.html`` and return its path.
 
-    The file contains its styles, plots and sample images and loads no other resource; it can be
-    read without its script, which filters the samples. All text from the run (recipe, questions,
-    predictions) is escaped.
-
-    Args:
-        run_dir: the run folder.
-        plan: planned memory, to compare with what was measured.
-        no_plan: why there is none.
+    The file contains its styles, plots and sample images and loads no other resource. All text from
+    the run (recipe, questions, predictions) is escaped. ``no_plan`` says why there is no ``plan``.
 
     Raises:
         FileNotFoundError: the folder does not exist, or is not a run folder.
@@ -53,12 +47,7 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
     run = read_run_folder(Path(run_dir))
     sets = run.recipe.get("eval_sets") or {}
     items = {name: read_items(run.folder / "eval" / name) for name in run.reports}
-    headlines = {}
-    for name, report in run.reports.items():
-        headlines[name] = report["headline"]
-        empty = sum(not (one["prediction"] or "-").strip() for one in items[name])
-        report.setdefault("n_empty", empty)  # reports of early versions have no such number
-    results = build_evaluation_rows(run.eval_json, sets, headlines, run.reports)
+    results = build_evaluation_rows(run.eval_json, sets, run.reports)
     verdict, notes = judge(run, results)
     path = run.folder / "report.html"
     write_page(
@@ -69,7 +58,6 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
         interval=format_interval,
         name=str(run.recipe.get("name") or run.folder.resolve().name),
         folder=str(run.folder.resolve()),
-        here=str(Path.cwd()),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         verdict=verdict,
         notes=notes,

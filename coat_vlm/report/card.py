@@ -47,11 +47,11 @@ _LOADING = {
 
 
 def build_card(source: Path, layout: str, weights: str | None = None) -> str:
-    """Build the text of a card.
+    """Build the text of a card, for the ``layout`` of the exported folder.
 
     Args:
         source: ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``.
-        layout: layout of the exported folder, see :func:`coat_vlm.export.hugging_face.export`.
+        layout: see :func:`coat_vlm.export.hugging_face.export`.
         weights: format of compressed weights.
 
     Raises:
@@ -155,9 +155,8 @@ def _data(run: RunFolder) -> str:
 def _results(run: RunFolder, *, final: bool, weights: str | None) -> str:
     if not final:
         return "Not measured: the run's evaluation is that of the model of its last stage.\n"
-    headlines = {name: report["headline"] for name, report in run.reports.items()}
     sets = run.recipe.get("eval_sets") or {}
-    found = build_evaluation_rows(run.eval_json, sets, headlines, run.reports)
+    found = build_evaluation_rows(run.eval_json, sets, run.reports)
     rows = [
         (
             *(one.set_name, one.metric, format_percent(one.value), format_interval(one.interval)),

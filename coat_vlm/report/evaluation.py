@@ -6,7 +6,6 @@ reference, the prediction, and whether the prediction is correct.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,16 +74,14 @@ class EvaluationRow:
 def build_evaluation_rows(
     eval_json: Mapping[str, Any],
     eval_sets: Mapping[str, Mapping[str, Any]],
-    headlines: Mapping[str, str],
-    reports: Mapping[str, Mapping[str, Any]] | None = None,
+    reports: Mapping[str, Mapping[str, Any]],
 ) -> list[EvaluationRow]:
     """Build the rows of each set: its headline metric, then its other required metrics.
 
     Args:
         eval_json: content of RUN/eval.json (``{set: {metric: percent}}`` and ``precision``).
         eval_sets: the recipe's evaluation sets with their ``task`` and ``require``.
-        headlines: the headline metric of each set. Default: ``accuracy``.
-        reports: contents of RUN/eval/<set>/report.json by set, for intervals and problems.
+        reports: RUN/eval/<set>/report.json by set; of these, only ``headline`` is required.
     """
     measured = [name for name, value in eval_json.items() if isinstance(value, Mapping)]
     rows = []
@@ -92,8 +89,8 @@ def build_evaluation_rows(
         settings = eval_sets.get(name) or {}
         values = eval_json.get(name) or {}
         require = settings.get("require") or {}
-        report = (reports or {}).get(name) or {}
-        for metric in dict.fromkeys([headlines.get(name, "accuracy"), *require]):
+        report = reports.get(name) or {}
+        for metric in dict.fromkeys([report.get("headline", "accuracy"), *require]):
             rows.append(
                 EvaluationRow(
                     set_name=name,
@@ -131,23 +128,11 @@ def count_questions(report: Mapping[str, Any], metric: str) -> int | None:
 def find_interval(
     values: Mapping[str, float], report: Mapping[str, Any], metric: str
 ) -> tuple[float, float] | None:
-    """Return the 95% interval of a metric in percent.
-
-    This is 1.96 times the report's standard error to both sides. For reports of early versions,
-    which have none, it is Wilson's interval of a proportion (JASA 22, 1927), for accuracies only.
-    """
-    value, n = values.get(metric), count_questions(report, metric)
-    if value is None or not n:
+    """Return the 95% interval of a metric in percent: 1.96 standard errors to both sides."""
+    value, error = values.get(metric), (report.get("standard_errors") or {}).get(metric)
+    if value is None or error is None:
         return None
-    error = (report.get("standard_errors") or {}).get(metric)
-    if error is not None:
-        return max(0.0, value - _Z * error), min(100.0, value + _Z * error)
-    if metric.rpartition(".")[2] != "accuracy":
-        return None
-    share, square = value / 100, _Z * _Z
-    middle = (share + square / (2 * n)) / (1 + square / n)
-    reach = _Z * math.sqrt(share * (1 - share) / n + square / (4 * n * n)) / (1 + square / n)
-    return 100 * (middle - reach), 100 * (middle + reach)
+    return max(0.0, value - _Z * error), min(100.0, value + _Z * error)
 
 
 def count_problems(report: Mapping[str, Any]) -> dict[str, int]:
@@ -159,12 +144,8 @@ def count_problems(report: Mapping[str, Any]) -> dict[str, int]:
 def build_category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Build a table per set, with the metrics of all items and of each category.
 
-    Args:
-        reports: contents of RUN/eval/<set>/report.json by set.
-
-    Returns:
-        Tables ``{"name", "columns", "rows"}`` with rows ``(category, n, interval of the headline
-        metric, values)``.
+    Returns tables ``{"name", "headline", "columns", "rows"}`` with rows ``(category, n, interval of
+    the headline metric, values)``.
     """
     tables = []
     for name, report in reports.items():
@@ -206,11 +187,8 @@ def build_sample_cards(
 ) -> list[dict[str, Any]]:
     """Build up to CARDS_PER_SET cards from the items of a set, half of them of wrong answers.
 
-    Wrong answers come first. Both halves are evenly spaced over the set, so the same run gives the
-    same cards.
-
-    Returns:
-        The items with ``images`` and ``problems`` of :func:`render_media`.
+    Wrong answers come first, and both halves are evenly spaced over the set. A card is the item
+    with ``images`` and ``problems`` of :func:`render_media`.
     """
     cards = []
     chosen = choose([row["correct"] for row in rows], CARDS_PER_SET)
@@ -233,12 +211,7 @@ def render_media(
 ) -> tuple[list[str], list[str]]:
     """Encode up to MEDIA_PER_CARD images and video frames as small ``data:`` addresses.
 
-    Args:
-        entries: rows with ``kind`` and ``path``.
-        media_root: an address as media root may be at a private host.
-
-    Returns:
-        The addresses, and the problems of media that cannot be shown.
+    Returns the addresses, and the problems of media that cannot be shown.
     """
     media = [Media(**entry, root=media_root) for entry in entries]
     pictures, problems = read_pictures(media, MEDIA_PER_CARD)

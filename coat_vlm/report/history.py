@@ -95,29 +95,22 @@ def find_skipped(stage: StageLog) -> list[int]:
 
 
 def find_command(run: RunFolder) -> str:
-    """Return the command that continues the run, in the current folder; empty if none can.
-
-    The recipe's paths may be relative, so the files that the command reads must exist from here.
-    """
-    folder, recipe = run.folder.resolve(), run.recipe
-    stages, sets = recipe.get("stages") or {}, recipe.get("eval_sets") or {}
+    """Return the command that continues the run from the folder where it began, or ``""``."""
+    folder, sets = run.folder.resolve(), run.recipe.get("eval_sets") or {}
     if run.running or not (folder / "recipe.yaml").is_file():
         return ""
     if any(stage.end is None for stage in run.stages):
-        read = [s.get("path") for stage in stages.values() for s in stage.get("data") or []]
         words = ["coat-vlm", "train", str(folder / "recipe.yaml"), "--resume", "auto"]
-        if Path(recipe.get("output_dir") or "").resolve() != folder:
+        if Path(run.recipe.get("output_dir") or "").resolve() != folder:
             words.append(f"output_dir={folder}")
         ranks = max((stage.ranks for stage in run.stages), default=1)
         if ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(ranks), "--no-python", *words]
-    else:
-        read = [settings.get("path") for settings in sets.values()]
+    elif sets.keys() - run.eval_json.keys():
         words = ["coat-vlm", "eval", "--model", str(folder)]
-        if not sets or all(name in run.eval_json for name in sets):
-            return ""
-    found = all("://" in str(path) or Path(str(path)).exists() for path in read)
-    return shlex.join(words) if found else ""
+    else:
+        return ""
+    return shlex.join(words)
 
 
 def build_history(run: RunFolder) -> list[tuple[str, str, str, str]]:
@@ -133,8 +126,7 @@ def _build_stage_history(stage: StageLog) -> list[tuple[str, str, str, str]]:
     rows += [
         (step, times[step], "skipped: gradients were not finite") for step in find_skipped(stage)
     ]
-    # Early versions logged times as texts.
-    rows.sort(key=lambda row: (not isinstance(row[1], str), row[1] or 0.0, row[0]))
+    rows.sort(key=lambda row: (row[1] or 0.0, row[0]))
     return [
         (stage.name, str(step), format_time(time) if time else "", text)
         for step, time, text in rows

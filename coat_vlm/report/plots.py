@@ -53,15 +53,10 @@ def plot_stage(stage: StageLog) -> list[Plot]:
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
         ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),
-        (
-            "pairs with the larger reward for the chosen answer",
-            _draw_reward("accuracies"),
-            "rewards",
-        ),
+        ("share of pairs with the right order", _draw_reward("accuracies"), "rewards"),
         ("learning rate", _draw_lr, "lr"),
         ("gradient norm", _draw_grad_norm, "grad_norm"),
         ("tokens/s", _draw_rate("tokens_per_s"), "tokens_per_s"),
-        ("samples/s", _draw_rate("samples_per_s"), "samples_per_s"),
         ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), "tflop_per_s_per_gpu"),
         ("waiting for data, % of step", _draw_wait, "data_wait_s"),
         ("peak memory, GiB", _draw_memory, "peak_memory_mb"),

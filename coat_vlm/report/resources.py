@@ -17,8 +17,7 @@ def build_data_rows(run: RunFolder) -> list[tuple[str, ...]]:
     """Build rows ``(stage, source, rows, passes, samples %, tokens each, bad, loss)``.
 
     Samples are shares of an epoch. The loss is the last one on a validation source of the same
-    name; other validation sources have rows of their own. Logs of early versions do not describe
-    the sources.
+    name; other validation sources have rows of their own.
     """
     table = []
     configs = run.recipe.get("stages") or {}
@@ -51,10 +50,7 @@ def build_data_rows(run: RunFolder) -> list[tuple[str, ...]]:
 
 
 def build_memory_rows(run: RunFolder, plan: Plan) -> list[tuple[str, ...]]:
-    """Build rows ``(stage, measured, planned, measured / planned, parts)`` in GiB.
-
-    Without a plan, rows are ``(stage, measured)``.
-    """
+    """Build rows ``(stage, measured, planned, ratio, parts)`` in GiB; two cells without a plan."""
     table = []
     for stage in run.stages:
         measured = max((float(row.get("peak_memory_mb") or 0) for row in stage.steps), default=0)
@@ -72,9 +68,9 @@ def build_memory_rows(run: RunFolder, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def build_throughput_rows(run: RunFolder) -> list[list[tuple[str, str]]]:
-    """Build the cells ``(column, text)`` of each stage; columns without any value are left out.
+    """Build the cells ``(column, text)`` of each stage, with the rates of its steady steps.
 
-    All rates are those of the steady steps (:mod:`coat_vlm.train.steady_rates`).
+    Columns without any value are left out.
     """
     table = [_build_throughput_row(stage) for stage in run.stages if stage.steps]
     kept = [any(text != "-" for _, text in column) for column in zip(*table, strict=True)]
@@ -127,13 +123,11 @@ def _format_shares(stage: StageLog, key: str) -> str:
 
 
 def _spent(rows: list[Any], key: str) -> str:
-    """Format the number and the time of events; early versions did not log some times."""
+    """Format the number and the time of events."""
     if not rows:
         return "-"
-    timed = [row for row in rows if row.get(key) is not None]
-    seconds = add_up(timed, key)
-    spent = format_duration(seconds) if seconds >= 10 else f"{seconds:.2g} s"
-    return f"{len(rows)}, {spent}" if timed else str(len(rows))
+    seconds = add_up(rows, key)
+    return f"{len(rows)}, " + (format_duration(seconds) if seconds >= 10 else f"{seconds:.2g} s")
 
 
 def _share(part: float | None, total: float | None) -> str:
@@ -157,17 +151,7 @@ KINDS = {
 
 
 def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
-    """Build one section per stage that ran in FP8.
-
-    Returns:
-        Per stage: its name ``stage``; ``converted`` and ``skipped``, rows ``(module, new class or
-        reason)``; ``blocks``, rows ``(block, FP8 bytes per token, original bytes per token,
-        ratio)``; ``states``, a sentence with the optimizer's bytes per parameter, empty before the
-        first step; ``rates``, rows ``(kind, format, values, saturated, underflowed)`` of the last
-        measured step ``rates_step`` (or None); ``compared``, rows ``(block, largest output error,
-        largest input gradient error, current precision)`` over all monitored steps; ``warnings``,
-        the monitor's warnings with their steps.
-    """
+    """Build one section per stage that ran in FP8; the template names the columns of its tables."""
     sections = []
     for stage in run.stages:
         if not stage.fp8:
@@ -199,16 +183,11 @@ def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
     return sections
 
 
-def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Build rows (block, largest output error, largest input gradient error)."""
     names = dict.fromkeys(name for row in rows for name in row["layers"])
-    return [
-        (
-            name,
-            _largest(rows, name, "output_error"),
-            _largest(rows, name, "input_gradient_error"),
-        )
-        for name in names
-    ]
+    keys = ("output_error", "input_gradient_error")
+    return [(name, *(_largest(rows, name, key) for key in keys)) for name in names]
 
 
 def _largest(rows: list[dict[str, Any]], name: str, key: str) -> str:
@@ -227,11 +206,8 @@ def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def _states(row: Mapping[str, Any]) -> str:
     if not row.get("parameters"):
         return ""
-    each, original = row["bytes"] / row["parameters"], row.get("original_bytes_per_parameter")
-    measured = f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured)"
-    if not original:
-        return measured
+    each, original = row["bytes"] / row["parameters"], row["original_bytes_per_parameter"]
     return (
-        f"{measured}, against {original:.3f} of torch.optim.AdamW in BF16 runs (measured), "
-        f"{original / each:.2f}x"
+        f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured), against "
+        f"{original:.3f} of torch.optim.AdamW in BF16 runs (measured), {original / each:.2f}x"
     )

@@ -23,30 +23,27 @@ _BY_STEP = ("step", "val", "eval", "monitor", "save")
 
 @dataclass(slots=True, kw_only=True)
 class StageLog:
-    """The rows of one stage in metrics.jsonl."""
+    """The entries of one stage in metrics.jsonl, each kind in order of its steps."""
 
     name: str
     start: dict[str, Any] = field(default_factory=dict)
-    """The last start row of the stage: trainable parameters, devices, versions."""
+    """The last entry of a start: trainable parameters, devices, versions."""
     end: dict[str, Any] | None = None
-    """The end row of the stage; None while the stage runs, and after a crash."""
+    """None while the stage runs, and after a crash."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """One row per optimizer step, in order; a step repeated after a resume counts once."""
+    """A step repeated after a resume counts once."""
     validations: list[dict[str, Any]] = field(default_factory=list)
-    """One row per validation, in order."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """One row per evaluation in training (``eval_every``), in order."""
+    """Evaluations in training (``eval_every``)."""
     fp8: list[dict[str, Any]] = field(default_factory=list)
-    """Measurements of ``precision: coat``, in order."""
+    """Measurements of FP8 blocks."""
     monitor: list[dict[str, Any]] = field(default_factory=list)
-    """One row per comparison of FP8 blocks with BF16, in order."""
+    """Comparisons of FP8 blocks with BF16."""
     saves: list[dict[str, Any]] = field(default_factory=list)
-    """One row per saved checkpoint, in order."""
     first: set[int] = field(default_factory=set)
     """The first steps after a start, a resume or a rollback."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of starts, resumes, divergence, rollbacks and the end in the order of the file, each
-    with ``after``: the number of steps before it."""
+    """Starts, resumes, divergence, rollbacks and the end, each with ``after``, the steps before."""
 
     @property
     def ranks(self) -> int:
@@ -215,14 +212,7 @@ _COLUMNS = ("stage", "state", "step", "loss", "newest checkpoint")
 def describe_run(run_dir: Path) -> tuple[str, bool]:
     """Describe how far a run is, and what its processes do or did last.
 
-    Args:
-        run_dir: the run folder; nothing in it is changed.
-
-    Returns:
-        The text, and whether all processes respond that have not ended in order.
-
-    Raises:
-        FileNotFoundError: the folder is not a run folder.
+    Returns the text, and whether all processes respond that have not ended in order.
     """
     run = read_run_folder(run_dir)
     states = read_states(run_dir)

@@ -138,8 +138,6 @@ def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [float(row[key]) for row in rows if row.get(key) is not None]
 
 
-def format_time(time: float | str) -> str:
-    """Format seconds since 1970 in the local time zone; early versions logged texts."""
-    if isinstance(time, str):
-        return time[:16].replace("T", " ")
+def format_time(time: float) -> str:
+    """Format seconds since 1970 in the local time zone."""
     return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M")

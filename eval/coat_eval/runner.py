@@ -455,11 +455,12 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
         recipe: the run's recipe, with tasks and required values.
     """
     sets = recipe.to_dict()["eval_sets"]
-    headlines = {
-        name: get_task(settings.task).headline[0] for name, settings in recipe.eval_sets.items()
+    reports = {
+        name: {"headline": get_task(settings.task).headline[0]}
+        for name, settings in recipe.eval_sets.items()
     }
     lines: list[tuple[str, ...]] = [COLUMNS]
-    for row in build_evaluation_rows(eval_json, sets, headlines):
+    for row in build_evaluation_rows(eval_json, sets, reports):
         numbers = map(format_percent, (row.value, row.chance, row.majority, row.required))
         lines.append((row.set_name, row.task, row.metric, *numbers, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

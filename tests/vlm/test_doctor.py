@@ -31,10 +31,10 @@ def test_a_broken_part_is_counted_and_has_a_remedy(
     def broken() -> str:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(doctor, "_import_transformers", broken)
+    monkeypatch.setattr(doctor, "_import_deepspeed", broken)
     assert run_doctor() == 1
     printed = capsys.readouterr().out
-    assert "BROKEN  transformers models" in printed
+    assert "BROKEN  DeepSpeed" in printed
     assert "RuntimeError: operator torchvision::nms does not exist" in printed
     assert printed.rstrip().endswith("1 broken")
 
@@ -75,24 +75,13 @@ def test_a_missing_package_is_broken(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "state"), [((8, 0), "note"), ((8, 9), "ok"), ((9, 0), "ok")]
+    ("capability", "states"),
+    [((7, 5), ["note", "note"]), ((8, 0), ["ok", "note"]), ((8, 9), ["ok", "ok"])],
 )
-def test_fp8_needs_sm89(capability: tuple[int, int], state: str):
-    _, fp8 = check_gpu_precisions(capability)
-    assert fp8.state == state
-
-
-def test_an_old_gpu_has_a_remedy():
-    _, fp8 = check_gpu_precisions((8, 0))
-    assert "precision=bf16" in fp8.remedy
-
-
-@pytest.mark.parametrize(
-    ("capability", "state"), [((7, 5), "note"), ((8, 0), "ok"), ((9, 0), "ok")]
-)
-def test_bf16_needs_sm80(capability: tuple[int, int], state: str):
-    bf16, _ = check_gpu_precisions(capability)
-    assert bf16.state == state
+def test_bf16_needs_sm80_and_fp8_sm89(capability: tuple[int, int], states: list[str]):
+    findings = list(check_gpu_precisions(capability))
+    assert [finding.state for finding in findings] == states
+    assert [bool(finding.remedy) for finding in findings] == [state == "note" for state in states]
 
 
 def test_small_shared_memory_is_noted():

@@ -17,7 +17,6 @@ from coat_vlm.report.evaluation import (
     build_evaluation_rows,
     build_sample_cards,
     choose,
-    count_problems,
     find_interval,
     read_items,
 )
@@ -96,6 +95,8 @@ def run(tmp_path: Path) -> Path:
         "metrics": metrics,
         "n": 30,
         "n_unparsed": 2,
+        "n_empty": 1,
+        "standard_errors": {"accuracy": 8.0},
         "categories": {"near": 30},
     }
     (folder / "report.json").write_text(json.dumps(report))
@@ -126,17 +127,13 @@ def item(number: int, *, correct: bool, image: str) -> dict:
 
 
 class Page(HTMLParser):
-    """Collects texts, anchors, and the addresses and tags that could load something."""
+    """Collects texts, and the addresses and tags that could load something."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.texts: list[str] = []
         self.tags: list[str] = []
         self.addresses: list[str] = []
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.outside: list[str] = []
-        self._open: list[tuple[str, str]] = []
         self.html = path.read_text(encoding="utf-8")
         self.feed(self.html)
         self.text = " ".join(" ".join(self.texts).split())
@@ -145,16 +142,6 @@ class Page(HTMLParser):
         own = dict(attrs)
         self.tags.append(tag)
         self.addresses += [own[key] or "" for key in ("src", "srcset") if key in own]
-        self.links += [own["href"] or ""] if "href" in own else []
-        self.ids += [own["id"] or ""] if "id" in own else []
-        if tag in ("table", "pre") and not any("scroll" in kind for _, kind in self._open):
-            self.outside.append(tag)
-        if tag not in ("meta", "img", "br"):
-            self._open.append((tag, own.get("class") or ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop()[0] != tag:
-            pass
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
@@ -178,7 +165,7 @@ def test_a_complete_run_shows_its_numbers(run: Path):
     ):
         assert text in page.text, text
     assert "presence f1 60.00 - 30 47.00 - 50.00 ok 2 unparsed, 1 empty" in page.text
-    assert "presence accuracy 66.67 48.8 to 80.8 30 50.00 55.00 75.00 missed" in page.text
+    assert "presence accuracy 66.67 51.0 to 82.3 30 50.00 55.00 75.00 missed" in page.text
     verdict, _, rest = page.text.partition("required metrics are missed.")
     assert verdict.endswith("Finished, and 1 of 2 ")
     notes = rest.partition("results curves")[0]
@@ -186,28 +173,6 @@ def test_a_complete_run_shows_its_numbers(run: Path):
     assert "presence: 2 unparsed, 1 empty of 30 answers" in notes
     assert "stage sft: 7 bad samples were replaced" in notes
     assert "stage sft: training waited for data 25% of the time" in notes
-
-
-def test_the_page_begins_with_what_matters_and_has_contents(run: Path):
-    page = Page(write_report(run))
-    sections = [*("results", "curves", "samples", "stages", "data", "memory", "throughput")]
-    sections += ["history", "configuration"]
-    assert [name for name in page.ids if name != "filter"] == sections
-    contents = [link.removeprefix("#") for link in page.links]
-    assert contents[-len(sections) :] == sections
-    assert set(contents) == set(sections)  # those in the verdict, too
-
-
-def test_a_run_without_problems_says_so(run: Path):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"bad_samples": 0, "data_wait_s": 0.1} for row in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run / "recipe.yaml").write_text(RECIPE.replace("accuracy: 75", "accuracy: 60"))
-    report = json.loads((run / "eval/presence/report.json").read_text())
-    (run / "eval/presence/report.json").write_text(
-        json.dumps(report | {"n_unparsed": 0, "n_empty": 0})
-    )
-    assert "Finished, and nothing unusual was found. results" in Page(write_report(run)).text
 
 
 def test_throughput_is_tokens_by_time_of_the_steady_steps(run: Path):
@@ -241,13 +206,6 @@ def test_steps_after_a_resume_and_a_rollback_are_not_steady(run: Path):
         "first": [1, 3, 4],
         "capturing": [6],
     }
-
-
-def test_a_cpu_has_no_tflops_per_gpu(run: Path):
-    assert "TFLOP/s per GPU" in Page(write_report(run)).text
-    text = (run / "metrics.jsonl").read_text().replace("NVIDIA H200", "cpu")
-    (run / "metrics.jsonl").write_text(text)
-    assert "TFLOP/s per GPU" not in Page(write_report(run)).text
 
 
 def test_planned_memory_stands_beside_the_measured(run: Path):
@@ -308,23 +266,10 @@ def test_the_history_lists_resumes_divergence_rollbacks_and_skipped_steps(run: P
     assert "training went back to a checkpoint 1 times" in notes
 
 
-def test_intervals():
-    """Of a proportion, independently: the roots p of (p - value)^2 = 1.96^2 p (1 - p) / n."""
-    report = {"n": 30, "categories": {"near": 12}}
-    for metric, n in (("accuracy", 30), ("near.accuracy", 12)):
-        share, square = 0.75, 1.96**2
-        roots = np.roots([1 + square / n, -(2 * share + square / n), share**2])
-        interval = find_interval({metric: 75.0}, report, metric)
-        assert interval == pytest.approx(sorted(100 * roots))
-    assert find_interval({"f1": 75.0}, report, "f1") is None
-    errors = {"standard_errors": {"f1": 5.0}}
-    assert find_interval({"f1": 95.0}, report | errors, "f1") == pytest.approx((85.2, 100.0))
-
-
-def test_answers_that_could_not_be_scored_are_counted():
-    report = {"n_unparsed": 3, "n_missing": 0, "n_media_problems": 1, "n_empty": 2}
-    counts = {"unparsed": 3, "empty": 2, "with unreadable media": 1}
-    assert count_problems(report) == counts
+def test_intervals_are_of_standard_errors():
+    report = {"standard_errors": {"f1": 5.0}}
+    assert find_interval({"f1": 95.0}, report, "f1") == pytest.approx((85.2, 100.0))
+    assert find_interval({"accuracy": 95.0}, report, "accuracy") is None
 
 
 def test_the_file_loads_nothing(run: Path):
@@ -342,21 +287,10 @@ def test_the_file_loads_nothing(run: Path):
     assert '<form id="filter" hidden>' in page.html  # without script there is nothing to filter
 
 
-def test_wide_parts_scroll_in_themselves(run: Path):
-    page = Page(write_report(run))
-    assert page.outside == ["pre"]  # the recipe's style has its own overflow
-    style = page.html.partition("<style>")[2].partition("</style>")[0]
-    assert "pre { overflow-x: auto" in style
-    assert "width=device-width" in page.html
-    assert not re.findall(r"(?<!max-)(?<!min-)width: \d", style.replace("width: 100%", ""))
-    for columns in re.findall(r"minmax\(([^)]*)", style):
-        assert columns.startswith(("0", "min(")), columns  # never wider than the window
-
-
 def test_plots_are_svg_of_every_curve(run: Path):
     pictures = [a for a in Page(write_report(run)).addresses if a.startswith("data:image/svg")]
     svgs = [base64.b64decode(address.partition(",")[2]).decode() for address in pictures]
-    assert len(svgs) == 9
+    assert len(svgs) == 8
     assert "val scenes" in svgs[0]
     assert all(name in svgs[-1] for name in ("data_wait", "forward", "rest"))
     assert all(svg.count("</svg>") == 1 for svg in svgs)
@@ -412,29 +346,6 @@ def test_a_run_that_has_not_begun(tmp_path: Path, recipe: str, message: str):
     assert message in Page(write_report(tmp_path)).text
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("eval.json", b"[1]", "eval.json is a list, no object"),
-        ("eval.json", b"\xff\xfe", "eval.json cannot be read: 'utf-8' codec"),
-        ("eval/presence/report.json", b"{}", "presence/report.json has no headline"),
-    ],
-)
-def test_damaged_evaluations_are_listed(tmp_path: Path, name: str, content: bytes, message: str):
-    write_training(tmp_path)
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_bytes(content)
-    assert message in Page(write_report(tmp_path)).text
-
-
-def test_metrics_without_a_recipe(tmp_path: Path):
-    write_training(tmp_path)
-    (tmp_path / "recipe.yaml").unlink()
-    text = Page(write_report(tmp_path)).text
-    assert "recipe.yaml does not exist" in text
-    assert "4 of 4" in text
-
-
 def test_another_folder_is_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="is not a run folder"):
         write_report(tmp_path)
@@ -467,9 +378,7 @@ def test_a_stage_without_values_has_no_plots():
     assert [plot.title for plot in plot_stage(nan)] == ["loss"]
 
 
-@pytest.mark.parametrize(
-    ("correct", "wrong", "expected"), [(90, 10, 6), (2, 90, 10), (90, 2, 2), (3, 2, 2)]
-)
+@pytest.mark.parametrize(("correct", "wrong", "expected"), [(90, 10, 6), (2, 90, 10), (3, 2, 2)])
 def test_choosing_samples(correct: int, wrong: int, expected: int):
     flags = [True] * correct + [False] * wrong
     chosen = choose(flags, 12)
@@ -488,7 +397,7 @@ def test_baselines_belong_to_their_metric():
 def test_a_required_metric_has_its_own_row():
     sets = {"a": {"task": "yes_no", "require": {"near.f1": 50.0}}}
     rows = build_evaluation_rows(
-        {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": "f1"}
+        {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": {"headline": "f1"}}
     )
     assert [(row.metric, row.verdict) for row in rows] == [("f1", ""), ("near.f1", "missed")]
 
@@ -570,12 +479,3 @@ def test_the_monitor_is_shown_with_its_warnings(run: Path):
     assert texts[texts.index(block) : at] == [block, "0.0625", "0.2500"]
     assert texts[at : at + 2] == [other, "not finite"]
     assert f"step 4: {other}: a reason" in texts
-
-
-def test_states_of_an_older_log_are_shown_without_a_comparison(run: Path):
-    row = {"kind": "fp8", "stage": "sft", "status": "states", "step": 4}
-    row |= {"optimizer": "CoatAdamW", "bytes": 2125, "parameters": 1000}
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    text = Page(write_report(run)).text
-    assert "CoatAdamW: 2.125 bytes per parameter on this rank (measured)." in text
