@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
     """Declare ``data`` and its jobs."""
     parser = commands.add_parser("data", help="check, preview, convert, download or generate data")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    for declare in (_add_looks, _add_ingest, _add_export, _add_overlap, _add_download, _add_scenes):
+    for declare in (_add_ingest, _add_looks, _add_export, _add_overlap, _add_download, _add_scenes):
         declare(jobs)
 
 
@@ -454,7 +454,7 @@ def _add_scenes(jobs: Commands) -> None:
         _scenes,
         "draw scenes of colored shapes with captions and questions, deterministic per seed",
         """\
-  coat-vlm data scenes --to runs/quickstart-data
+  coat-vlm data scenes --to data/shapes
   coat-vlm data scenes --to data/small --num-train 50 --num-val 8 --num-test 8 --seed 1
 """,
     )

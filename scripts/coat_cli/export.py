@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
         stoppable(_export),
         "export a checkpoint as a Hugging Face model folder",
         """\
-  coat-vlm export --model runs/my_vlm --to exported
+  coat-vlm export --model runs/my_vlm --to exported_run
   coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exported_step
   coat-vlm export --model runs/my_vlm/sft/model --to exported_bf16 --dtype bfloat16
   coat-vlm export --model runs/my_vlm/sft/model --to exported_llava --format llava

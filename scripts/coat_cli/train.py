@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         "train the stages of a recipe",
         """\
   coat-vlm train quickstart
-  coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1 precision=bf16
+  coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1
   coat-vlm train my_recipe.yaml --stage sft output_dir=runs/seed1 seed=1   # on align's model
   coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64 log_phases=true
   coat-vlm train my_recipe.yaml --resume auto          # continue an interrupted run
