@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from coat_data.containers.remote_file import is_url
 from coat_data.load.check_labels import check_labels, verify_template
+from coat_data.load.documents import probe_rows
 from coat_data.load.encode import Encoder
-from coat_data.load.lengths import probe_rows
 from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, UnreachableError
 from coat_data.tools.lint import find_media_problem

@@ -23,13 +23,9 @@ from tqdm import tqdm
 from coat_data.load.check_labels import verify_rows, verify_template
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
+from coat_data.load.documents import DocumentChunks, row_kinds, split_rows
 from coat_data.load.encode import Encoder
-from coat_data.load.lengths import (
-    DocumentChunks,
-    measure_rows,
-    row_kinds,
-    split_rows,
-)
+from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import TrainLoader, val_batches
 from coat_data.mixture.packing import Budget, PackedSampler, PackingEstimate
 from coat_data.mixture.sampler import SourceShare

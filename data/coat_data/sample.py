@@ -148,7 +148,7 @@ class Sample:
     """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
     continues: bool = False
     """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
-    without an end token (:mod:`coat_data.load.lengths`)."""
+    without an end token (:mod:`coat_data.load.documents`)."""
     rejected: str = ""
     """Preference pairs: a worse answer than the last one of ``turns``, which alone is supervised;
     empty for a sample that is no pair."""

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from coat_data.load.lengths import ignore_sigterm
+from coat_data.load.workers import in_workers
 from coat_data.sample import DataError
 from coat_data.saved_files import FORMAT_VERSION, check_version
 from coat_eval.adapter import ModelAdapter, PromptEncoder
@@ -102,13 +101,7 @@ def answer_all(
     batches = make_batches(prompts, max(1, generation.batch_size // rows))
     own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
     dataset = _EncodedBatches(adapter.encoder, [[(i, prompts[i]) for i in batch] for batch in own])
-    loader = DataLoader(
-        dataset,
-        batch_size=None,
-        collate_fn=tuple,  # of the tuple itself: DataLoader would convert its elements
-        num_workers=min(generation.num_workers, len(own)),
-        worker_init_fn=ignore_sigterm,
-    )
+    loaded = in_workers(dataset.__getitem__, range(len(own)), min(generation.num_workers, len(own)))
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     bar = tqdm(
         total=sum(map(len, own)),
@@ -119,7 +112,7 @@ def answer_all(
     problems: list[Problem] = []
     path = out_dir / f"predictions.rank{world.rank}.jsonl"
     with bar, path.open("a", encoding="utf-8") as file:
-        for indices, batch, found in loader:
+        for indices, batch, found in loaded:
             if strict and found:
                 raise next(iter(found.values()))
             if not done.issuperset(indices):
@@ -204,7 +197,7 @@ def _sort_key(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, boo
     return -len(first.media), bool(first.choices), place, -longest, group[0]
 
 
-class _EncodedBatches(Dataset[tuple[list[int], Any, dict[int, DataError]]]):
+class _EncodedBatches:
     """Batches of inputs, and the errors of questions whose media cannot be read."""
 
     def __init__(
@@ -227,7 +220,6 @@ class _EncodedBatches(Dataset[tuple[list[int], Any, dict[int, DataError]]]):
                     encoded += encoder.encode_choices(sample, prompt.choices)
                 else:
                     encoded.append(encoder.encode(sample))
-            # DataLoader would re-raise a worker's error with its message only.
             except DataError as error:
                 problems[index] = error
             else:

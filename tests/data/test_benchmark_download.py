@@ -1,18 +1,12 @@
 """``coat-vlm data download`` of a benchmark, with a stand-in for the Hub."""
 
 import hashlib
-import http.server
 import io
-import json
-import os
-import subprocess
-import sys
-import threading
 import zipfile
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -148,17 +142,6 @@ def test_an_interrupted_table_goes_on(
     assert len(starts) == 3
 
 
-def test_a_table_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def offline(*_: Any) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(download, "open_http", offline)
-    assert main(["data", "download", "ccbench", "--to", str(tmp_path)]) == 2
-    assert f"curl -LO {BENCHMARKS['ccbench'].repo}" in capsys.readouterr().err
-
-
 def test_every_table_is_read_by_its_benchmark():
     tables = {name: one for name, one in BENCHMARKS.items() if one.md5}
     for name, repository in tables.items():
@@ -166,73 +149,3 @@ def test_every_table_is_read_by_its_benchmark():
         assert (repository.files[0],) in first
         assert repository.repo.endswith(f"/{repository.files[0]}")
         assert len(repository.md5) == 32
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The parts of the Hub's API that a download asks for, for one repository."""
-
-    content: ClassVar[dict[str, bytes]] = {"Full/random-0.parquet": b"x" * 3000, "other.bin": b"y"}
-    asked: ClassVar[list[tuple[str, str | None]]] = []
-    sha = "5" * 40
-
-    def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers["Range"]))
-        name = self.path.partition(f"/resolve/{self.sha}/")[2]
-        if name:
-            first = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])
-            return self.reply(self.content[name][first:], first)
-        files = [{"rfilename": one, "size": len(data)} for one, data in self.content.items()]
-        info = {"id": "lmms-lab/POPE", "sha": self.sha, "siblings": files}
-        tree = [
-            {"type": "file", "path": one, "size": len(data), "oid": "0" * 40}
-            for one, data in self.content.items()
-        ]
-        return self.reply(json.dumps(tree if "/tree/" in self.path else info).encode())
-
-    def do_HEAD(self) -> None:
-        self.reply(self.content[self.path.partition(f"/resolve/{self.sha}/")[2]])
-
-    def reply(self, data: bytes, first: int = 0) -> None:
-        self.send_response(206 if first else 200)
-        whole = first + len(data)
-        if first:
-            self.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("X-Repo-Commit", self.sha)
-        self.send_header("ETag", f'"{whole}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def test_what_it_would_fetch_and_fetching_it_from_a_hub(tmp_path: Path):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
-    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "coat_vlm.cli", "data", "download", "pope", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    plan = run()
-    assert plan.stdout.splitlines() == [
-        "from: lmms-lab/POPE, a data set of the Hugging Face Hub",
-        "files: Full/*.parquet",
-        f"license: {BENCHMARKS['pope'].license}",
-        f"revision: {Hub.sha}, 1 files, 0.000 GB",
-        "not tried: the tests of this program run without a network",
-    ]
-    fetched = run("--to", str(tmp_path))
-    assert fetched.returncode == 0, fetched.stderr
-    assert (tmp_path / "pope/Full/random-0.parquet").read_bytes() == b"x" * 3000
-    assert not (tmp_path / "pope" / "other.bin").exists()
-    server.shutdown()
-    server.server_close()
-    without = run()
-    assert without.returncode == 0
-    assert "revision and size: not known, lmms-lab/POPE cannot be asked: " in without.stdout

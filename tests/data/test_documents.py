@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from coat_data.containers.json_file import JsonRows
-from coat_data.containers.open import open_rows
-from coat_data.containers.text_file import BLOCK_BYTES, TextRows
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.load.lengths import (
+from coat_data.load.documents import (
     DocumentChunks,
     RowKinds,
     get_chunk,
@@ -23,6 +19,7 @@ from coat_data.load.lengths import (
     split_document,
     split_rows,
 )
+from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.mixture.selection import SelectedRows, original_row
 from coat_data.sample import DataError, Media, Part, Sample, Turn
@@ -131,33 +128,6 @@ def test_texts_by_content(tmp_path: Path) -> None:
     assert dataset[1].where.endswith("b.txt:0")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_json"),
-    [
-        ('{"conversations": [], "id": 1}\n{"id": 2}\n', True),
-        ('\ufeff\n {"text": "One."}', True),
-        ('[\n  {"text": "One."},\n  {"text": "Two."}\n]\n', True),
-        ('{"key": 1} is how an object is written.\nOf which more below.\n', False),
-        ('{"quoted words} in braces begin this page.\n', False),
-        ('[{"a": 1}, and so on]\n', True),  # the first row is one: what follows is an error in it
-        ('{"id": 1, "conv\n{"id": 2}\n', True),  # so is a first row that was cut off
-        ('{"a": 1\n' * 16 + '{"id": 2}\n', False),
-        ('[{"Dear" reader}] thus begins the letter.\n', False),
-        ('{\n  "name": "a program\'s settings"\n}\n', False),
-    ],
-)
-def test_a_text_file_is_json_if_one_of_its_first_rows_is(
-    tmp_path: Path, text: str, is_json: bool
-) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(text, encoding="utf-8")
-    opened = open_rows(path)
-    assert isinstance(opened, JsonRows if is_json else TextRows)
-    if not is_json:
-        sample = SampleDataset(path)[0]
-        assert (sample.is_document, sample.turns[1].text) == (True, text)
-
-
 def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer: Any) -> None:
     """A mixed source begins with conversations: its documents are cut, and nothing else."""
     encoder = text_encoder(make_tokenizer("qwen2"))
@@ -186,21 +156,6 @@ def test_texts_that_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"One \xff")
     with pytest.raises(DataError, match=r"b.txt:0: is not UTF-8"):
         SampleDataset(tmp_path / "b.txt", format="documents")[0]
-
-
-def test_a_long_file_is_read_in_blocks_that_go_on(tmp_path: Path) -> None:
-    lines = "\n".join(f"line {number} of a paragraph" for number in range(900))
-    text = f"{lines}\n\n" * 9 + "\u4f60" * BLOCK_BYTES
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    rows = TextRows([tmp_path / "a.txt"])
-    read = [rows[index] for index in range(len(rows))]
-    assert "".join(row["text"] for row in read) == text
-    assert all(len(row["text"].encode()) <= BLOCK_BYTES for row in read)
-    assert [row["continues"] for row in read] == [True] * (len(rows) - 1) + [False]
-    assert read[0]["text"].endswith("paragraph\n\n")
-    samples = SampleDataset(tmp_path / "a.txt")
-    assert samples[0].continues
-    assert not samples[len(rows) - 1].continues
 
 
 def test_media_are_refused_without_a_tower(make_tokenizer: Any) -> None:

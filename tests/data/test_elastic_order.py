@@ -190,17 +190,6 @@ def test_an_epoch_has_each_row_as_often_as_the_mixture_says(
     assert one.sampler.count_by_source(SamplerState(3 * 113)).tolist() == [3 * 80, 3 * 33]
 
 
-def test_what_was_met_is_counted_inside_a_window(sources: list[SampleDataset]) -> None:
-    one = loader(sources, True)
-    mixture = Mixture([40, 33], [2.0, 1.0], [None, None], seed=3)
-    state, seen = SamplerState(), Counter()
-    for _ in range(9):
-        bins, state = one.sampler.step(state)
-        seen.update(mixture.locate(p)[0] for bin in bins for p in bin.positions)
-        assert one.sampler.count_by_source(state).tolist() == [seen[0], seen[1]]
-    assert state.rows > 0
-
-
 def test_bins_hold_both_budgets_also_after_replacements(sources: list[SampleDataset]) -> None:
     talk = Talk(bad=frozenset(range(100, 140, 3)), unreadable=frozenset({101, 202, 230}))
     replaced = 0
@@ -218,53 +207,6 @@ def test_bins_hold_both_budgets_also_after_replacements(sources: list[SampleData
         assert not {number for number, _ in samples_of(loaded)} & (talk.bad | talk.unreadable)
         replaced += len(loaded.bad)
     assert replaced > 10
-
-
-class Album(Talk):
-    """Row 7 of the first source has 900 tokens and 20 images, the others 100 and 1."""
-
-    def measure(self, sample: Sample) -> Size:
-        return Size(900, 20) if sample.id == "107" else Size(100, 1)
-
-
-@pytest.mark.parametrize("replace_bad", [True, False])
-def test_a_row_with_more_images_than_a_bin_may_hold_is_never_used(
-    sources: list[SampleDataset], replace_bad: bool
-) -> None:
-    """Its measured size is that of a bad row, and its bin was planned for another."""
-    album, source = Album(), sources[0]
-    chunks = measure_rows(source, album.measure, range(40), max_images=10, skip_bad=True)
-    sizes = np.concatenate(list(chunks))
-    mixture = Mixture([40], [None], [None], seed=0)
-    budget = Budget(tokens=1024, images=10, buffer=40)
-    train = TrainLoader(
-        [source],
-        mixture,
-        album,
-        batch_size=1,
-        micro_batch_size=1,
-        rank=0,
-        world_size=1,
-        num_workers=0,
-        seed=0,
-        replace_bad=replace_bad,
-        pad_token_id=0,
-        packing=PackedSampler(mixture, [sizes], budget, 1, seed=0),
-    )
-    problem = "does not fit the row it was measured for: 900 tokens and 20 images"
-    epoch = islice(train.steps(SamplerState()), 4)  # 40 samples, 10 a bin
-    if not replace_bad:
-        with pytest.raises(DataError, match=rf"100\.json:7: {problem}"):
-            list(epoch)
-        return
-    loaded = [micro for step in epoch for micro in step]
-    assert [(bad.row, bad.problem.startswith(problem)) for m in loaded for bad in m.bad] == [
-        (7, True)
-    ]
-    for micro in loaded:
-        assert micro.num_samples == 10
-        assert len(micro.batch["pixel_values"]) == 10
-        assert int(micro.batch["attention_mask"].sum()) == 1000
 
 
 def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> None:

@@ -2,9 +2,6 @@ import errno
 import hashlib
 import json
 import pickle
-import resource
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +157,6 @@ def test_allowed_bad_rows_are_left_out_and_listed(source: Path) -> None:
     assert kept[2].where == f"{source}:5"  # the row of the source, not of the folder
 
 
-def test_media_checks_can_be_left_out(source: Path) -> None:
-    spoil(source)
-    _, manifest = run(source, max_bad_samples=2, check_media=False)
-    assert manifest.bad_samples == 2
-    with pytest.raises(DataError, match=r"absent\.png: unreadable: No such file"):
-        run(source, "b", max_bad_samples=2, check_media=False, embed_media=True)
-
-
 def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:
     source.write_text("[]")
     with pytest.raises(DataError, match="there are no rows"):
@@ -219,39 +208,6 @@ def test_a_rename_that_fails_at_the_end_leaves_nothing_behind(
     assert hidden(source.parent) == []
 
 
-def test_videos_are_checked(source: Path) -> None:
-    rows = rows_of(2)
-    for row, name in zip(rows, ("frames", "absent.mp4"), strict=True):
-        row["image"], row["video"] = None, name
-        row["conversations"][0]["value"] = "What happens?"
-    make_images(source.parent / "images/frames", 3)
-    source.write_text(json.dumps(rows))
-    with pytest.raises(DataError, match="1 of 2 rows are bad") as caught:
-        run(source)
-    assert f"{source}:1: {source.parent}/images/absent.mp4" in str(caught.value)
-    with pytest.raises(DataError, match="frames: unreadable: Is a directory"):
-        run(source, embed_media=True)
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """Writing a file beyond 100 kB fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_leaves_nothing_behind(source: Path, request: pytest.FixtureRequest) -> None:
-    make_images(source.parent / "images", 10, size=300)
-    request.getfixturevalue("small_files")
-    with pytest.raises(OSError, match="too large") as caught:
-        run(source, embed_media=True)
-    assert caught.value.errno == errno.EFBIG
-    assert not (source.parent / "out").exists()
-    assert hidden(source.parent) == []
-
-
 def test_an_interrupt_leaves_nothing_behind(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(media: object) -> None:
         raise KeyboardInterrupt
@@ -295,22 +251,6 @@ def test_damaged_folders_are_refused(source: Path) -> None:
         SampleDataset(out)
     with pytest.raises(DataError, match="no such file or folder"):
         SampleDataset(source.parent / "absent")
-
-
-def test_opening_needs_no_network_and_writes_to_the_cache_only(
-    source: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    out, _ = run(source, "with [1] * and ?")
-    files = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert not private_cache.exists()
-    assert len(samples(SampleDataset(out))) == 10
-    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == files
-    assert any(private_cache.rglob("*.arrow"))
 
 
 def test_datasets_can_be_sent_to_workers(source: Path) -> None:

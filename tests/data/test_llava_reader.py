@@ -126,50 +126,27 @@ def test_images_and_videos_in_the_order_of_their_placeholders() -> None:
     assert parts(row) == ["[video]", " ", "[image]", "[image]"]
 
 
-def test_role_names_and_unknown_fields() -> None:
-    row = {
-        "conversations": [
-            {"from": "system", "value": "Be brief."},
-            {"from": "user", "value": "q"},
-            {"from": "assistant", "value": "a", "loss": True},
-        ],
-        "model": "gpt-4",
-        "metadata": {"x": 1},
-    }
-    assert [turn.role for turn in read(row).turns] == ["system", "user", "assistant"]
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         (talk("<image><image>", "a", image="a.jpg"), ["2 <image>", "1 image"]),
-        (talk("<image>", "a", image=["a.jpg", "b.jpg"]), ["1 <image>", "2 image"]),
         (talk("<image><video>", "a", video="a.mp4", image=["a", "b"]), ["1 <image>", "2 image"]),
-        (talk("<video><video>", "a", video="a.mp4"), ["2 <video>", "1 video"]),
         (talk("q", " \n"), ["answer in turn 1 is empty"]),
         (talk("q"), ["no answer"]),
-        (talk(), ["no answer"]),
         (talk("q", "a", image=""), ["image '' is not a path"]),
-        (talk("q", "a", image="a\0.jpg"), ["is not a path"]),
         (talk("q", "a", image=3), ["image is int"]),
         (talk("q", "a", images=[{"bytes": "x"}]), ["images.bytes is not base64"]),
-        (talk("q", "a", images=[{"size": 3}]), ["images is null"]),
         (talk("q", "a", image="../b.jpg"), ["'../b.jpg' leaves the media root /media"]),
-        (talk("q", "a", image="/mediator/b.jpg"), ["leaves the media root"]),
         (talk("q", "a", image="ftp://x.org/b.jpg"), ["address", "download"]),
-        (talk("q", "a", audio="a.wav"), ["audio"]),
         (talk("q", "a", image="a", images=["b"]), ["both image and images"]),
         (talk("q", "a", id=[1]), ["id is list"]),
         (talk("q", "half \ud83d"), ["conversations[1].value", "broken character"]),
         ({"messages": []}, ["no field conversations", "fields: messages"]),
-        ({"conversations": None}, ["conversations is null, not a list"]),
         ({"conversations": "hello"}, ["conversations is str, not a list"]),
         ({"conversations": ["hello"]}, ["conversations[0] is str, not an object"]),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, ["'narrator'", "human"]),
-        ({"conversations": [{"value": "x"}]}, ["conversations[0].from is null"]),
         ({"conversations": [{"from": "human"}]}, ["conversations[0].value is null"]),
         ([1, 2], ["the row is list, not an object"]),
-        (None, ["the row is null"]),
     ],
 )
 def test_bad_rows_are_named(row: Any, words: list[str]) -> None:
@@ -310,27 +287,6 @@ def test_a_line_that_does_not_parse_is_one_bad_row(
     assert line in errors[0].problem
     with pytest.raises(DataError, match=line):
         rows[bad]
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        SampleDataset(tmp_path / "absent.json")
-    (tmp_path / "latin.json").write_bytes('[{"id": "\xe9"}]'.encode("latin-1"))
-    with pytest.raises(DataError, match="byte 9 of the file is not UTF-8"):
-        read_rows(tmp_path / "latin.json")
-
-
-def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
-    rows = JsonRows([path])
-    write(path, '{"a": 1}\n')
-    with pytest.raises(DataError, match="changed since"):
-        rows[0]
-    rows = JsonRows([path])
-    assert rows[0] == {"a": 1}
-    write(path, '{"a": 3}\n')  # in place, below an open file
-    with pytest.raises(DataError, match="changed since"):
-        rows[0]
 
 
 @given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))

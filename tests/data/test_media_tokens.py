@@ -172,16 +172,6 @@ def test_a_picture_that_ends_early_is_a_bad_sample_though_its_header_is_whole(ma
         encode(sample(whole, cut))
 
 
-def test_too_many_tiles_are_named_before_any_is_decoded(make_tokenizer):
-    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["dynamic"], max_length=20)
-    header = image(48, 8).data
-    assert header is not None
-    media = Media(kind="image", path="wide.png", data=header[:45])  # its pixels are not there
-    with pytest.raises(DataError, match="1 images in 7 tiles of 4 tokens") as raised:
-        encode(sample(media, said="w " * 20))
-    assert "model.image.max_tiles" in raised.value.remedy
-
-
 def test_batches_carry_grids_where_there_are_any(make_tokenizer):
     tokenizer = make_tokenizer("qwen2")
     for mode, grids in [("resize", None), ("dynamic_s2", [[2, 2], [2, 3]])]:

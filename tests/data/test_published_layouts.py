@@ -246,16 +246,6 @@ def test_scienceqa_reads_one_split(tmp_path: Path, splits: bool) -> None:
         SampleDataset(f"{path}#dev")
 
 
-def test_scienceqa_of_hugging_face(tmp_path: Path) -> None:
-    image = {"bytes": picture(tmp_path / "a.png"), "path": "image.png"}
-    row = {key: [value] for key, value in SCIENCE_QA["1"].items() if key != "split"}
-    path = tmp_path / "train-00000-of-00001.parquet"
-    pq.write_table(pyarrow.table({**row, "image": [image]}), path)
-    assert shown(SampleDataset(path)[0])[1] == "assistant: A"
-    pq.write_table(pyarrow.table({**row, "image": [image], "answer": [9]}), path)
-    assert problems(path)[0].startswith(f"{path}:0: answer is 9, with 4 choices")
-
-
 def test_coco_captions_and_instances(tmp_path: Path) -> None:
     picture(tmp_path / "train2017" / "000000203564.jpg")
     image = {
@@ -320,12 +310,6 @@ def test_tables_of_links_show_the_image(tmp_path: Path, row: dict[str, Any]) -> 
     assert dataset[0].media[0].path == "https://a.org/b.jpg"
 
 
-def test_the_url_of_a_web_page_is_no_image(tmp_path: Path) -> None:
-    row = {"text": "A page.", "url": "https://a.org/b.jpg", "timestamp": "2019-04-25T12:57:54Z"}
-    dataset = SampleDataset(dump(tmp_path / "c4.json", [row]))
-    assert (dataset.format, dataset[0].media) == ("documents", ())
-
-
 LINK = {"image_url": "https://a.org/b.jpg", "image_sha256": "0a"}
 
 
@@ -369,37 +353,3 @@ def test_pixmo(tmp_path: Path, row: dict[str, Any], said: list[str]) -> None:
     pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     dataset = SampleDataset(tmp_path / "train.parquet")
     assert (dataset.format, shown(dataset[0])) == ("pixmo", said)
-
-
-def test_pixmo_points_outside_of_the_image_are_named(tmp_path: Path) -> None:
-    row = {
-        **LINK,
-        "points": [{"x": 640, "y": 5}],
-        "label": "a",
-        "count": 1,
-        "collection_method": "c",
-    }
-    path = dump(tmp_path / "a.json", [row])
-    assert "the box [640, 5] leaves the image" in problems(path, check_media="none")[0]
-
-
-def test_small_objects_and_rows_are_still_rows(tmp_path: Path) -> None:
-    """JSONL in a file named .json, with one row or more, and keys that published objects have."""
-    row = {"images": [{"path": "a.png"}], "conversations": [], "data": 1}
-    said = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]
-    picture(tmp_path / "a.png")
-    for text in (
-        json.dumps({**row, "conversations": said}),
-        2 * f"{json.dumps({**row, 'conversations': said})}\n",
-    ):
-        (tmp_path / "rows.json").write_text(text)
-        dataset = SampleDataset(tmp_path / "rows.json")
-        assert (dataset.format, len(dataset)) == ("llava", text.count("conversations"))
-
-
-def test_a_damaged_object_is_named(tmp_path: Path) -> None:
-    path = write_vqa(tmp_path)
-    path.write_bytes(path.read_bytes()[:-40])
-    assert "is not JSON" in problems(path, check_media="none")[-1]
-    with pytest.raises(DataError, match="is not JSON"):
-        SampleDataset(path)

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,23 +201,6 @@ def test_interleaved_documents(tmp_path: Path) -> None:
     wrong["image_info"][0]["matched_text_index"] = 3
     with pytest.raises(DataError, match="matched_text_index is 3"):
         SampleDataset(jsonl(path, wrong))[0]
-
-
-def test_interleaved_documents_that_hold_their_images(tmp_path: Path) -> None:
-    """VILA's copies of mmc4."""
-    document = json.loads(json.dumps(DOCUMENT))
-    for info, data in zip(document["image_info"], (BLUE, RED), strict=True):
-        info["image_base64"] = base64.b64encode(data).decode()
-        del info["image_name"]
-    dataset = SampleDataset(jsonl(tmp_path / "a.jsonl", document))
-    assert [media.data for media in dataset[0].media] == [RED, BLUE]
-
-
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "0.pkl").write_bytes(pickle.dumps([DOCUMENT]))
-    for path in (tmp_path, tmp_path / "0.pkl"):
-        with pytest.raises(DataError, match="is a pickle, which can hold code -> convert it"):
-            SampleDataset(path)
 
 
 def test_caption_pairs_in_tars(tar: Tar, tmp_path: Path) -> None:

@@ -86,39 +86,6 @@ def test_tags_of_a_web_page_are_text(folder: Path, encoder: Encoder, media: dict
     assert encoder.tokenizer.decode(trained.tolist()).startswith(PAGE)
 
 
-def test_a_page_that_may_mean_its_video_is_a_bad_row_not_a_guess(folder: Path) -> None:
-    """One video and two tags: nobody can say which of them is the placeholder."""
-    page = "<video>\nWhat is <video> in HTML?"
-    dataset = source(folder, row(page, video="good.mp4"))
-    with pytest.raises(DataError, match=r"rows\.json:0: .*2 <video> .* 1 video files -> write one"):
-        dataset[0]
-
-
-@pytest.mark.parametrize(
-    ("images", "text", "problem"),
-    [
-        (30, "<image>\n" * 30, None),
-        (30, "", None),
-        (120, "<image>\n" * 120, r"tokens \(120 images of 4 tokens = 480, text"),
-        (1, "<image>\n" + "many words " * 400, r"tokens \(1 images of 4 tokens = 4, text"),
-    ],
-    ids=["fits", "no placeholders", "images too long", "text too long"],
-)
-def test_nothing_is_cut_off_inside_or_behind_images(
-    folder: Path, encoder: Encoder, images: int, text: str, problem: str | None
-) -> None:
-    """2U1#125, #128, #181, #218, #76, #155; transformers#36002, #29835; Qwen3-VL#60, #1123:
-    truncation to the longest length left fewer image tokens than features."""
-    dataset = source(folder, row(text + "?", image=["good.jpg"] * images))
-    if problem is None:
-        assert shown(encoder, dataset) == (images * TOKENS, images)
-        assert encoder.measure(dataset[0]).images == images
-        return
-    for read in (encoder, encoder.measure):
-        with pytest.raises(DataError, match=rf"rows\.json:0: .*{problem}"):
-            read(dataset[0])
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_damaged_file_does_not_end_the_run(
     folder: Path, encoder: Encoder, workers: int

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from coat_data.sample import DataError
 from coat_datasets.scenes import make_scenes
 from coat_datasets.scenes.scene import coverage
 
@@ -36,13 +35,6 @@ def test_bad_settings_are_named(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         make_scenes(tmp_path / "out", **(SIZES | setting))
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(DataError, match=f"{tmp_path}: already exists and is not empty"):
-        make_scenes(tmp_path, **SIZES)
-    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

@@ -18,13 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
 from PIL import Image
 
 from coat_cli.main import main
 from coat_data.folder_lock import LockError
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.lengths import probe_rows
 from coat_data.sample import DataError, Sample
 from coat_data.tools import lint as lint_tool
 from coat_data.tools import workers
@@ -102,33 +100,6 @@ def test_the_ingested_folder_is_the_same_byte_for_byte(
     assert "bad_samples.jsonl" in digests(tmp_path / "out1")
 
 
-def test_a_range_of_parquet_is_read_in_any_order_without_the_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    dataset = SampleDataset(tmp_path / "b.parquet")
-    expected = [str(number) for number in range(ROWS)]
-    for first, stop in (0, 10), (300, 690), (5, 300), (0, 0), (690, ROWS), (0, ROWS):
-        ids = [one.id for one in dataset.read_range(range(first, stop)) if isinstance(one, Sample)]
-        assert ids == expected[first:stop]
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_few_rows_of_parquet_do_not_fill_the_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Making it reads the whole table; the checks before training need sixteen rows."""
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    dataset = SampleDataset(tmp_path / "b.parquet")
-    rows = probe_rows(dataset)
-    few = [dataset[row] for row in rows]
-    assert not (tmp_path / "cache").exists()
-    assert [one.id for one in few] == list(map(str, rows))
-    again = [dataset[row] for row in rows]
-    assert (tmp_path / "cache").exists()
-    assert again == few
-
-
 def test_a_damaged_row_group_is_one_problem_and_keeps_the_numbers_of_other_rows(
     source: Path, tmp_path: Path
 ) -> None:
@@ -167,12 +138,6 @@ def test_a_killed_worker_names_its_rows(source: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(lint_tool, "image_size", die)
     with pytest.raises(DataError, match=r"a\.json\), row 0 to 255: a worker process was killed"):
         lint(source.parent / "a.json", lambda _: None, workers=2)
-
-
-def test_too_few_workers_are_refused(source: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["data", "stats", str(source), "--num-workers", "0"])
-    assert "0: at least 1 is needed" in capsys.readouterr().err
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.main import main
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.lengths import DocumentChunks
+from coat_data.load.documents import DocumentChunks
 from coat_vlm.generate import load
 from coat_vlm.model.processor import train_tokenizer
 

@@ -18,7 +18,7 @@ import torch
 
 from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_data.load.lengths import in_workers
+from coat_data.load.workers import in_workers
 from coat_data.mixture.packing import MAX_DRAWS, PackedSampler, Sampler, replacement
 from coat_data.mixture.sampler import (
     BatchRow,

@@ -1,7 +1,7 @@
 """Reads frames with decord in a child process, which is killed when decord hangs.
 
-The parent is :class:`DecordReader`; the child is this module, run as a script. Workers of a
-DataLoader are daemons, which may not have children of ``multiprocessing``; so the child is a plain
+The parent is :class:`DecordReader`; the child is this module, run as a script. Worker
+processes are daemons, which may not have children of ``multiprocessing``; so the child is a plain
 subprocess that each reading process owns and uses for all its clips. Messages are pickled: a
 request is ``(path or bytes, times, limit in seconds)``, the answer ``(start times, frames)`` with
 frames (N, height, width, 3) uint8 in RGB, or a string with the error.

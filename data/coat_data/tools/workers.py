@@ -1,20 +1,8 @@
-"""Works on the rows of a source in chunks, in worker processes, with the results in order.
+"""Works on the rows of a source in chunks, in worker processes, with the results in order."""
 
-:func:`coat_data.load.lengths.in_workers` is not used: it needs torch, whose import takes as long as
-checking fifteen thousand rows.
-"""
-
-import atexit
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,6 +10,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
+from coat_data.load.workers import in_workers
 from coat_data.media.remote_media import is_remote
 from coat_data.mixture.selection import describe_row
 from coat_data.sample import DataError, Media, Sample, UnreachableError
@@ -31,8 +20,6 @@ MAX_WORKERS = 8
 HOST_LIMIT_S = 60.0
 """Seconds that links to one host may take without an answer before its other links are skipped."""
 
-_CHUNKS_AHEAD = 3
-"""Chunks that are assigned to a worker process before the first result is read."""
 _THREADS = 16
 """Links that one process reads at the same time."""
 
@@ -77,8 +64,11 @@ def map_chunks(
         def read(part: range) -> T:
             return _apply(work, dataset.read_range(part))
 
-        results = _map_in_processes(read, ranges, workers, dataset) if workers > 1 else None
-        for part, result in zip(ranges, results or map(read, ranges), strict=True):
+        def describe(part: range) -> str:
+            return f"{describe_row(dataset, part.start)} to {part.stop - 1}"
+
+        results = in_workers(read, ranges, workers if workers > 1 else 0, describe=describe)
+        for part, result in zip(ranges, results, strict=True):
             bar.update(len(part))
             yield result
 
@@ -98,73 +88,6 @@ def _apply(work: Callable[[Chunk], T], samples: Chunk) -> T:
         return work(watched())
     except Exception as error:
         raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
-
-
-def _map_in_processes(
-    read: Callable[[range], T], ranges: Sequence[range], workers: int, dataset: SampleDataset
-) -> Iterator[T]:
-    """Yield ``read(rows)`` for each range, in order; worker n reads every ``workers``-th range."""
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("fork" if forks else None)
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    ahead = workers * _CHUNKS_AHEAD
-    try:
-        for _ in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, read), daemon=True)
-            process.start()
-            # multiprocessing's own handler at exit would send SIGTERM, and wait.
-            atexit.register(process.kill)
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        for number, rows in enumerate(ranges[:ahead]):
-            pipes[number % workers].send(rows)
-        for number, rows in enumerate(ranges):
-            pipe = pipes[number % workers]
-            try:
-                result, error = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                raise DataError(
-                    f"{describe_row(dataset, rows.start)} to {rows.stop - 1}",
-                    "a worker process was killed while it read these rows",
-                    "if the machine ran out of memory, use fewer workers (--num-workers)",
-                ) from error
-            if error is not None:
-                raise error
-            for following in ranges[number + ahead : number + ahead + 1]:
-                with suppress(OSError):  # a worker that was killed is found by the next recv
-                    pipe.send(following)
-            yield result
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-            atexit.unregister(process.kill)
-
-
-def _serve(pipe: Connection, read: Callable[[range], Any]) -> None:
-    """Send the result of each range, or its error, until the main process ends or kills this."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the main process handles them for all
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        rows = pipe.recv()
-        try:
-            answer = read(rows), None
-        except Exception as error:
-            error.add_note("".join(traceback.format_exception(error)))  # pickle drops the cause
-            answer = None, error
-        pipe.send(answer)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def map_samples(samples: Chunk, work: Callable[[Sample], T]) -> list[T | DataError]:
