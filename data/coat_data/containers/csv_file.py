@@ -50,11 +50,9 @@ class CsvRows(IndexedFiles):
         """Parse a record."""
         fields = self._record(data, self.where(index))
         if len(fields) != len(self.columns):
-            raise DataError(
-                self.where(index),
-                f"has {len(fields)} fields, the header {len(self.columns)}",
-                "put fields with commas, quotes or line ends into quotes",
-            )
+            problem = f"has {len(fields)} fields, the header {len(self.columns)}"
+            remedy = "put fields with commas, quotes or line ends into quotes"
+            raise DataError(self.where(index), problem, remedy)
         return dict(zip(self.columns, fields, strict=True))
 
     def _record(self, data: bytes, where: str) -> list[str]:
@@ -137,11 +135,9 @@ def _clips(row: dict[str, Any], where: str) -> list[tuple[int, tuple[str, str], 
             for number, ((start, end), caption) in enumerate(zip(times, captions, strict=True))
         ]
     except (ValueError, TypeError, SyntaxError, KeyError, MemoryError, RecursionError) as error:
-        raise DataError(
-            where,
-            f"timestamp and caption are not lists of equal length: {error}",
-            "write [['0:00:01.0', '0:00:02.5'], ...] and ['caption', ...]",
-        ) from error
+        problem = f"timestamp and caption are not lists of equal length: {error}"
+        remedy = "write [['0:00:01.0', '0:00:02.5'], ...] and ['caption', ...]"
+        raise DataError(where, problem, remedy) from error
     if not pairs:
         raise DataError(where, "the record lists no clip", "remove it")
     return pairs

@@ -145,11 +145,9 @@ def _public_addresses(url: str, host: str) -> list[str]:
     found = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     for address in found:
         if not is_public(address):
-            raise DataError(
-                url,
-                f"the host {host} has the address {address}, which is not public",
-                "download the file, or make its host the media root if you trust the rows",
-            )
+            problem = f"the host {host} has the address {address}, which is not public"
+            remedy = "download the file, or make its host the media root if you trust the rows"
+            raise DataError(url, problem, remedy)
     return found
 
 

@@ -72,11 +72,8 @@ class Manifest:
                 return cls(shards=shards, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(str(path), f"is not a manifest: {error}", "ingest again") from error
-        raise DataError(
-            str(path),
-            f"is format {found[0]!r} version {found[1]!r}, not {FORMAT!r} version {VERSION}",
-            "ingest again with this version of coat-vlm",
-        )
+        problem = f"is format {found[0]!r} version {found[1]!r}, not {FORMAT!r} version {VERSION}"
+        raise DataError(str(path), problem, "ingest again with this version of coat-vlm")
 
 
 def features() -> "Features":
@@ -150,18 +147,12 @@ class ShardRows(Rows):
             path = folder / shard.name
             size = path.stat().st_size if path.is_file() else 0
             if size != shard.size:
-                raise DataError(
-                    str(path),
-                    f"this shard has {size} bytes, the manifest says {shard.size}",
-                    "copy the whole folder again, or ingest again",
-                )
+                problem = f"this shard has {size} bytes, the manifest says {shard.size}"
+                raise DataError(str(path), problem, "copy the whole folder again, or ingest again")
         self._table = open_parquet([folder / shard.name for shard in manifest.shards], features())
         if not len(self._table) == manifest.rows == sum(shard.rows for shard in manifest.shards):
-            raise DataError(
-                str(folder),
-                f"the shards hold {len(self._table)} rows, the manifest says {manifest.rows}",
-                "ingest again",
-            )
+            problem = f"the shards hold {len(self._table)} rows, the manifest says {manifest.rows}"
+            raise DataError(str(folder), problem, "ingest again")
 
     def __len__(self) -> int:
         return len(self._table)

@@ -66,11 +66,9 @@ def open_object(path: Path, split: str | None = None) -> Rows | None:
 
 def _open_annotations(path: Path, name: str) -> Rows:
     if name == "questions":
-        raise DataError(
-            str(path),
-            "holds questions without their answers",
-            "give the file of annotations, which reads the questions from this file",
-        )
+        problem = "holds questions without their answers"
+        remedy = "give the file of annotations, which reads the questions from this file"
+        raise DataError(str(path), problem, remedy)
     questions = ObjectRows(_questions_of(path), "questions", "question_id")
     return JoinedRows(ObjectRows(path, "annotations"), questions, "question_id")
 
@@ -82,11 +80,8 @@ def _open_values(path: Path, split: str | None) -> Rows | None:
         return None
     if (rows.splits and not len(rows)) or (split and not rows.splits):
         known = ", ".join(rows.splits) or "none"
-        raise DataError(
-            str(path),
-            f"has no rows of the split {split or _DEFAULT_SPLIT!r} (splits: {known})",
-            f"give {path.name}#SPLIT with one of its splits",
-        )
+        problem = f"has no rows of the split {split or _DEFAULT_SPLIT!r} (splits: {known})"
+        raise DataError(str(path), problem, f"give {path.name}#SPLIT with one of its splits")
     return rows
 
 
@@ -240,11 +235,8 @@ class JoinedRows(Rows):
         same = isinstance(key, int if self._sorted.dtype.kind == "i" else str)
         found = int(np.searchsorted(self._sorted, key)) if same else len(self._sorted)
         if found == len(self._sorted) or self._sorted[found] != key:
-            raise DataError(
-                self._rows.where(index),
-                f"{self._key} is {key!r}, which is not in {self._others.files[0]}",
-                "copy files of the same version",
-            )
+            problem = f"{self._key} is {key!r}, which is not in {self._others.files[0]}"
+            raise DataError(self._rows.where(index), problem, "copy files of the same version")
         other = self._others[int(self._order[found])]
         return {**self._others.head, **other, **row}
 

@@ -43,8 +43,5 @@ def check_regular_file(path: str | os.PathLike[str]) -> None:
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return
     kinds = {stat.S_IFIFO: "a named pipe (FIFO)", stat.S_IFSOCK: "a socket"}
-    raise DataError(
-        os.fspath(path),
-        f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, which may never end",
-        "give a regular file",
-    )
+    problem = f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, which may never end"
+    raise DataError(os.fspath(path), problem, "give a regular file")

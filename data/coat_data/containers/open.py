@@ -81,11 +81,9 @@ def open_rows(
     else:
         paths = matching_files(path)
         if not paths:
-            raise DataError(
-                str(path),
-                "there is no such file or folder",
-                "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
-            )
+            problem = "there is no such file or folder"
+            remedy = "give a data file, a folder, or a pattern such as shards/{000..099}.tar"
+            raise DataError(str(path), problem, remedy)
         rows = _open_files(path, paths, limits)
     rows.paths = tuple(dict.fromkeys(paths))
     return rows
@@ -151,11 +149,9 @@ def _open_captioned(folder: Path) -> Rows:
     """Open a folder of img2dataset's images, whose folders are numbers and not classes."""
     rows = _open_media(folder)
     if len(rows) and "text" not in rows[0]:
-        raise DataError(
-            str(folder),
-            f"{rows[0]['path']} has no caption next to it",
-            "run img2dataset again with --caption_col, or write the captions into .txt files",
-        )
+        problem = f"{rows[0]['path']} has no caption next to it"
+        remedy = "run img2dataset again with --caption_col, or write the captions into .txt files"
+        raise DataError(str(folder), problem, remedy)
     return rows
 
 
@@ -176,11 +172,9 @@ def _check_one_split(folder: Path, files: list[Path]) -> None:
             patterns.setdefault(found[1].lower(), f"{start}*{file.suffix}")
     if len(patterns) > 1:
         example = patterns.get("train") or next(iter(patterns.values()))
-        raise DataError(
-            str(folder),
-            f"holds the splits {', '.join(patterns)}",
-            f"give a pattern of the files of one, such as {folder}/{example}",
-        )
+        problem = f"holds the splits {', '.join(patterns)}"
+        remedy = f"give a pattern of the files of one, such as {folder}/{example}"
+        raise DataError(str(folder), problem, remedy)
 
 
 def _open_media(folder: Path) -> Rows:
@@ -195,11 +189,9 @@ def _open_media(folder: Path) -> Rows:
     texts = [path for path in sorted(folder.rglob("*.txt")) if path.is_file()]
     if texts:
         return TextRows(texts)
-    raise DataError(
-        str(folder),
-        f"there is no {MANIFEST_NAME} in this folder, and no data file, tar, image or .txt",
-        "give a data file, a folder of .txt files, or one written by coat-vlm data ingest",
-    )
+    problem = f"there is no {MANIFEST_NAME} in this folder, and no data file, tar, image or .txt"
+    remedy = "give a data file, a folder of .txt files, or one written by coat-vlm data ingest"
+    raise DataError(str(folder), problem, remedy)
 
 
 def _open_files(
@@ -243,31 +235,23 @@ def _open_plain_files(path: Path, files: list[Path]) -> Rows:
     if head[:4] == b"PAR1" or is_arrow(first):
         rows = TableRows(path, files)
         if {"turns", "media", "row"} <= set(rows.columns):  # media paths mean nothing by themselves
-            raise DataError(
-                str(path),
-                f"shards of an ingested folder, but there is no {MANIFEST_NAME}",
-                "copy the whole folder and name it, or ingest again",
-            )
+            problem = f"shards of an ingested folder, but there is no {MANIFEST_NAME}"
+            remedy = "copy the whole folder and name it, or ingest again"
+            raise DataError(str(path), problem, remedy)
         return rows
     if name.endswith(".tar") or head[257:262] == b"ustar":
         return TarRows(files)
     if name.endswith((".pkl", ".pickle")):
-        raise DataError(
-            str(first),
-            "is a pickle, which can hold code",
-            "convert it to JSONL with code that you trust",
-        )
+        problem = "is a pickle, which can hold code"
+        raise DataError(str(first), problem, "convert it to JSONL with code that you trust")
     if all(file.suffix.lower() == ".txt" for file in files):
         # A plain text may also start with {" or [{", and the first row may be damaged.
         probed = islice(JsonRows([first]).stream(), 16) if _JSON_ROW.match(head) else ()
         if not any(isinstance(row, dict) for row in probed):
             return TextRows(files)
     if len(files) > 1:
-        raise DataError(
-            str(path),
-            f"matches {len(files)} files",
-            "only Parquet, Arrow, tar and .txt files go together",
-        )
+        problem = f"matches {len(files)} files"
+        raise DataError(str(path), problem, "only Parquet, Arrow, tar and .txt files go together")
     if first.name == "wids-meta.json":
         return _open_wids(first)
     return _open_text(first, head.removeprefix(BOM).lstrip()[:1])
@@ -281,11 +265,9 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
     if suffix in (".csv", ".tsv"):
         rows = CsvRows(path)
         return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
-    raise DataError(
-        str(path),
-        "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt",
-        "give a data file, or a folder written by coat-vlm data ingest",
-    )
+    problem = "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt"
+    remedy = "give a data file, or a folder written by coat-vlm data ingest"
+    raise DataError(str(path), problem, remedy)
 
 
 def _open_wids(path: Path) -> Rows:
@@ -302,11 +284,8 @@ def _open_wids(path: Path) -> Rows:
     expected = [shard.get("nsamples") for shard in shards]
     counted = sum(number for number in expected if isinstance(number, int))
     if None not in expected and not rows.damage and len(rows) != counted:
-        raise DataError(
-            str(path),
-            f"the shards hold {len(rows)} samples, the list says {counted}",
-            "make the list again, or copy the shards again",
-        )
+        problem = f"the shards hold {len(rows)} samples, the list says {counted}"
+        raise DataError(str(path), problem, "make the list again, or copy the shards again")
     return rows
 
 
@@ -328,11 +307,9 @@ def _open_energon(folder: Path, name: str = "train") -> Rows:
     parts = split.get("split_parts")
     if not isinstance(parts, Mapping) or not parts.get(name):
         known = [key for key, shards in parts.items() if shards] if parts else []
-        raise DataError(
-            str(meta / "split.yaml"),
-            f"names no {name} shards",
-            f"choose from {', '.join(known)}" if known else "run energon prepare again",
-        )
+        problem = f"names no {name} shards"
+        remedy = f"choose from {', '.join(known)}" if known else "run energon prepare again"
+        raise DataError(str(meta / "split.yaml"), problem, remedy)
     excluded = set(split.get("exclude") or [])
     shards = [shard for part in parts[name] for shard in expand_braces(str(part))]
     files = [_shard_file(folder / "split.yaml", shard) for shard in shards if shard not in excluded]

@@ -185,11 +185,8 @@ def _parquet_facts(files: Sequence[Path]) -> tuple[list[list[int]], list[str]]:
             raise DataError(str(path), f"is not Parquet: {error}", "copy the file again") from error
         columns = columns or names
         if set(names) != set(columns):
-            raise DataError(
-                str(path),
-                f"has the columns {names}, the file before it {columns}",
-                "name files of one kind only",
-            )
+            problem = f"has the columns {names}, the file before it {columns}"
+            raise DataError(str(path), problem, "name files of one kind only")
     return groups, columns
 
 
@@ -212,10 +209,8 @@ def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
             raise error.__cause__ from error  # such as a full disk, which is not the data's fault
-        raise DataError(
-            str(files[0].parent),
-            f"a shard cannot be read: {error.__cause__}",
-            "copy the files again, or ingest again",
-        ) from error
+        problem = f"a shard cannot be read: {error.__cause__}"
+        remedy = "copy the files again, or ingest again"
+        raise DataError(str(files[0].parent), problem, remedy) from error
     assert isinstance(table, Dataset)
     return table

@@ -98,11 +98,8 @@ def _opened(
     except FileNotFoundError as error:
         raise DataError(where, "no such file", "fix the path or the media root") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, and others
-        raise DataError(
-            where,
-            f"the image cannot be read: {type(error).__name__}: {error}",
-            "replace the file or remove the row",
-        ) from error
+        problem = f"the image cannot be read: {type(error).__name__}: {error}"
+        raise DataError(where, problem, "replace the file or remove the row") from error
 
 
 @contextmanager
@@ -118,11 +115,8 @@ def _limit_of_pillow(max_pixels: int | None) -> Iterator[None]:
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode == "F":
-        raise DataError(
-            where,
-            "the pixels are floating point numbers without a known value of white",
-            "convert the file to 8 or 16 bits per channel",
-        )
+        problem = "the pixels are floating point numbers without a known value of white"
+        raise DataError(where, problem, "convert the file to 8 or 16 bits per channel")
     if image.mode.startswith("I"):  # 16-bit gray, or 32-bit gray with 16-bit values
         high = np.asarray(image) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")

@@ -35,11 +35,9 @@ def restrict_media(sample: Sample, network: Network, limits: Limits, root: Path 
         return sample
     if network == "deny":
         paths = [path for one in sample.media for path in (*one.frames, one.path or "")]
-        raise DataError(
-            f"{sample.where}: {next(filter(is_url, paths))}",
-            "addresses are not read (network: deny)",
-            "download the file, or allow it (network: allow, --network allow)",
-        )
+        problem = "addresses are not read (network: deny)"
+        remedy = "download the file, or allow it (network: allow, --network allow)"
+        raise DataError(f"{sample.where}: {next(filter(is_url, paths))}", problem, remedy)
     own: dict[str, Any] = {"limits": limits, "root": str(root)}
     media = [dataclasses.replace(one, **own) if is_remote(one) else one for one in sample.media]
     return dataclasses.replace(sample, media=tuple(media))

@@ -66,21 +66,16 @@ class MediaRoot:
         if scheme.lower() in ("http", "https"):
             return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
         if not (below and clean):  # with "::", fsspec would open another file system
-            raise DataError(
-                where,
-                f"the medium is the address {name[:80]!r}",
-                "use http or https, or an address below the media root, or download the file",
-            )
+            problem = f"the medium is the address {name[:80]!r}"
+            remedy = "use http or https, or an address below the media root, or download the file"
+            raise DataError(where, problem, remedy)
         return name
 
     def _below_address(self, folder: str, name: str, where: str) -> str:
         path = posixpath.normpath(name)
         if path.startswith("/") or path.split("/")[0] == ".." or "::" in path:
-            raise DataError(
-                where,
-                f"the media path {name!r} leaves the media root {folder}",
-                "use a path below the media root, or a whole address",
-            )
+            problem = f"the media path {name!r} leaves the media root {folder}"
+            raise DataError(where, problem, "use a path below the media root, or a whole address")
         http = folder.startswith(("http://", "https://"))
         return f"{folder}/{urllib.parse.quote(path) if http else path}"
 

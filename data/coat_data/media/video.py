@@ -232,11 +232,9 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     """Return the images of a list of frames or of a folder, in order; None for a video."""
     if media.frames:
         if media.fps is None and (media.start is not None or media.end is not None):
-            raise DataError(
-                media.name,
-                "start and end are given in seconds, and the list of frames has no times",
-                "give its frames per second (fps), or list only the wanted frames",
-            )
+            problem = "start and end are given in seconds, and the list of frames has no times"
+            remedy = "give its frames per second (fps), or list only the wanted frames"
+            raise DataError(media.name, problem, remedy)
         return media.frame_images()
     if media.data is not None or media.path is None or is_url(media.path):
         return None
@@ -244,11 +242,9 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     if not folder.is_dir():
         return None
     if media.start is not None or media.end is not None:
-        raise DataError(
-            str(folder),
-            "start and end are given in seconds, and a folder of frames has no times",
-            "remove start and end, or put only the wanted frames into a folder",
-        )
+        problem = "start and end are given in seconds, and a folder of frames has no times"
+        remedy = "remove start and end, or put only the wanted frames into a folder"
+        raise DataError(str(folder), problem, remedy)
     suffixes = image_suffixes()
     found = (path for path in folder.iterdir() if path.suffix.lower() in suffixes)
     paths = sorted(found, key=lambda path: (natural_key(path.stem), path.name))
