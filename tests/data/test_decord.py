@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 import platform
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +86,7 @@ def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, li
     expected = frames_of(VideoReader(VideoSettings(backend="pyav", num_frames=3)), clip)
     decord = child(*lines, timeout_s=1.0 if kind == "timeout" else 20.0)
     reader = VideoReader(VideoSettings(backend="decord", num_frames=3), decord)
-    started = time.monotonic()
     assert frames_of(reader, clip) == expected
-    assert time.monotonic() - started < 15
     assert dict(reader.counts) == {f"video_decord_{kind}": 1, "video_pyav": 1}
     assert set(reader.counts) <= set(VIDEO_COUNTS)
     reader.close()

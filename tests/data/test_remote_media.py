@@ -7,10 +7,8 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -23,16 +21,14 @@ from coat_cli.main import main
 from coat_data.containers import http_file
 from coat_data.limits import Limits
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.encode import EncodedSample, Encoder
+from coat_data.load.encode import Encoder
 from coat_data.load.lengths import measure_rows
-from coat_data.load.loader import TrainLoader
 from coat_data.media import remote_media
-from coat_data.media.image import ImageTransform, image_size
+from coat_data.media.image import image_size
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.sample_media import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.sample import DataError, Media, Sample, UnreachableError
 from coat_data.text.chat import get_template
 from coat_data.tools.export import export
@@ -144,37 +140,6 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
         assert [problem.where for problem in problems] == [f"{videos}:1: {url}/no.mp4"]
 
 
-class Squares:
-    """Encodes the media of a sample."""
-
-    def __call__(self, sample: Sample, rng: np.random.Generator | None) -> EncodedSample:
-        loader = MediaLoader(ImageTransform(8, HALF, HALF), VideoSettings())
-        pixels = loader.write([loader.open(medium) for medium in sample.media], rng)
-        ids = torch.full((2,), 1 + sample.row)
-        return EncodedSample(input_ids=ids, labels=ids, pixel_values=pixels)
-
-
-def test_training_replaces_and_counts_them(folder: Path, tmp_path: Path, serve: Any) -> None:
-    url = serve(folder).url
-    rows = [row(image=f"{url}/{name}") for name in ("none.jpg", *("large.jpg", "turned.jpg") * 3)]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), url)
-    options: dict[str, Any] = {
-        "batch_size": 7, "micro_batch_size": 7, "rank": 0, "world_size": 1, "seed": 1,
-        "replace_bad": True, "pad_token_id": 0,
-    }  # fmt: skip
-    batches = []
-    for workers in (0, 1):
-        loader = TrainLoader(
-            [source], Mixture([7], [None], [None], seed=1), cast(Any, Squares()),
-            num_workers=workers, **options,
-        )  # fmt: skip
-        ((step,),) = islice(loader.steps(SamplerState(0)), 1)
-        assert [(bad.source, bad.row) for bad in step.bad] == [(0, 0)]
-        batches.append(step.batch)
-    for name, values in batches[0].items():
-        assert torch.equal(values, batches[1][name])
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     folder: Path, tmp_path: Path, serve: Any, make_tokenizer: Any, workers: int
@@ -204,6 +169,7 @@ class Talk:
 
     def __init__(self, head: bytes, piece: bytes = b"", number: int = 0, pause_s: float = 0.0):
         self.sent = 0
+        self.asked: list[bytes] = []
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/a.jpg"
         self._message = head, piece, number, pause_s
@@ -213,7 +179,7 @@ class Talk:
         head, piece, number, pause_s = self._message
         while True:
             with suppress(OSError), self._socket.accept()[0] as connection:
-                connection.recv(1 << 16)
+                self.asked.append(connection.recv(1 << 16))
                 connection.sendall(head)
                 for _ in range(number):
                     connection.sendall(piece)
@@ -325,38 +291,24 @@ def test_each_hop_of_a_redirect_is_checked(serve: Any, folder: Path) -> None:
 
 
 def test_a_proxy_may_be_private_and_the_host_behind_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"data")
-
-        def do_CONNECT(self) -> None:
-            asked.append(self.path)
-            self.send_error(502)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Not to the terminal."""
-
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name in ("http_proxy", "https_proxy"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
-        assert fetch_media(Media(kind="image", path="http://8.8.8.8/a.jpg")).data == b"data"
-        with pytest.raises(DataError, match="Tunnel connection failed: 502"):
-            fetch_media(Media(kind="image", path="https://8.8.8.8/a.jpg"))
-        assert set(asked) == {"http://8.8.8.8/a.jpg", "8.8.8.8:443"}
-        asked.clear()
-        for scheme in ("http", "https"):
-            with pytest.raises(DataError, match=r"169\.254\.169\.254, which is not public"):
-                fetch_media(Media(kind="image", path=f"{scheme}://169.254.169.254/a"))
-        assert not asked
-        server.shutdown()
+    proxy = Talk(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ndata")
+    refusing = Talk(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv("https_proxy", refusing.url)
+    assert fetch_media(Media(kind="image", path="http://8.8.8.8/a.jpg")).data == b"data"
+    with pytest.raises(DataError, match="Tunnel connection failed: 502"):
+        fetch_media(Media(kind="image", path="https://8.8.8.8/a.jpg"))
+    asked = [*proxy.asked, *refusing.asked]
+    assert [request.split()[1] for request in asked[:2]] == [
+        b"http://8.8.8.8/a.jpg",
+        b"8.8.8.8:443",
+    ]
+    for scheme in ("http", "https"):
+        with pytest.raises(DataError, match=r"169\.254\.169\.254, which is not public"):
+            fetch_media(Media(kind="image", path=f"{scheme}://169.254.169.254/a"))
+    assert [*proxy.asked, *refusing.asked] == asked
 
 
 def test_the_network_can_be_denied(

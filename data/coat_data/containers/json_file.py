@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coat_data.containers.rows import IndexedFiles
+from coat_data.containers.rows import IndexedFiles, locate
 from coat_data.sample import DataError
 
 MAX_ROW_BYTES = 256 << 20
@@ -34,7 +34,7 @@ _NEAR_END = 16
 
 
 class JsonRows(IndexedFiles):
-    """The rows of a JSON or JSONL file; blank lines are skipped and not counted."""
+    """The rows of JSON or JSONL files; blank lines are skipped and not counted."""
 
     reuses_index = True
 
@@ -64,7 +64,7 @@ class JsonRows(IndexedFiles):
     def _line(self, index: int) -> int:
         """Return the line, from 1, at which row ``index`` starts; reads the file up to there."""
         left, lines = int(self._starts[index]), 1
-        with self.files[0].open("rb") as stream:
+        with self.files[locate(self._file_ends, index)[0]].open("rb") as stream:
             while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
                 left -= len(chunk)

@@ -250,8 +250,11 @@ def _open_plain_files(path: Path, files: list[Path]) -> Rows:
         if not any(isinstance(row, dict) for row in probed):
             return TextRows(files)
     if len(files) > 1:
+        if all(file.suffix.lower() in _JSON_SUFFIXES for file in files):
+            return JsonRows(files)
         problem = f"matches {len(files)} files"
-        raise DataError(str(path), problem, "only Parquet, Arrow, tar and .txt files go together")
+        remedy = "only JSON, JSONL, Parquet, Arrow, tar and .txt files go together"
+        raise DataError(str(path), problem, remedy)
     if first.name == "wids-meta.json":
         return _open_wids(first)
     return _open_text(first, head.removeprefix(BOM).lstrip()[:1])
