@@ -110,7 +110,7 @@ def test_output_folders_of_img2dataset_are_their_images(
     if form == "files":
         for path in folder.rglob("*.txt"):
             path.unlink()
-        with pytest.raises(DataError, match="no caption beside it"):
+        with pytest.raises(DataError, match="no caption next to it"):
             SampleDataset(folder)
 
 
