@@ -88,11 +88,17 @@ def _open(url: str, start: int, timeout_s: float, connections: "_Connections") -
         urllib.request.UnknownHandler(),
         connections,
         urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPRedirectHandler(),
+        _Redirects(),
         urllib.request.HTTPErrorProcessor(),
     ):
         opener.add_handler(handler)
     return opener.open(urllib.request.Request(url, headers=headers), None, timeout_s)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, *redirect: Any) -> Any:
+        fp.close()  # urllib would read its body, of any size
+        return super().redirect_request(req, fp, *redirect)
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
