@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     image("tiny.png")
     for name in ("rgba.png", "gray.png", "wide.png"):
         found[name] = grown(lambda name=name: image(name), peak=True)
-    found["large frames"] = grown(lambda: clips("large.mp4", 1, frames=8), peak=True)
+    found["large frames"] = grown(lambda: clips("large.mp4", 1, frames=16), peak=True)
     sys.stdout.write(json.dumps(found))
 
 
