@@ -21,21 +21,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from triton.errors import TritonError
 
+import harness
 from coat_vlm.optim import CoatAdamW
-from harness import (
-    VersionedResult,
-    append_results,
-    format_error,
-    format_number,
-    format_results,
-    get_origin,
-    make_parser,
-    measure_median_us,
-    require_gpu,
-    run_script,
-    say,
-)
-from op_check import relative_rms
+from harness import VersionedResult, relative_rms
 
 DEVICE = torch.device("cuda")
 SIZES = (
@@ -119,8 +107,8 @@ def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwResult]:
     Raises:
         ValueError: there is no GPU.
     """
-    require_gpu("the speed of a step is")
-    origin, results = get_origin(), []
+    harness.require_gpu("the speed of a step is")
+    origin, results = harness.get_origin(), []
     pairs: list[tuple[Implementation, Dtype]] = [
         (each, dtype) for each in list_implementations() for dtype in each.dtypes
     ]
@@ -140,7 +128,7 @@ def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwResult]:
                 result.ms = measure_step_ms(optimizer.step)
                 result.ps_per_param = 1e9 * result.ms / result.params
         except (RuntimeError, ValueError, TypeError, TritonError) as error:  # others may run
-            result.problem = format_error(error)
+            result.problem = harness.format_error(error)
         params = optimizer = None  # frees their memory
         torch.cuda.empty_cache()
     return results
@@ -200,7 +188,7 @@ def _flatten_tensor(value: Any) -> list[Tensor]:
 def measure_step_ms(step: Callable[[], Any]) -> float:
     """Return the median time of a step; of the call if no CUDA graph can capture it."""
     try:
-        return measure_median_us(step) / 1e3
+        return harness.measure_median_us(step) / 1e3
     except RuntimeError as error:
         if "cannot be captured" not in str(error):
             raise
@@ -210,25 +198,16 @@ def measure_step_ms(step: Callable[[], Any]) -> float:
     return ms
 
 
-def format_optimizers(results: Sequence[AdamwResult]) -> str:
-    """Format a Markdown table with one line per optimizer and dtype."""
-    return format_results(
-        results,
-        {
-            "implementation": lambda result: result.implementation,
-            "codec": lambda result: result.codec,
-            "parameters": lambda result: result.param_dtype,
-            "ms": lambda result: format_number(result.ms, 2),
-            "ps/parameter": lambda result: format_number(result.ps_per_param, 2),
-            "state B/parameter": lambda result: format_number(result.state_bytes_per_param, 3),
-            "note": lambda result: result.problem,
-        },
-    )
+COLUMNS = {
+    **{"implementation": "implementation", "codec": "codec", "parameters": "param_dtype"},
+    **{"ms": "ms:2", "ps/parameter": "ps_per_param:2"},
+    **{"state B/parameter": "state_bytes_per_param:3", "note": "problem"},
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
+    parser = harness.make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
     parser.add_argument("--csv", type=Path, help="append the results to this file")
     return parser
 
@@ -236,9 +215,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Measure and print all optimizers."""
     results = bench_adamw()
-    say(f"\n{results[0].params:,} parameters\n\n{format_optimizers(results)}")
-    append_results(args.csv, results)
+    harness.say(f"\n{results[0].params:,} parameters\n\n{harness.format_results(results, COLUMNS)}")
+    harness.append_results(args.csv, results)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

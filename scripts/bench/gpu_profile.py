@@ -12,6 +12,7 @@ torch's flash attention, ATen, Liger, DeepSpeed, torchao and NCCL in traces of H
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,18 +23,10 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from coat_vlm.fp8.weights import QUANTIZATION
-from harness import format_results
+from harness import format_table
 
-WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
-"""Calls in which the CPU waits for the GPU."""
-
-KERNELS = 25
-"""Number of lines in the table of kernels."""
-
-OPERATORS = 15
-"""Number of lines in the table of operators."""
-
-QUANTIZE, OPTIMIZER, WEIGHTS = "FP8: quantize", "optimizer and clipping", "quantization of weights"
+KERNELS, OPERATORS = 25, 15  # lines of the tables
+QUANTIZE = "FP8: quantize"
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
     # coat_kernels
@@ -44,7 +37,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("FP8: rotation", r"^(_rope|_rope_gradient\w*|_head_norm|_head_norm_bwd)_kernel$"),
     ("LoRA: projections, gradients of B", r"^_low_rank_\w+_kernel$"),
     ("loss", r"^(_cross_entropy|_logit_gradient)_kernel$"),
-    (OPTIMIZER, r"^adamw_(scalars_)?kernel$"),
+    ("optimizer and clipping", r"^adamw_(scalars_)?kernel$"),
     # other libraries
     ("NCCL", r"^nccl"),
     (
@@ -57,7 +50,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("FP8 GEMMs", r"nvjet_(sm\d+_)?[qr][qr]|gemm_e[45]m[23]|cutlass.*e[45]m[23]|cutlass.*f8"),
     ("GEMMs in BF16, FP16 or FP32", r"nvjet_|gemm|gemv|splitk|cutlass|cublas"),
     ("loss", r"cross_entropy|nll_loss|soft_?max|element_mul"),
-    (OPTIMIZER, r"multi_tensor_apply|adam|lpnorm"),
+    ("optimizer and clipping", r"multi_tensor_apply|adam|lpnorm"),
     ("other norms", r"layer_?norm|rms_?norm|GammaBeta"),
     (
         "other element-wise ops and sums",
@@ -81,19 +74,6 @@ class Interval(NamedTuple):
     stream: tuple[int, int] = (0, 0)
     """Device and stream."""
 
-    @property
-    def ms(self) -> float:
-        """Duration in milliseconds."""
-        return (self.end_us - self.start_us) / 1e3
-
-
-class Total(NamedTuple):
-    """Number and total time of calls with the same name or kind."""
-
-    name: str
-    calls: int
-    ms: float
-
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
@@ -105,8 +85,8 @@ class StepProfile:
     """Kernels, copies and memsets; none on a CPU."""
     weights: Sequence[Interval]
     """Intervals in which a stream quantized weights; the same kernels also quantize gradients."""
-    operators: Sequence[Total]
-    """CPU operators with their self time, the longest first."""
+    operators: str = ""
+    """torch's table of CPU operators, including waits for the GPU."""
 
     @property
     def busy_ms(self) -> float:
@@ -117,21 +97,8 @@ class StepProfile:
             until = max(until, interval.end_us)
         return busy / 1e3
 
-    @property
-    def launches(self) -> int:
-        """Number of kernels, without the driver's copies and memsets."""
-        return sum(not interval.name.startswith(("Memcpy", "Memset")) for interval in self.gpu)
-
-    def sum_by_kind(self) -> list[Total]:
-        """Sum by kind, our FP8 kernels one by one; the longest first. Streams are added."""
-        return _sum_by_name((self._classify(interval), interval.ms) for interval in self.gpu)
-
-    def sum_waits(self) -> Total:
-        """Sum the CPU's waits for the GPU, including the profiler's wait at the end of the step."""
-        waits = [total for total in self.operators if total.name in WAITS]
-        return Total("", sum(total.calls for total in waits), sum(total.ms for total in waits))
-
-    def _classify(self, interval: Interval) -> str:
+    def classify(self, interval: Interval) -> str:
+        """Return the kind of an interval, with the kernel's name for our FP8 kernels."""
         kind = classify_kernel(interval.name)
         if not kind.startswith(("FP8: ", "LoRA: ")):
             return kind
@@ -141,17 +108,8 @@ class StepProfile:
             and interval.end_us <= mark.end_us
             for mark in self.weights
         ):
-            return WEIGHTS
+            return "quantization of weights"
         return f"{kind}, {interval.name.strip('_').removesuffix('_kernel')}"
-
-
-def _sum_by_name(timed: Iterable[tuple[str, float]]) -> list[Total]:
-    sums: dict[str, tuple[int, float]] = {}
-    for name, ms in timed:
-        calls, total = sums.get(name, (0, 0.0))
-        sums[name] = (calls + 1, total + ms)
-    totals = [Total(name, calls, ms) for name, (calls, ms) in sums.items()]
-    return sorted(totals, key=lambda total: -total.ms)
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> StepProfile:
@@ -167,17 +125,13 @@ def profile_step(step: Callable[[], object], device: torch.device) -> StepProfil
         if on_gpu:
             torch.cuda.synchronize(device)
         wall_ms = 1e3 * (time.perf_counter() - started)
-    operators = [
-        Total(event.key, event.count, event.self_cpu_time_total / 1e3)
-        for event in recorded.key_averages()
-        if event.self_cpu_time_total > 0
-    ]
-    operators.sort(key=lambda total: -total.ms)
-    return collect_profile(wall_ms, recorded.events() or (), operators)
+    averages = recorded.key_averages()
+    table = averages.table(sort_by="self_cpu_time_total", row_limit=OPERATORS)
+    return collect_profile(wall_ms, recorded.events() or (), table)
 
 
 def collect_profile(
-    wall_ms: float, events: Iterable[FunctionEvent], operators: Sequence[Total]
+    wall_ms: float, events: Iterable[FunctionEvent], operators: str = ""
 ) -> StepProfile:
     """Build a profile from the profiler's events; events of the CPU are ignored."""
     gpu: list[Interval] = []
@@ -185,12 +139,8 @@ def collect_profile(
     for event in events:
         if event.device_type != DeviceType.CUDA:
             continue
-        interval = Interval(
-            event.name,
-            event.time_range.start,
-            event.time_range.end,
-            (event.device_index, event.device_resource_id),
-        )
+        times, stream = event.time_range, (event.device_index, event.device_resource_id)
+        interval = Interval(event.name, times.start, times.end, stream)
         # Ranges named on the CPU appear again on the streams of the kernels launched in them.
         if not event.is_user_annotation:
             gpu.append(interval)
@@ -202,50 +152,31 @@ def collect_profile(
 def format_profile(result: StepProfile, median_ms: float) -> str:
     """Format the tables of a profile; ``median_ms`` is a step's time without the profiler."""
     lines = [f"{result.wall_ms:.1f} ms a step, {median_ms:.1f} ms without the profiler"]
-    operators = format_results(
-        result.operators[:OPERATORS],
-        {
-            "operator (own CPU time)": lambda total: _shorten(total.name),
-            "calls": lambda total: str(total.calls),
-            "ms": lambda total: f"{total.ms:.3f}",
-        },
-    )
-    if not result.gpu:
-        return "\n".join([*lines, "the GPU ran nothing; CPU operators:", "", operators])
-    idle = f"{result.wall_ms - result.busy_ms:.1f} ms idle"
-    idle += f" (without the profiler {max(0.0, median_ms - result.busy_ms):.1f} ms)"
-    waits, transfers = result.sum_waits(), len(result.gpu) - result.launches
-    lines += [
-        f"GPU: {result.busy_ms:.1f} ms busy, {idle}",
-        f"{result.launches} kernels, {transfers} copies and memsets launched",
-        f"the CPU waited for the GPU {waits.calls} times (including the end), {waits.ms:.1f} ms",
-        "",
-        format_gpu_tables(result),
-        "",
-        operators,
-    ]
-    return "\n".join(lines)
+    if result.gpu:
+        idle, unprofiled = result.wall_ms - result.busy_ms, max(0.0, median_ms - result.busy_ms)
+        lines += [
+            f"GPU: {result.busy_ms:.1f} ms busy, {idle:.1f} ms idle (without the profiler "
+            f"{unprofiled:.1f} ms); {len(result.gpu)} kernels, copies and memsets",
+            "",
+            format_gpu_tables(result),
+        ]
+    return "\n".join([*lines, "", result.operators])
 
 
 def format_gpu_tables(result: StepProfile) -> str:
-    """Format the GPU time by kind, and the longest kernels, in Markdown."""
-    whole = sum(interval.ms for interval in result.gpu) or 1.0
-    kernels = _sum_by_name((interval.name, interval.ms) for interval in result.gpu)
-    named = [total._replace(name=_shorten(total.name)) for total in kernels[:KERNELS]]
-    return "\n\n".join(
-        format_results(
-            totals,
-            {
-                head: lambda total: total.name,
-                "launches": lambda total: str(total.calls),
-                "ms": lambda total: f"{total.ms:.3f}",
-                "share": lambda total: f"{total.ms / whole:.1%}",
-            },
-        )
-        for head, totals in (("GPU time", result.sum_by_kind()), ("kernel", named))
-    )
-
-
-def _shorten(name: str, most: int = 100) -> str:
-    """Shorten a name and format it as code; bars would end a cell of the table."""
-    return f"`{name[:most].replace('|', '/')}`"
+    """Format the GPU time by kind, and the longest kernels, in Markdown; streams are added."""
+    tables = []
+    names = [f"`{interval.name[:100].replace('|', '/')}`" for interval in result.gpu]
+    kinds = [result.classify(interval) for interval in result.gpu]
+    for head, labels, most in (("GPU time", kinds, len(kinds)), ("kernel", names, KERNELS)):
+        launches, total = Counter(labels), dict.fromkeys(labels, 0.0)
+        for label, interval in zip(labels, result.gpu, strict=True):
+            total[label] += (interval.end_us - interval.start_us) / 1e3
+        whole = sum(total.values()) or 1.0
+        longest = sorted(total, key=lambda label: -total[label])[:most]
+        lines = [
+            [label, str(launches[label]), f"{total[label]:.3f}", f"{total[label] / whole:.1%}"]
+            for label in longest
+        ]
+        tables.append(format_table([head, "launches", "ms", "share"], lines))
+    return "\n\n".join(tables)

@@ -33,14 +33,10 @@ if TYPE_CHECKING:
 PRECISIONS = ("bf16", "fp8_linear", "coat", "recompute_qkv")
 """Measured precisions; ``recompute_qkv`` is ``coat`` with ``fp8.recompute_qkv: true``."""
 
-_FLUSH_BYTES = 2**28
-"""Bytes zeroed before each replay: at least twice the L2 cache, as in triton's do_bench."""
-_BATCH = 30
-"""Replays between two checks of the elapsed time; also the minimum number in a median."""
+_FLUSH_BYTES = 2**28  # at least twice the L2 cache, as in triton's do_bench
+_BATCH = 30  # replays between two checks of the elapsed time; also the least number in a median
 _WARMUP_CALLS = 3
-_WARMUP_S = 0.05
-"""Time in which the GPU's clock rate rises."""
-_MEASURED_S = 0.2
+_WARMUP_S, _MEASURED_S = 0.05, 0.2  # the GPU's clock rate rises in the warm-up
 
 
 def choose_precision(name: str) -> tuple[Precision, Fp8Config | None]:
@@ -48,6 +44,12 @@ def choose_precision(name: str) -> tuple[Precision, Fp8Config | None]:
     if name == "recompute_qkv":
         return "coat", Fp8Config(recompute_qkv=True)
     return name, None  # pyright: ignore[reportReturnType]
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """Return RMS(actual - expected) / RMS(expected) in FP64; NaN stays NaN."""
+    a, e = actual.double(), expected.double()
+    return ((a - e).norm() / e.norm().clamp_min(1e-300)).item()
 
 
 def make_parser(docstring: str | None, examples: str) -> argparse.ArgumentParser:
@@ -207,10 +209,20 @@ def format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def format_results(results: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
-    """Format a Markdown table; ``columns``: title -> function from a result to its cell."""
-    cells = [[cell(result) for cell in columns.values()] for result in results]
-    return format_table(list(columns), cells)
+def format_results(
+    results: Sequence[Any], columns: Mapping[str, str | Callable[[Any], str]]
+) -> str:
+    """Format a Markdown table; ``columns``: title -> field, "field:digits", or a function."""
+
+    def cell(result: Any, column: str | Callable[[Any], str]) -> str:
+        if callable(column):
+            return column(result)
+        name, _, digits = column.partition(":")
+        value = getattr(result, name)
+        return format_number(value, int(digits)) if digits else str(value)
+
+    lines = [[cell(result, column) for column in columns.values()] for result in results]
+    return format_table(list(columns), lines)
 
 
 def format_number(value: float | None, digits: int, unit: str = "") -> str:

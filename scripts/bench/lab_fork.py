@@ -42,21 +42,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import decoder
+import harness
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
 from decoder import SIZES, Corpus, DecoderBench, MasterWeights, train_steps, training_loss
-from harness import (
-    PRECISIONS,
-    VersionedResult,
-    append_results,
-    format_number,
-    format_table,
-    get_origin,
-    make_parser,
-    read_results,
-    run_script,
-    say,
-)
+from harness import PRECISIONS, VersionedResult
 
 OPERANDS = "xwdvga"
 PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
@@ -243,9 +233,9 @@ def fork(
     Raises:
         ValueError: see :func:`train_variants`; or the file has other columns.
     """
-    previous = [] if csv is None or not csv.exists() else read_results(csv, ForkResult)
+    previous = [] if csv is None or not csv.exists() else harness.read_results(csv, ForkResult)
     process = max((result.process for result in previous), default=0) + 1
-    origin, bench = get_origin(), SIZES[size]
+    origin, bench = harness.get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
     measured = train_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
     base_losses, results = None, []
@@ -254,20 +244,20 @@ def fork(
         percent = [100 * (loss / base - 1) for loss, base in zip(losses, base_losses, strict=True)]
         numbers = (process, size, seed, at, more, variant, *losses, *percent)
         results.append(ForkResult(*origin, *numbers, gradient_error=error))
-        append_results(csv, results[-1:])
+        harness.append_results(csv, results[-1:])
     return results
 
 
 def format_fork(results: Sequence[ForkResult]) -> str:
     """Format a Markdown table with one line per variant."""
-    return format_table(
+    return harness.format_table(
         ["variant", "mean", "last", "text", "mean", "last", "text", "gradient error"],
         [
             [
                 r.variant or "nothing rounded",
                 *(f"{x:.4f}" for x in (r.mean_loss, r.last_loss, r.text_loss)),
                 *(f"{x:+.3f}%" for x in (r.mean_percent, r.last_percent, r.text_percent)),
-                format_number(r.gradient_error, 4),
+                harness.format_number(r.gradient_error, 4),
             ]
             for r in results
         ],
@@ -283,7 +273,7 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
     add("--variants", nargs="+", default=["xw"], metavar="VARIANT", help="default xw")
@@ -298,8 +288,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Measure and print all variants."""
     settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
-    say(format_fork(fork(*settings)))
+    harness.say(format_fork(fork(*settings)))
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

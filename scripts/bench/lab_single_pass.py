@@ -3,40 +3,41 @@
 The training documents are joined and cut into sequences of equal length; what is left at the end is
 not used. The seed decides the initial weights and the order of the sequences; every precision gets
 the same ones. Texts are rows with a field text, and a field source for losses by source: JSON lines
-or Parquet, also compressed. A tokenizer is trained on them. Questions have llm-foundry's layouts:
-query, choices, gold; context_options, continuation, gold; or context and continuation.
+or Parquet, also compressed. A tokenizer is trained on them.
 
-The table has each measure of the first precision, and the differences of the others: losses in
-percent, accuracies in points, with several seeds paired by seed with 95% intervals (Student's t).
-The same command continues with the runs that OUT does not contain.
+The table has each measure of the first precision, and the differences of the others in percent,
+with several seeds paired by seed with 95% intervals (Student's t). The same command continues with
+the runs that OUT does not contain.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from corpus import Corpus, read_corpus, read_questions, score_questions
+import harness
+from coat_data.containers.open import open_rows
+from coat_data.sample import DataError
+from coat_vlm.model.processor import train_tokenizer
 from decoder import SIZES as DECODERS
 from decoder import DecoderBench, parse_arithmetic, start_run, text_loss, train_steps
-from harness import at_least, format_table, make_parser, run_script, say
 from sweep import Record, sweep
 
+TOKENIZER_CHARACTERS = 32_000_000
+"""The tokenizer is trained on every n-th document, so that these are about so many characters."""
 LAST_SHARE = 0.05
 """The training loss of a run is the mean over this last share of its steps."""
 EVALUATIONS = 10
 """Held-out losses per run, evenly spaced."""
-_BATCH = 64
-"""Sequences per forward pass when questions are scored."""
 SIZES = {
     "tiny": replace(DECODERS["tiny"], steps=0),
     "30m": replace(DECODERS["30m"], steps=0),
@@ -57,85 +58,125 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's t with 1 to 9 degrees of freedom; the last one also for more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SinglePass:
-    """What the runs have in common."""
+class Documents(NamedTuple):
+    """Token ids of documents; an end token follows each document."""
 
-    training: tuple[Path, ...]
-    held_out: tuple[Path, ...]
-    questions: tuple[Path, ...]
-    """Files of questions; the accuracy on each is named by the file."""
-    bench: DecoderBench
+    training: Tensor
+    """int32 [tokens]."""
+    held_out: Mapping[str, Tensor]
+    """Source of the documents -> int32 [tokens]."""
+
+
+def tokenize(
+    training: Sequence[Path], held_out: Sequence[Path], vocab_size: int, path: Path
+) -> None:
+    """Tokenize documents and save their tokens, unless the file exists.
+
+    Raises:
+        DataError: a file cannot be read, or a row has no text.
+    """
+    if path.is_file():
+        return
+    texts = [text for text, _ in _read_documents(training)]
+    every = -(-sum(map(len, texts)) // TOKENIZER_CHARACTERS)
+    lines = chain.from_iterable(text.splitlines(keepends=True) for text in texts[::every])
+    tokenizer = train_tokenizer(lines, vocab_size)
+
+    def encode(group: Sequence[str]) -> np.ndarray[Any, Any]:
+        ids = tokenizer(list(group), add_special_tokens=False)["input_ids"]
+        end = tokenizer.eos_token_id
+        return np.concatenate([np.array([*document, end], np.int32) for document in ids])
+
+    arrays = {"training": encode(texts)}
+    by_source: dict[str, list[str]] = {}
+    for text, source in _read_documents(held_out):
+        by_source.setdefault(source, []).append(text)
+    arrays |= {f"held out {source}": encode(group) for source, group in sorted(by_source.items())}
+    part = path.with_name(f"part-{path.name}")
+    np.savez(part, **arrays)  # pyright: ignore[reportArgumentType]
+    part.replace(path)
+
+
+def _read_documents(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        for number, row in enumerate(open_rows(file.absolute()).stream()):
+            text = row.get("text") if isinstance(row, Mapping) else None
+            if not isinstance(text, str):
+                raise DataError(f"{file}, row {number}", "has no text in field text", "add it")
+            yield text, str(row.get("source", file.name))
+
+
+def load_documents(path: Path) -> Documents:
+    """Read a file of :func:`tokenize`."""
+    with np.load(path) as arrays:
+        ids = {name.removeprefix("held out "): torch.from_numpy(arrays[name]) for name in arrays}
+    return Documents(ids.pop("training"), ids)
 
 
 def train_all(
-    setup: SinglePass, precisions: Sequence[str], seeds: Sequence[int], jobs: int, out: Path
+    training: Sequence[Path],
+    held_out: Sequence[Path],
+    bench: DecoderBench,
+    precisions: Sequence[str],
+    seeds: Sequence[int],
+    jobs: int,
+    out: Path,
 ) -> dict[tuple[str, int], dict[str, float]]:
     """Train every precision with every seed; returns the measures of each run.
 
     Raises:
-        ValueError: a precision is unknown, the text is too short, two files of questions have the
-            same name, or one has another layout, or ``out`` has results of other settings.
+        ValueError: a precision is unknown, the text is too short, or ``out`` has results of other
+            settings.
         RuntimeError: runs failed; the others are in the folder.
     """
     for precision in precisions:
         parse_arithmetic(precision)
-    names = [file.stem for file in setup.questions]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"--questions {' '.join(map(str, setup.questions))}: two files have the same name, by "
-            "which their accuracies are distinguished; rename one"
-        )
     out.mkdir(parents=True, exist_ok=True)
-    corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
-    count_steps(corpus, setup.bench)
-    for file in setup.questions:
-        read_questions(file)
-    settings: Record = {"bench": asdict(setup.bench)}
-    for name in ("training", "held_out", "questions"):
-        files = getattr(setup, name)
+    tokenize(training, held_out, bench.vocab_size, out / "tokens.npz")
+    settings: Record = {"bench": asdict(bench)}
+    for name, files in (("training", training), ("held_out", held_out)):
         settings[name] = [{"name": file.name, "bytes": file.stat().st_size} for file in files]
+    bench = replace(bench, steps=count_steps(load_documents(out / "tokens.npz"), bench))
     keys = [(p, s) for s in dict.fromkeys(seeds) for p in dict.fromkeys(precisions)]
-    runs = {f"{p}, seed {s}": (setup, out, p, s) for p, s in keys}
+    runs = {f"{p}, seed {s}": (bench, out / "tokens.npz", p, s) for p, s in keys}
     records = sweep(out, settings, runs, train_one, jobs)
     return {key: records[name]["measures"] for key, name in zip(keys, runs, strict=True)}
 
 
-def count_steps(corpus: Corpus, bench: DecoderBench) -> int:
+def count_steps(documents: Documents, bench: DecoderBench) -> int:
     """Return the number of steps; ValueError if the text has too few tokens for them."""
     per_step = bench.tokens * bench.batch_size
-    available = len(corpus.training) // per_step
+    available = len(documents.training) // per_step
     if not 0 < max(1, bench.steps) <= available:
         raise ValueError(
-            f"the training text has {len(corpus.training):,} tokens, enough for {available} steps "
-            f"of {per_step:,}; {max(1, bench.steps)} were asked for, and no text is read twice: "
-            "give more text or fewer steps"
+            f"the training text has {len(documents.training):,} tokens, enough for {available} "
+            f"steps of {per_step:,}; {max(1, bench.steps)} were asked for, and no text is read "
+            "twice: give more text or fewer steps"
         )
-    shortest = min(corpus.held_out, key=lambda source: len(corpus.held_out[source]))
-    if len(corpus.held_out[shortest]) < bench.tokens:
-        raise ValueError(
-            f"source {shortest} has {len(corpus.held_out[shortest])} held-out tokens, fewer than a "
-            f"row of {bench.tokens}; give it more text, or leave it out"
-        )
+    for source, ids in documents.held_out.items():
+        if len(ids) < bench.tokens:
+            raise ValueError(
+                f"source {source} has {len(ids)} held-out tokens, fewer than a sequence of "
+                f"{bench.tokens}; give it more text, or leave it out"
+            )
     return bench.steps or available
 
 
-def train_one(setup: SinglePass, out: Path, precision: str, seed: int) -> Record:
-    """Train and evaluate a run; ``out`` has the tokens.
+def train_one(bench: DecoderBench, tokens: Path, precision: str, seed: int) -> Record:
+    """Train and evaluate a run.
 
     Returns:
         ``training``: a loss per step, ``held_out``: step -> loss, and ``measures``: tokens per
-        second, training loss, held-out loss, also by source, and accuracies in percent.
+        second, training loss, held-out loss, also by source.
     """
-    corpus = read_corpus(setup.training, setup.held_out, setup.bench.vocab_size, out)
-    bench = replace(setup.bench, steps=count_steps(corpus, setup.bench))
+    documents = load_documents(tokens)
     model, master_weights = start_run(precision, bench, seed)
-    held_out = torch.cat(list(corpus.held_out.values())).long()
+    held_out = torch.cat(list(documents.held_out.values())).long()
     every = max(1, bench.steps // EVALUATIONS)
     training: list[float] = []
     curve: dict[int, float] = {}
     started, evaluated_s = time.perf_counter(), 0.0
-    batches = shuffled_batches(corpus, bench, seed)
+    batches = shuffled_batches(documents, bench, seed)
     for step, loss in enumerate(train_steps(model, master_weights, batches, bench), 1):
         training.append(loss)
         if not math.isfinite(loss):
@@ -151,78 +192,37 @@ def train_one(setup: SinglePass, out: Path, precision: str, seed: int) -> Record
         "training loss": float(np.mean(training[-last:])),
         "held-out loss": curve[bench.steps],
     }
-    for source, ids in corpus.held_out.items():
+    for source, ids in documents.held_out.items():
         measures[f"{source}, held-out loss"] = text_loss(model, ids.long(), bench)
-    score = partial(score_continuations, model)
-    for file in setup.questions:
-        share = score_questions(read_questions(file), score, corpus.tokenizer, bench.tokens)
-        measures[f"{file.stem}, accuracy"] = share
     return {"training": training, "held_out": curve, "measures": measures}
 
 
-def shuffled_batches(corpus: Corpus, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
-    """Yield ``bench.steps`` batches, int64 [batch size, tokens]; no row is in two of them."""
-    count = len(corpus.training) // bench.tokens
-    rows = corpus.training[: count * bench.tokens].view(count, bench.tokens)
+def shuffled_batches(documents: Documents, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
+    """Yield ``bench.steps`` batches, int64 [batch size, tokens]; no sequence is in two of them."""
+    count = len(documents.training) // bench.tokens
+    sequences = documents.training[: count * bench.tokens].view(count, bench.tokens)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     for step in range(bench.steps):
-        yield rows[order[step * bench.batch_size :][: bench.batch_size]].long()
-
-
-@torch.no_grad()
-def score_continuations(
-    model: Any, ids: Sequence[list[int]], lengths: Sequence[int]
-) -> Iterator[tuple[float, bool]]:
-    """Yield the log-likelihood of the last ids of each sequence, and whether greedy ids are equal.
-
-    Args:
-        model: a causal language model, which sees padding only behind a sequence.
-        ids: token ids of each sequence.
-        lengths: how many of the last ids to score, fewer than all.
-    """
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # little padding
-    scores = [(0.0, False)] * len(ids)
-    for begin in range(0, len(order), _BATCH):
-        group = order[begin : begin + _BATCH]
-        longest = -(-len(ids[group[-1]]) // 64) * 64  # few shapes
-        batch = torch.zeros(len(group), longest, dtype=torch.long)
-        for row, i in zip(batch, group, strict=True):
-            row[: len(ids[i])] = torch.tensor(ids[i])
-        batch = batch.to(model.device)
-        likelihoods = model.eval()(input_ids=batch).logits[:, :-1].float().log_softmax(-1)
-        targets = batch[:, 1:]
-        ends = torch.tensor([[len(ids[i]) - 1] for i in group], device=batch.device)
-        starts = ends - torch.tensor([[lengths[i]] for i in group], device=batch.device)
-        at = torch.arange(longest - 1, device=batch.device)
-        scored = (at >= starts) & (at < ends)
-        sums = likelihoods.gather(2, targets[..., None])[..., 0].mul(scored).sum(1)
-        greedy = ((likelihoods.argmax(-1) == targets) | ~scored).all(1)
-        for i, value, same in zip(group, sums.tolist(), greedy.tolist(), strict=True):
-            scores[i] = (value, same)
-    yield from scores
+        yield sequences[order[step * bench.batch_size :][: bench.batch_size]].long()
 
 
 def format_runs(runs: dict[tuple[str, int], dict[str, float]]) -> str:
     """Format one Markdown table: each measure, and its differences to the first precision."""
     first, *others = dict.fromkeys(precision for precision, _ in runs)
-    head = ["measure", first, *(f"{name}: difference" for name in others)]
     lines: list[list[str]] = []
     for measure in next(iter(runs.values())):
         values = {
             name: np.array([m[measure] for (precision, _), m in runs.items() if precision == name])
             for name in (first, *others)
         }
-        base = values[first]
-        percent = not measure.endswith("accuracy")
-        cells = [f"{base.mean():.4f}" if percent else f"{base.mean():.2f}"]
-        if measure == "tokens per second":
-            cells[0] = f"{base.mean():,.0f}"
+        mean = values[first].mean()
+        cells = [f"{mean:,.0f}" if measure == "tokens per second" else f"{mean:.4f}"]
         for name in others:
-            difference = 100 * (values[name] / base - 1) if percent else values[name] - base
-            unit = "%" if percent else " points"
-            cells.append(f"{difference.mean():+.2f}{unit}{_format_interval(difference)}")
+            percent = 100 * (values[name] / values[first] - 1)
+            cells.append(f"{percent.mean():+.2f}%{_format_interval(percent)}")
         lines.append([measure, *cells])
-    return format_table(head, lines)
+    head = ["measure", first, *(f"{name}: difference" for name in others)]
+    return harness.format_table(head, lines)
 
 
 def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
@@ -236,26 +236,26 @@ def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> st
 
 EXAMPLES = """\
   python scripts/bench/lab_single_pass.py --text train.jsonl.xz --held-out validation.jsonl.xz \\
-      --size 100m --precisions bf16 coat --seeds 0 1 2 --jobs 3 \\
-      --questions copa.jsonl piqa.jsonl --out runs/once
+      --size 100m --precisions bf16 coat --seeds 0 1 2 --jobs 3 --out runs/once
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
+    # fmt: off
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="training documents")
     add("--held-out", type=Path, nargs="+", required=True, metavar="FILE", help="other documents")
-    add("--questions", type=Path, nargs="*", default=[], metavar="FILE", help="default none")
     add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
     add("--precisions", nargs="+", default=["bf16", "coat"], metavar="NAME",
-        help="settings may follow one, as in coat,optimizer=adamw; default bf16 coat")  # fmt: skip
+        help="settings may follow one, as in coat,optimizer=adamw; default bf16 coat")
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
-    add("--steps", type=at_least(0), default=0, help="fewer steps than the whole text")
+    add("--steps", type=harness.at_least(0), default=0, help="fewer steps than the whole text")
     add("--lr", type=float, help="peak learning rate; default: depends on --size")
-    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
+    add("--jobs", type=harness.at_least(1), default=1, help="runs at the same time; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of tokens and runs")
+    # fmt: on
     return parser
 
 
@@ -264,16 +264,11 @@ def main(args: argparse.Namespace) -> None:
     bench = replace(SIZES[args.size], steps=args.steps)
     if args.lr is not None:
         bench = replace(bench, lr=args.lr)
-    if not 0 < bench.lr < math.inf:
-        raise ValueError(f"--lr {bench.lr}: must be positive and finite")
-    setup = SinglePass(
-        training=tuple(args.text),
-        held_out=tuple(args.held_out),
-        questions=tuple(args.questions),
-        bench=bench,
+    runs = train_all(
+        args.text, args.held_out, bench, args.precisions, args.seeds, args.jobs, args.out
     )
-    say(format_runs(train_all(setup, args.precisions, args.seeds, args.jobs, args.out)))
+    harness.say(format_runs(runs))
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

@@ -44,16 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import decoder
+import harness
 from decoder import SIZES, Corpus, DecoderBench, MasterWeights
-from harness import (
-    VersionedResult,
-    append_results,
-    at_least,
-    format_table,
-    make_parser,
-    run_script,
-    say,
-)
+from harness import VersionedResult
 from lab_fork import OPERANDS, apply_variant, parse_variant, weight_gradients
 from number_formats import parse_format, parse_scaling, quantize
 from sweep import Record, sweep
@@ -218,7 +211,7 @@ def train_all(
     results = [summarize_run(*names[name], record) for name, record in records.items()]
     table = out / "stability.csv"
     table.unlink(missing_ok=True)
-    append_results(table, results)
+    harness.append_results(table, results)
     return results
 
 
@@ -259,7 +252,7 @@ def format_stability(results: Sequence[StabilityResult]) -> str:
                 parts.append(f"{np.mean(losses):.3f} ({spread:.3f}), sharpness {sharpness:.2f}")
             cells.append("; ".join(parts))
         lines.append([variant, *cells])
-    return format_table(["variant", *(f"lr {lr:g}: loss (sd)" for lr in lrs)], lines)
+    return harness.format_table(["variant", *(f"lr {lr:g}: loss (sd)" for lr in lrs)], lines)
 
 
 EXAMPLES = """\
@@ -272,7 +265,7 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
     add(
@@ -283,7 +276,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
     add("--steps", type=int, help="steps of a run; default: those of the size")
-    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
+    add("--jobs", type=harness.at_least(1), default=1, help="runs at the same time; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
     return parser
 
@@ -293,8 +286,8 @@ def main(args: argparse.Namespace) -> None:
     bench = SIZES[args.size]
     bench = replace(bench, steps=args.steps or bench.steps)
     results = train_all(args.text, bench, args.variants, args.lrs, args.seeds, args.out, args.jobs)
-    say(f"{format_stability(results)}\n\nruns: {args.out / 'stability.csv'}")
+    harness.say(f"{format_stability(results)}\n\nruns: {args.out / 'stability.csv'}")
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

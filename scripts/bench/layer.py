@@ -21,31 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import harness
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, reused_weights, saved_bytes
 from gpu_profile import format_gpu_tables, profile_step
-from harness import (
-    VersionedResult,
-    append_results,
-    at_least,
-    choose_precision,
-    format_error,
-    format_number,
-    format_results,
-    get_origin,
-    make_parser,
-    require_gpu,
-    run_script,
-    say,
-)
-from layer_shapes import (
-    SHAPES,
-    Forward,
-    LayerShape,
-    build_forward,
-    build_layer,
-    find_shape,
-)
+from harness import VersionedResult, choose_precision
+from layer_shapes import SHAPES, Forward, LayerShape, build_forward, build_layer, find_shape
 
 LIMITS = (0.09, 0.13)
 """Largest relative errors of the output and of the input gradient."""
@@ -185,10 +166,10 @@ def bench_layer(
             f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or name "
             f"installed implementations: {', '.join(list_available())}"
         )
-    require_gpu("speed and memory of a layer are")
+    harness.require_gpu("speed and memory of a layer are")
     device, dtype = torch.device("cuda"), torch.bfloat16
     original = build_layer(shape, torch.device("cpu"), dtype)
-    origin = get_origin()
+    origin = harness.get_origin()
     results: list[LayerResult] = []
     exact: Pass | None = None
     with use_attention(attention):
@@ -212,11 +193,11 @@ def bench_layer(
                             result.fwdbwd_cached_ms = measure_times_ms(layer, forward, shape)[1]
                             result.weight_cache_mib = saved_bytes() / _MIB
                     if profile:
-                        say(f"\n{name}: {format_kernel_table(layer, forward, shape)}")
+                        harness.say(f"\n{name}: {format_kernel_table(layer, forward, shape)}")
             except (RuntimeError, ValueError) as error:  # others may run
                 if name == REFERENCE:
                     raise
-                result.problem = format_error(error)
+                result.problem = harness.format_error(error)
             layer = forward = None
     return results
 
@@ -352,24 +333,14 @@ def format_layers(results: Sequence[LayerResult]) -> str:
 
     def speed(result: LayerResult) -> str:
         ms = result.fwdbwd_ms
-        return format_number(first / ms if first and ms else None, 2, "x")
+        return harness.format_number(first / ms if first and ms else None, 2, "x")
 
-    return format_results(
-        results,
-        {
-            "implementation": lambda result: result.implementation,
-            "fwd ms": lambda result: format_number(result.fwd_ms, 2),
-            "fwd+bwd ms": lambda result: format_number(result.fwdbwd_ms, 2),
-            "speed": speed,
-            "cached weights ms": lambda result: format_number(result.fwdbwd_cached_ms, 2),
-            "saved MiB": lambda result: format_number(result.saved_mib, 0),
-            "peak MiB": lambda result: format_number(result.peak_mib, 0),
-            "cached weights MiB": lambda result: format_number(result.weight_cache_mib, 0),
-            "error: output": lambda result: format_number(result.rel_err_out, 4),
-            "input gradient": lambda result: format_number(result.rel_err_grad, 4),
-            "note": lambda result: result.problem,
-        },
-    )
+    columns = {"implementation": "implementation", "fwd ms": "fwd_ms:2"}
+    columns |= {"fwd+bwd ms": "fwdbwd_ms:2", "speed": speed}
+    columns |= {"cached weights ms": "fwdbwd_cached_ms:2", "saved MiB": "saved_mib:0"}
+    columns |= {"peak MiB": "peak_mib:0", "cached weights MiB": "weight_cache_mib:0"}
+    columns |= {"error: output": "rel_err_out:4", "input gradient": "rel_err_grad:4"}
+    return harness.format_results(results, columns | {"note": "problem"})
 
 
 EXAMPLES = """\
@@ -381,17 +352,14 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
-    add("--batch", type=at_least(1), help="sequences or images; default: the shape's")
-    add("--length", type=at_least(1), help="tokens or patches of each; default: the shape's")
+    add("--batch", type=harness.at_least(1), help="sequences or images; default: the shape's")
     add(
-        "--implementations",
-        nargs="+",
-        choices=IMPLEMENTATIONS,
-        help="in addition to hf_eager; default: all whose packages are installed",
+        "--length", type=harness.at_least(1), help="tokens or patches of each; default: the shape's"
     )
+    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, help="default: all installed")
     add("--attention", choices=ATTENTIONS, default="default", help="default: chosen by SDPA")
     add("--csv", type=Path, help="append the results to this file")
     add("--profile", action="store_true", help="also print the GPU time by kind and by kernel")
@@ -405,9 +373,11 @@ def main(args: argparse.Namespace) -> None:
         implementations = args.implementations or list_available()
         results = bench_layer(shape, implementations, args.attention, args.profile)
         size = f"{shape.batch} x {shape.length:,} tokens"
-        say(f"\n{shape.name}, {size}, attention: {args.attention}\n\n{format_layers(results)}")
-        append_results(args.csv, results)
+        harness.say(
+            f"\n{shape.name}, {size}, attention: {args.attention}\n\n{format_layers(results)}"
+        )
+        harness.append_results(args.csv, results)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import harness
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
@@ -31,19 +32,7 @@ from coat_vlm.plan.measure import (
     take_steps,
 )
 from coat_vlm.train.model_setup import refuse_pairs, require_composed, select_stages, set_train_mode
-from harness import (
-    Result,
-    append_results,
-    at_least,
-    format_number,
-    format_results,
-    free_memory,
-    get_origin,
-    is_out_of_memory,
-    make_parser,
-    run_script,
-    say,
-)
+from harness import Result
 from step import NAMES, Passes
 
 FILLED = 0.99
@@ -117,7 +106,7 @@ def start_result(case: StageCase, world: World) -> LongResult:
     words = [NAMES.get(recipe.precision, recipe.precision)]
     words += ["recomputation"] if stage.gradient_checkpointing else []
     return LongResult(
-        *get_origin()[:3],
+        *harness.get_origin()[:3],
         gpus=world.size,
         zero=0,
         sequence_parallel=stage.sequence_parallel,
@@ -167,11 +156,11 @@ def bench_longest(
             result.tok_s = tokens / entry["step_s"]
             result.note = f"forward and backward; loss {entry['loss']:.4f}"
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not harness.is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)
         model.zero_grad(set_to_none=True)
-        free_memory(world.device)
+        harness.free_memory(world.device)
         on_result(result)
         return result.peak_gb
 
@@ -234,27 +223,27 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
     add("overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted")
     add("--stage", help="default: the only stage of the recipe")
+    add("--images", type=harness.at_least(0), help="tiles and frames per row; default: counted")
     add(
-        "--images",
-        type=at_least(0),
+        "--longest",
+        type=harness.at_least(1),
         metavar="N",
-        help="image tiles and video frames per row; default: counted in the data, else 1",
+        help="find the longest row, in multiples of N",
     )
-    add("--longest", type=at_least(1), metavar="N", help="find the longest row, in multiples of N")
-    add("--steps", type=at_least(1), default=2, help="measured steps; default 2")
-    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
+    add("--steps", type=harness.at_least(1), default=2, help="measured steps; default 2")
+    add("--warmup", type=harness.at_least(1), default=3, help="steps before them; default 3")
     add("--csv", type=Path, help="append the results to this file")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """Measure the stage and print a table."""
-    recipe = load_recipe(args.recipe, args.overrides, unset_variables=True, say=say)
+    recipe = load_recipe(args.recipe, args.overrides, unset_variables=True, say=harness.say)
     name, *others = select_stages(recipe, args.stage)
     if others:
         raise ValueError(f"--stage: give one of the stages, {' or '.join(recipe.stages)}")
@@ -265,8 +254,8 @@ def main(args: argparse.Namespace) -> None:
 
         def keep(result: LongResult) -> None:
             if world.is_main:
-                append_results(args.csv, [result])
-            say(f"{result.implementation}: {result.tokens:,} tokens, {result.note}")
+                harness.append_results(args.csv, [result])
+            harness.say(f"{result.implementation}: {result.tokens:,} tokens, {result.note}")
 
         case = open_case(recipe, name, world, images=args.images, accumulation=1)
         if args.longest is not None:
@@ -274,20 +263,11 @@ def main(args: argparse.Namespace) -> None:
         else:
             results = [measure_step(case, world, args.steps, args.warmup)]
             keep(results[0])
-        table = format_results(
-            results,
-            {
-                "implementation": lambda result: result.implementation,
-                "tokens": lambda result: f"{result.tokens:,}",
-                "frames": lambda result: f"{result.frames:,}",
-                "ms": lambda result: format_number(result.ms, 1),
-                "tokens/s": lambda result: format_number(result.tok_s, 0),
-                "peak GB": lambda result: format_number(result.peak_gb, 2),
-                "note": lambda result: result.note,
-            },
-        )
-        say(f"\n{results[0].model}, {world.size} x {results[0].gpu}\n\n{table}")
+        columns = {"implementation": "implementation", "tokens": "tokens:0", "frames": "frames:0"}
+        columns |= {"ms": "ms:1", "tokens/s": "tok_s:0", "peak GB": "peak_gb:2", "note": "note"}
+        table = harness.format_results(results, columns)
+        harness.say(f"\n{results[0].model}, {world.size} x {results[0].gpu}\n\n{table}")
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

@@ -54,16 +54,6 @@ class NumberFormat:
     """Exponent of the smallest normal number. An integer format has no normal numbers."""
     max: float
 
-    def values(self) -> Tensor:
-        """Return all non-negative values in ascending order, FP64."""
-        m, values = self.mantissa_bits, []
-        top = max(math.frexp(self.max)[1] - 1, self.min_exponent)
-        fractions = torch.arange(2**m, dtype=torch.float64) / 2**m
-        values = [fractions * 2.0**self.min_exponent]
-        values += [(1 + fractions) * 2.0**e for e in range(self.min_exponent, top + 1)]
-        found = torch.cat(values)
-        return found[found <= self.max]
-
 
 def parse_format(name: str) -> NumberFormat:
     """Return the format called ``name``.
@@ -109,12 +99,7 @@ def parse_format(name: str) -> NumberFormat:
 
 
 def round_to(x: Tensor, fmt: NumberFormat) -> Tensor:
-    """Round to the values of a format; returns FP32.
-
-    Args:
-        x: FP32, BF16 or FP16, any shape.
-        fmt: the format.
-    """
+    """Round FP32, BF16 or FP16 values to those of a format; returns FP32."""
     x32 = x.float()
     bits = x32.view(torch.int32) & 0x7FFFFFFF
     magnitude = bits.view(torch.float32)
@@ -175,13 +160,7 @@ def parse_scaling(name: str) -> Scaling:
 
 
 def find_scale(x: Tensor, fmt: NumberFormat, scaling: Scaling, kind: Kind = "weight") -> Tensor:
-    """Compute the scales of a matrix, FP32, broadcastable to what :func:`_split` returns.
-
-    Args:
-        x: [rows, K], high precision.
-        fmt: the format.
-        scaling: granularity and range.
-        kind: decides what a channel and a token are.
+    """Compute the scales of [rows, K], FP32, broadcastable to what :func:`_split` returns.
 
     Raises:
         ValueError: groups do not divide K.
@@ -210,13 +189,9 @@ def quantize(
     kind: Kind = "weight",
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Quantize and dequantize; returns the dtype of ``x``.
+    """Quantize and dequantize [..., K]; returns the dtype of ``x``.
 
     Args:
-        x: [..., K], high precision; all dimensions but the last are rows.
-        fmt: the format.
-        scaling: granularity and range.
-        kind: decides what a channel and a token are.
         scale: scales to use; computed from ``x`` by default.
 
     Raises:

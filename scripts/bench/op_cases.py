@@ -3,7 +3,7 @@
 ``t`` is the number of tokens, ``h`` of hidden channels, ``f`` of MLP channels. Matrices are BF16.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +16,10 @@ from coat_vlm.config import Fp8Config
 from layer_shapes import LayerShape
 
 GROUP_SIZE = Fp8Config().group_size
-
 VOCABULARIES = {"llama": 32000, "qwen2": 152064}
-"""Vocabulary sizes of Llama-2 and Qwen2.5-7B."""
-
 LOSS_TOKENS = 2048
 """Largest chunk of tokens whose logits exist at the same time in training, for Qwen2.5-7B."""
-
 LORA_RANK = 64
-"""Rank of the adapters of all linear layers."""
 
 Arguments = tuple[Any, ...]
 
@@ -94,12 +89,36 @@ def build_cases(shape: LayerShape) -> list[Case]:
 
 
 def shrink_shape(shape: LayerShape) -> LayerShape:
-    """Return a smaller block for comparisons: 200 tokens, at most 1040 MLP channels.
-
-    Rows are as wide as in the block. Neither number is a multiple of a tile, and 200 tokens need
-    padding.
-    """
+    """Return a block of 200 tokens and at most 1040 MLP channels, no multiples of a tile."""
     return replace(shape, batch=2, length=min(shape.length, 100), ffn=min(shape.ffn, 1040))
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]:
+    """Apply ``change`` to all tensors among an op's arguments, also inside lists."""
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, list):
+            return [convert(item) for item in arg]
+        return change(arg) if isinstance(arg, Tensor) else arg
+
+    return [convert(arg) for arg in args]
+
+
+def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    """Run one implementation of an op; returns its results and the tensors that it changed.
+
+    It runs on copies of the arguments, so in-place ops can be called again.
+    """
+    args = map_tensors(Tensor.clone, args)
+    result = body(*args)
+    if op == "adamw_step":
+        p, _, *moments = args[:8]
+        return [p, *moments, *([args[15]] if args[15] is not None else [])]
+    if op == "cross_entropy_":
+        return [result, args[0]]
+    if op == "logit_gradient":
+        return [result, args[3]]
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def _build_quantize_cases(shape: LayerShape) -> list[Case]:

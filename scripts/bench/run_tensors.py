@@ -1,11 +1,11 @@
-"""Tensors of a run, and its model with linear layers converted to simulated formats after training.
+"""Tensors of a run, and its model with linear layers converted to simulated formats.
 
 A conversion quantizes the weights of all linear layers but the output layer once, and their inputs
 in every forward pass; the products are FP32. The result is that of a GEMM of the quantized operands
 with FP32 accumulation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,6 @@ from torch import Tensor, nn
 from coat_data.load.collate import Batch
 from coat_data.mixture.sampler import SamplerState
 from coat_eval.own_model import find_final_model
-from coat_eval.runner import make_eval_subsets
-from coat_vlm.checkpoint.load import find_latest_checkpoint
-from coat_vlm.checkpoint.partitions import Fragment
-from coat_vlm.checkpoint.shards import Shards
-from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.generate import load
@@ -31,7 +26,6 @@ from coat_vlm.model.packing import PACKED
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.data import open_data
-from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.model_setup import select_stages
 from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
@@ -39,30 +33,20 @@ from number_formats import NumberFormat, Scaling, find_scale, quantize
 
 ROWS = 2048
 """Rows of inputs and gradients that are saved of each layer."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """The last stage of a finished run: its model in FP32, and batches of its data."""
 
-    name: str
-    recipe: Recipe
     model: CoatVlm
-    processor: CoatVlmProcessor
     training: list[Batch]
     held_out: dict[str, list[Batch]]
     """Batches by validation source."""
-    shards: Shards | None
-    """The newest checkpoint, if it has FP32 moments of the linear layers."""
 
 
 def open_run(folder: Path, num_batches: int) -> OpenRun:
-    """Open a run folder.
-
-    Args:
-        folder: the run folder; paths in its recipe are those of training.
-        num_batches: micro-batches of the training data, and of each validation source, at most.
+    """Open a run folder, with so many micro-batches of training and each validation source.
 
     Raises:
         FileNotFoundError: there is no recipe, or the last stage has not finished.
@@ -91,10 +75,7 @@ def open_run(folder: Path, num_batches: int) -> OpenRun:
     held_out = {
         name: list(islice(data.validation_batches(name), num_batches)) for name in data.validation
     }
-    checkpoint = find_latest_checkpoint(folder / stage / "checkpoints")
-    has_moments = checkpoint is not None and recipe.stages[stage].lora is None
-    shards = Shards(checkpoint) if has_moments and checkpoint is not None else None
-    return OpenRun(folder.name, recipe, model, processor, training, held_out, shards)
+    return OpenRun(model, training, held_out)
 
 
 def linear_layers(model: CoatVlm) -> dict[str, nn.Linear]:
@@ -145,32 +126,16 @@ def list_tensors(run: OpenRun) -> Iterator[tuple[str, str, Tensor]]:
         for what, found in (("inputs", inputs), ("gradients", gradients)):
             if name in found:
                 yield what, name, found[name]
-        for what in MOMENTS if run.shards is not None else ():
-            moment = _read_moment(run.shards, f"{name}.weight", layer.weight.shape, what)
-            if moment is not None:
-                yield what, name, moment
-
-
-def _read_moment(shards: Any, name: str, shape: torch.Size, key: str) -> Tensor | None:
-    """Read a parameter's moment; None if it was not trained or if its moments are in FP8."""
-    parts: dict[int, Tensor] = {}
-    for partition, first, place, count in shards.find_overlaps(Fragment(name, 0, shape.numel(), 0)):
-        if key not in partition.elements or f"{key}_amax" in partition.keys:
-            return None
-        parts[place] = partition.read(key, first, first + count)
-    return torch.cat([parts[place] for place in sorted(parts)]).view(shape)
 
 
 @contextmanager
 def converted(
     model: CoatVlm, fmt: NumberFormat, scaling: Scaling, calibration: dict[str, Tensor]
 ) -> Iterator[None]:
-    """Convert all linear layers within the context; the model is as before afterwards.
+    """Convert all linear layers of an FP32 model within the context.
 
     Args:
-        model: an FP32 model.
-        fmt: format of weights and inputs.
-        scaling: scales of both; weights are known, so their scales are always static.
+        scaling: scales of weights and inputs; those of weights are always static.
         calibration: layer -> inputs, for static scales.
 
     Raises:
@@ -215,29 +180,6 @@ def measure_losses(run: OpenRun) -> dict[str, float]:
         total = sum(_compute_loss(run.model, batch, 1).item() for batch in batches)
         losses[name] = total / max(1, tokens)
     return losses
-
-
-def make_evaluation(run: OpenRun) -> Callable[[], dict[str, float]]:
-    """Return a function that answers the run's evaluation sets and returns the headline metrics.
-
-    Raises:
-        ValueError: the recipe has no evaluation sets.
-    """
-    if not run.recipe.eval_sets:
-        raise ValueError(f"--eval: the recipe of {run.name} has no eval_sets; leave out --eval")
-    subsets = make_eval_subsets(run.recipe)
-    evaluation = LiveEvaluation(subsets, run.processor, ALONE, every=1, lockstep=False)
-
-    def evaluate() -> dict[str, float]:
-        found = evaluation(run.model)
-        assert found is not None  # only a handler of signals makes it None
-        row, _ = found
-        return {
-            f"{name}, {headline}": row["metrics"][name][headline]
-            for name, headline in row["headline"].items()
-        }
-
-    return evaluate
 
 
 def _compute_loss(model: CoatVlm, batch: Batch, divisor: float) -> Tensor:

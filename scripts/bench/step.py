@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import harness
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.distributed import World, join_world
@@ -58,22 +59,7 @@ from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 from gpu_profile import format_profile, profile_step
-from harness import (
-    PRECISIONS,
-    Result,
-    append_results,
-    at_least,
-    format_error,
-    format_number,
-    format_results,
-    free_memory,
-    get_origin,
-    make_parser,
-    note_leftover_memory,
-    note_memory,
-    run_script,
-    say,
-)
+from harness import PRECISIONS, Result
 from layer import use_attention
 from step_models import (
     BASELINES,
@@ -173,13 +159,14 @@ def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implement
         raise ValueError(f"--batch {args.batch}: give ascending numbers")
     if args.lora is not None and args.baselines:
         raise ValueError("--lora is for --precisions, without --baselines; leave one of them out")
-    names = [*args.precisions, *args.baselines]
+    names: list[str] = [*args.precisions, *args.baselines]
+    stages: Sequence[ZeroStage] = args.zero or (0,)
     if not names:
         raise ValueError("nothing to measure; give --precisions or --baselines")
     listed: list[Implementation] = []
-    for zero, optimizer, name in product(args.zero or (0,), args.optimizer, names):
+    for zero, optimizer, name in product(stages, args.optimizer, names):
         trains = optimizer != "none"
-        listed.append(Implementation(name, trains, zero if trains else 0))
+        listed.append(Implementation(str(name), trains, zero if trains else 0))
     return list(dict.fromkeys(listed))
 
 
@@ -292,7 +279,7 @@ class StepRun:
         optimizer = f"{recipe.optimizer}{'_low_bits' if low_bits else ''}"
         attention = recipe.cudnn_attention if implementation.trains else "default"
         result = StepResult(
-            *get_origin()[:3],
+            *harness.get_origin()[:3],
             gpus=world.size,
             zero=implementation.zero_stage,
             model=size.name,
@@ -316,9 +303,9 @@ class StepRun:
                     "continues after a failure"
                 )
                 raise
-            result.problem = format_error(error)
+            result.problem = harness.format_error(error)
             traceback.clear_frames(error.__traceback__)  # frees the model
-        free_memory(world.device)
+        harness.free_memory(world.device)
         return result
 
     def open_case(self, implementation: Implementation, batch: int) -> StageCase:
@@ -337,7 +324,7 @@ class StepRun:
         batches = [self._batch(model, case, size) for size in dict.fromkeys((1, *self.args.batch))]
         reference = measure_reference(model, batches)
         del model
-        free_memory(self.world.device)
+        harness.free_memory(self.world.device)
         return reference
 
     def _batch(self, model: Any, case: StageCase, size: int) -> LoadedBatch:
@@ -352,7 +339,7 @@ class StepRun:
     ) -> None:
         """Store the measurements, or the problem, in the result."""
         args, world = self.args, self.world
-        result.note += note_leftover_memory(world.device)
+        result.note += harness.note_leftover_memory(world.device)
         model = build_stage_model(case, world.device)
         set_train_mode(model, case.stage)
         sample, loaded = (self._batch(model, case, batch) for batch in (1, result.batch))
@@ -393,28 +380,22 @@ class StepRun:
                 self.trained.setdefault(result.batch, losses)
             result.ms, result.peak_gb = timing.ms, timing.peak_gb
             result.tok_s = result.tokens / (timing.ms / 1e3)
-            result.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{note_memory(world.device)}"
+            result.note += (
+                f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{harness.note_memory(world.device)}"
+            )
             if args.profile:
                 profile = profile_step(lambda: step(batches, time.perf_counter()), world.device)
-                say(f"\n{title}, ZeRO-{result.zero}: {format_profile(profile, timing.ms)}\n")
+                harness.say(
+                    f"\n{title}, ZeRO-{result.zero}: {format_profile(profile, timing.ms)}\n"
+                )
 
 
 def format_steps(results: Sequence[StepResult]) -> str:
     """Format a Markdown table with a line per implementation, optimizer, ZeRO stage and batch."""
-    return format_results(
-        results,
-        {
-            "implementation": lambda result: result.implementation,
-            "optimizer": lambda result: result.optimizer,
-            "ZeRO": lambda result: "-" if result.optimizer == "none" else str(result.zero),
-            "batch": lambda result: str(result.batch),
-            "tokens": lambda result: f"{result.tokens:,}",
-            "ms": lambda result: format_number(result.ms, 1),
-            "tokens/s": lambda result: format_number(result.tok_s, 0),
-            "peak GB": lambda result: format_number(result.peak_gb, 2),
-            "note": lambda result: result.problem or result.note,
-        },
-    )
+    columns = {"implementation": "implementation", "optimizer": "optimizer", "ZeRO": "zero"}
+    columns |= {"batch": "batch", "tokens": "tokens:0", "ms": "ms:1", "tokens/s": "tok_s:0"}
+    columns |= {"peak GB": "peak_gb:2", "note": lambda result: result.problem or result.note}
+    return harness.format_results(results, columns)
 
 
 def limit_memory(device: torch.device, gib: float) -> None:
@@ -452,48 +433,26 @@ sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = make_parser(__doc__, EXAMPLES)
-    add = parser.add_argument
+    parser = harness.make_parser(__doc__, EXAMPLES)
+    add, positive = parser.add_argument, harness.at_least(1)
+    # fmt: off
     add("--size", choices=SIZES, default="tiny", metavar="SIZE", help="the model; default tiny")
-    add(
-        "--precisions",
-        nargs="*",
-        choices=PRECISIONS,
-        default=["bf16", "coat", "recompute_qkv"],
-        metavar="NAME",
-        help=f"{', '.join(PRECISIONS)}; default bf16 coat recompute_qkv",
-    )
-    add(
-        "--baselines",
-        nargs="*",
-        choices=BASELINES,
-        default=[],
-        metavar="NAME",
-        help=f"{', '.join(BASELINES)}; default none",
-    )
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=("none", "own"),
-        default=["none"],
-        help="measured with every model; default none",
-    )
+    add("--precisions", nargs="*", choices=PRECISIONS, default=["bf16", "coat", "recompute_qkv"],
+        metavar="NAME", help=f"{', '.join(PRECISIONS)}; default bf16 coat recompute_qkv")
+    add("--baselines", nargs="*", choices=BASELINES, default=[], metavar="NAME",
+        help=f"{', '.join(BASELINES)}; default none")
+    add("--optimizer", nargs="+", choices=("none", "own"), default=["none"], help="default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="ZeRO stages; default 0")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters; default: all weights")
     add("--cap-gib", type=float, metavar="GIB", help="limit torch's allocator on each GPU")
-    add(
-        "--batch",
-        nargs="+",
-        type=at_least(1),
-        default=[1],
-        metavar="N",
-        help="samples per micro-batch on one GPU, ascending; default 1",
-    )
-    add("--accumulation", type=at_least(1), default=1, help="micro-batches per step; default 1")
-    add("--steps", type=at_least(1), default=5, help="measured steps; default 5")
-    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
+    add("--batch", nargs="+", type=positive, default=[1], metavar="N",
+        help="samples per micro-batch on one GPU, ascending; default 1")
+    add("--accumulation", type=positive, default=1, help="micro-batches per step; default 1")
+    add("--steps", type=positive, default=5, help="measured steps; default 5")
+    add("--warmup", type=positive, default=3, help="steps before them; default 3")
     add("--profile", action="store_true", help="also profile one more step of each model")
     add("--csv", type=Path, help="append each result to this file")
+    # fmt: on
     return parser
 
 
@@ -508,12 +467,12 @@ def main(args: argparse.Namespace) -> None:
                 for batch in args.batch:
                     results.append(run.measure(implementation, batch))
                     if world.is_main:
-                        append_results(args.csv, results[-1:])
+                        harness.append_results(args.csv, results[-1:])
                     if results[-1].problem:
                         break
         title = f"{results[0].model}, {world.size} x {results[0].gpu}"
-        say(f"\n{title}\n\n{format_steps(results)}")
+        harness.say(f"\n{title}\n\n{format_steps(results)}")
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(build_parser(), main))
+    sys.exit(harness.run_script(build_parser(), main))

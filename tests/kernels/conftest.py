@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coat_kernels import E4M3, OPS, Format
-from op_check import map_tensors, run_op
+from op_cases import map_tensors, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

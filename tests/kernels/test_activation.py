@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import TOLERANCE, assert_same_bits, count_steps_between, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -22,7 +23,6 @@ from coat_kernels import (
     reference,
     share_scales,
 )
-from op_check import TOLERANCE, assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Exact = Callable[[Tensor, str], Tensor]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from op_check import assert_same_bits, count_steps_between, relative_rms
 from torch import Tensor
 
 from coat_kernels import E4M3, adamw_step, decode_moment, encode_moment, new_moment
-from op_check import assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Moment = tuple[Tensor, ...]

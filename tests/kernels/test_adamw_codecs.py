@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_check import assert_same_bits, count_steps_between, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -25,7 +26,6 @@ from coat_kernels import (
 )
 from coat_kernels.master_weights import round_stochastically, split_master
 from coat_kernels.moment_formats import REMOVED_CODECS
-from op_check import assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 SETTINGS: dict[str, Any] = {

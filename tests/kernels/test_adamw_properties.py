@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import Tensor
 
 from coat_kernels import OPS, new_moment
-from op_check import assert_same_bits, run_op
+from op_cases import run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits, count_steps_between, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -21,7 +22,6 @@ from coat_kernels import (
 from coat_kernels.formats import E4M3
 from coat_kernels.master_weights import MOMENT_SALT, random_words, round_stochastically
 from coat_vlm.config.fp8 import Fp8Config
-from op_check import assert_same_bits, count_steps_between, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 STOCHASTIC = "dre_e4m3_stochastic"

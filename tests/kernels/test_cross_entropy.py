@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits, relative_rms
 from torch import Tensor
 
 from coat_kernels import E5M2, GRADIENT_SCALE, OPS, cross_entropy_, logit_gradient, reference
 from coat_kernels.cross_entropy import MAX_COLUMNS
-from op_check import assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]

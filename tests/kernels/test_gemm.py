@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import TOLERANCE, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -16,7 +17,6 @@ from coat_kernels import (
     quantize_tensor,
     scaled_mm,
 )
-from op_check import TOLERANCE, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

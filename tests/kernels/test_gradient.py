@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import Tensor
 
 from coat_kernels import E4M3, E5M2, OPS, quantize_gradient
-from op_check import assert_same_bits
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TWO = [(True, False), (False, True)]

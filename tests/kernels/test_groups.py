@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import Tensor
 
 from coat_kernels import (
@@ -16,7 +17,7 @@ from coat_kernels import (
     dequantize_group,
     quantize_group,
 )
-from op_check import assert_same_bits, run_op
+from op_cases import run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -5,10 +5,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from op_check import assert_same_bits
 
 from coat_kernels import E4M3, E5M2, Format
 from coat_kernels.launch import launch
-from op_check import assert_same_bits
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 

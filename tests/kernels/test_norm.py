@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from op_check import TOLERANCE, assert_same_bits, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -20,7 +21,6 @@ from coat_kernels import (
     quantize_group,
     reference,
 )
-from op_check import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 EPS = 1e-2

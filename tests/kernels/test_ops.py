@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_check import QUANTIZED, assert_matches, assert_same_bits
 from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
-from op_check import QUANTIZED, assert_matches, assert_same_bits, map_tensors, run_op
+from op_cases import map_tensors, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from op_check import assert_same_bits, count_steps_between
 from torch import Tensor
 
 from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
-from op_check import assert_same_bits, count_steps_between, run_op
+from op_cases import run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

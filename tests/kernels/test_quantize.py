@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import Tensor
 
 from coat_kernels import (
@@ -21,7 +22,7 @@ from coat_kernels import (
     transpose_quantized,
 )
 from coat_kernels.formats import MIN_SCALE
-from op_check import assert_same_bits, run_op
+from op_cases import run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import Tensor
 
 from coat_kernels import (
@@ -19,7 +20,7 @@ from coat_kernels import (
     quantize_layouts,
     quantize_tensor,
 )
-from op_check import assert_same_bits, run_op
+from op_cases import run_op
 
 hypothesis = pytest.importorskip("hypothesis")
 numpy_strategies = pytest.importorskip("hypothesis.extra.numpy")

@@ -14,7 +14,7 @@ from torch import Tensor
 from coat_kernels import OPS, quantize_tensor, scale_pool, share_scales
 from coat_kernels.formats import MIN_SCALE
 from coat_kernels.scale_pool import CHUNK, allocate_separately, new_scale
-from op_check import map_tensors
+from op_cases import map_tensors
 
 CPU = torch.device("cpu")
 

@@ -5,19 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import COPIES_OF_INPUT, OFF_BY_ONE, QUANTIZED, TOLERANCE, assert_matches
 from op_examples import examples
 from torch import Tensor
 
 from coat_kernels import OPS, reference
 from coat_kernels.formats import Format
-from op_check import (
-    COPIES_OF_INPUT,
-    OFF_BY_ONE,
-    QUANTIZED,
-    TOLERANCE,
-    assert_matches,
-    run_op,
-)
+from op_cases import run_op
 
 
 def noisy(x: Tensor, error: float) -> Tensor:

@@ -1,12 +1,11 @@
-"""Tolerances and comparisons of op results, for benchmarks and tests.
+"""Tolerances and comparisons of op results.
 
 ``assert_matches`` compares two implementations of an op. Quantized values and scales of the op's
 input must be bit-identical; the relative RMS error of all other results is limited by
-:data:`TOLERANCE`. An op that fails gets no speed.
+:data:`TOLERANCE`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -164,31 +163,3 @@ def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
             tolerance = 1e-2 if op == "adamw_step" and i in {3, 6} else TOLERANCE[op, e.dtype]
             error = relative_rms(a, e)
             assert error <= tolerance, f"{name}: relative RMS error {error:.2e} > {tolerance:.0e}"
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]:
-    """Apply ``change`` to all tensors among an op's arguments, also inside lists."""
-
-    def one(arg: Any) -> Any:
-        if isinstance(arg, list):
-            return [one(item) for item in arg]
-        return change(arg) if isinstance(arg, Tensor) else arg
-
-    return [one(arg) for arg in args]
-
-
-def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """Run one implementation of an op; returns its results and the tensors that it changed.
-
-    It runs on copies of the arguments, so in-place ops can be called again.
-    """
-    args = map_tensors(Tensor.clone, args)
-    result = body(*args)
-    if op == "adamw_step":
-        p, _, *moments = args[:8]
-        return [p, *moments, *([args[15]] if args[15] is not None else [])]
-    if op == "cross_entropy_":
-        return [result, args[0]]
-    if op == "logit_gradient":
-        return [result, args[3]]
-    return [result] if isinstance(result, Tensor) else list(result)

@@ -1,0 +1,229 @@
+"""The measured step of a recipe: what is fed, what is built, what is counted."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_cli.main import main
+from coat_data.load.collate import collate
+from coat_vlm.config.load import list_builtin_recipes, load_recipe
+from coat_vlm.distributed import World, join_world
+from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.model import CoatVlm, build_model, count_parameters
+from coat_vlm.model.build import build_meta_model
+from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
+from coat_vlm.optim import param_groups
+from coat_vlm.plan.activations import trace
+from coat_vlm.plan.measure import (
+    StageCase,
+    build_stage_model,
+    build_training_step,
+    make_batch,
+    make_sample,
+    open_case,
+    release_engine,
+    take_steps,
+)
+from coat_vlm.plan.stage import LANGUAGES, use_published_shapes
+from coat_vlm.train.model_setup import set_trainable
+from step_models import LR, make_recipe
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, device=CPU)
+SMALL = (
+    "precision=bf16", "model.max_length=64", "model.language.config.vocab_size=512",
+    "stages.align.micro_batch_size=2", "stages.pretrain.micro_batch_size=2",
+    "stages.sft.micro_batch_size=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with join_world() as world:
+        yield world
+
+
+def small(*overrides: str, images: int = 1) -> StageCase:
+    recipe = load_recipe("quickstart", [*SMALL, *overrides], unset_variables=True)
+    return open_case(recipe, "sft", ALONE, images=images)
+
+
+def read_table(out: str) -> dict[str, str]:
+    head, _, cells = out[out.rindex("| tokens a step") :].splitlines()[:3]
+    columns = ([cell.strip() for cell in line.strip("|").split("|")] for line in (head, cells))
+    return dict(zip(*columns, strict=True))
+
+
+def test_counts_are_those_made_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    # 6 x 6 patches of 48 pixels, of which 2 x 2 make a token: 9 tokens an image.
+    words = ["--stage", "sft", "--images", "3", "--measure"]
+    assert main(["plan", "quickstart", *words, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "1 GPU(s), 2 micro-batch(es) of 2 row(s) of 64 tokens with 3 image(s)" in out
+    cells = read_table(out)
+    assert cells["tokens a step"] == str(2 * 2 * 64)
+    assert cells["supervised"] == str(2 * 2 * (64 - 1 - 3 * 9))
+    ms, speed = (float(cells[name].replace(",", "")) for name in ("ms/step", "tokens/s per GPU"))
+    assert speed == pytest.approx(256e3 / ms, rel=0.01)
+    assert "peak GB" not in cells  # a CPU's is not the tensors'
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "2"], "--gpus 2 --measure: there are 1 processes"),
+        (["model.image.mode=dynamic_s2"], "are not measured; measure"),
+    ],
+)
+def test_errors_say_what_to_do(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "quickstart", "--stage", "sft", "--measure", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_processes_measure_one_step() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "coat_vlm.cli", "plan", "quickstart", "--stage", "sft", "--images", "2"]
+    command += ["--measure", *SMALL, "zero_stage=2"]
+    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    assert "2 GPU(s), 2 micro-batch(es) of 2 row(s)" in done.stdout
+    cells = read_table(done.stdout)
+    assert cells["tokens a step"] == str(2 * 2 * 2 * 64)
+    ms, speed = (float(cells[name].replace(",", "")) for name in ("ms/step", "tokens/s per GPU"))
+    assert speed == pytest.approx(256e3 / ms, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("precision=coat",), ("stages.sft.lora={rank: 2, alpha: 4}",)],
+    ids=["bf16", "coat", "lora"],
+)
+def test_the_model_is_the_one_that_training_builds(overrides: tuple[str, ...]) -> None:
+    if any("lora" in text for text in overrides):
+        pytest.importorskip("peft")
+    recipe = load_recipe("quickstart", [*SMALL, *overrides], unset_variables=True)
+    tokenizer = prepare_tokenizer(train_tokenizer(["a red square"] * 4, 300))
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, CPU)
+    trained = build_model(recipe.model, tokenizer, arithmetic.dtype)
+    set_trainable(trained, recipe.stages["sft"])
+    arithmetic.apply(trained)
+    model = build_stage_model(small(*overrides), CPU)
+
+    def describe(model: CoatVlm) -> Any:
+        kinds = [(name, type(module)) for name, module in model.named_modules()]
+        parameters = model.named_parameters()
+        return kinds, [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in parameters]
+
+    assert describe(model) == describe(trained)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["images", "pooled frames"])
+def test_what_is_fed_has_the_shapes_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, pooled: bool
+) -> None:
+    seen: dict[str, dict[str, tuple[int, ...]]] = {}
+    forward = CoatVlm.forward
+
+    def watched(self: CoatVlm, *args: Any, **kwargs: Any) -> Any:
+        shapes = {n: tuple(t.shape) for n, t in kwargs.items() if isinstance(t, Tensor) and t.ndim}
+        seen.setdefault(kwargs["input_ids"].device.type, shapes)
+        return forward(self, *args, **kwargs)
+
+    changes = ("model.video.pool_frames=2", "model.video.num_frames=5") if pooled else ()
+    case = small(*changes, images=5)
+    assert case.row.groups == ((2, 2, 1) if pooled else (1,) * 5)
+    model = build_stage_model(case, CPU)
+    batch: Any = make_batch(model, [case.row] * 2, None, 0).batch
+    monkeypatch.setattr(CoatVlm, "forward", watched)
+    model(**batch)
+    trace(case.meta_model, 2, 64, 5, pool_frames=2 if pooled else 1)
+    assert seen["cpu"].pop("attention_mask") == (2, 64)  # full rows need none
+    assert seen["cpu"] == seen["meta"]
+    assert seen["cpu"]["pixel_values"] == (10, 3, 48, 48)
+
+
+def test_text_has_no_placeholder_wherever_that_stands_in_the_vocabulary() -> None:
+    case = small()
+    for image_id in (0, 7, 511):
+        case.config.image_token_id = image_id
+        model = build_stage_model(case, CPU)
+        row = dataclasses.replace(case.row, tokens=3000)  # every id is drawn some times
+        sample = make_sample(model, row, torch.Generator().manual_seed(0))
+        assert (sample.input_ids == image_id).sum() == 9
+        assert sample.input_ids.max() < 512
+        batch = collate([sample], pad_token_id=0)
+        batch.pop("attention_mask")
+        assert torch.isfinite(model(**batch).loss)
+
+
+@pytest.mark.parametrize(("zero_stage", "accumulation"), [(0, 2), (3, 1)])
+def test_the_engine_trains_as_plain_adamw(world: World, zero_stage: Any, accumulation: int) -> None:
+    recipe = make_recipe("tiny", 2, zero_stage=zero_stage)
+    case = open_case(recipe, "sft", world, images=2, accumulation=accumulation)
+    model, plain_model = (build_stage_model(case, CPU) for _ in range(2))
+    loaded = make_batch(model, [case.row] * 2, None, seed=0)
+    step = build_training_step(model, case, world, 4)
+    timing = take_steps(step, [loaded] * accumulation, "", world, 3, 1)
+    release_engine(step.engine, model)
+    stage = case.stage
+    groups = param_groups(plain_model, stage)
+    plain = torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps)
+    for group in plain.param_groups:
+        group["lr"] = LR
+    inputs: dict[str, Any] = {**loaded.batch}
+    assert len(timing.entries) == 4
+    for entry in timing.entries:
+        loss = plain_model.train()(**inputs).loss
+        assert entry["loss"] == pytest.approx(loss.item(), abs=2e-4)  # a step is 8e-3
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain_model.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+
+
+def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
+    """Model cards and papers: 14.8B, 7.62B, 1.54B (Qwen2.5), 6.74B (Llama, which Vicuna is)."""
+    published = {
+        "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+        "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+        "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+        "lmsys/vicuna-7b-v1.5": 6_738_415_616,
+    }
+    assert published.keys() == LANGUAGES.keys()
+    for name, parameters in published.items():
+        changes = [f"model.language={{name_or_path: {name}}}", "model.tokenizer={}"]
+        recipe = load_recipe("llm_pretrain", changes, unset_variables=True)
+        model = use_published_shapes(recipe).model
+        size = model.tokenizer.train_vocab_size
+        assert size is not None
+        assert count_parameters(build_meta_model(model, size, torch.bfloat16)) == parameters
+
+
+@pytest.mark.parametrize("name", list_builtin_recipes())
+def test_no_built_in_recipe_needs_a_network(name: str) -> None:
+    overrides = [] if name == "quickstart" else ["init_from=null"]
+    model = use_published_shapes(load_recipe(name, overrides, unset_variables=True)).model
+    parts = [model.language, *([] if model.vision is None else [model.vision])]
+    assert [part.name_or_path for part in parts] == [None] * len(parts)
+    assert model.tokenizer.train_vocab_size is not None
+
+
+def test_a_local_folder_of_a_published_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lmsys" / "vicuna-7b-v1.5").mkdir(parents=True)
+    recipe = load_recipe("llava_1_5", unset_variables=True)
+    changed = use_published_shapes(recipe)
+    assert changed.model.language == recipe.model.language
+    assert changed.model.vision != recipe.model.vision
