@@ -41,11 +41,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import decoder
 import harness
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
-from decoder import SIZES, Corpus, DecoderBench, MasterWeights, train_steps, training_loss
+from decoder import (
+    SIZES,
+    Corpus,
+    DecoderBench,
+    MasterWeights,
+    build_decoder,
+    draw_batches,
+    get_device,
+    parse_arithmetic,
+    read_corpus,
+    text_loss,
+    train_steps,
+    training_loss,
+)
 from harness import PRECISIONS, VersionedResult
 
 OPERANDS = "xwdvga"
@@ -155,7 +167,7 @@ def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozen
 def apply_variant(model: Any, variant: str, rounding: Rounding = round_to_e4m3) -> None:
     """Give the decoder a variant's arithmetic, in place; ``rounding`` is not for a precision."""
     if variant.partition(",")[0] in PRECISIONS:
-        decoder.parse_arithmetic(variant).apply(model)
+        parse_arithmetic(variant).apply(model)
         return
     for (block, part), operands in parse_variant(variant, len(model.model.layers)).items():
         layer = model.model.layers[block].get_submodule(PARTS[part])
@@ -194,14 +206,14 @@ def train_variants(
             f"{at} steps and {more} more: allowed are {bench.steps} together, the length of the "
             f"size's schedule, and at least {LAST} more"
         )
-    device = decoder.get_device()
+    device = get_device()
     torch.manual_seed(seed)
-    start = decoder.build_decoder(bench)
+    start = build_decoder(bench)
     for variant in variants:  # raises before any training
         apply_variant(copy.deepcopy(start), variant)
     start = start.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     start_weights = MasterWeights(start, bench)
-    batches = list(itertools.islice(decoder.draw_batches(corpus, bench, seed), at + more))
+    batches = list(itertools.islice(draw_batches(corpus, bench, seed), at + more))
     for _ in train_steps(start, start_weights, tqdm(batches[:at], "in BF16", disable=None), bench):
         pass
     ids = batches[at].to(device)
@@ -215,7 +227,7 @@ def train_variants(
         losses = list(train_steps(model, master_weights, bar, bench, at))
         plain = copy.deepcopy(start)
         plain.load_state_dict(model.state_dict())
-        text = decoder.text_loss(plain, corpus.training[: TEXT_SEQUENCES * bench.tokens], bench)
+        text = text_loss(plain, corpus.training[: TEXT_SEQUENCES * bench.tokens], bench)
         yield sum(losses) / more, sum(losses[-LAST:]) / LAST, text, error
 
 
@@ -237,7 +249,7 @@ def fork(
     process = max((result.process for result in previous), default=0) + 1
     origin, bench = harness.get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
-    measured = train_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
+    measured = train_variants(read_corpus(texts, bench), bench, variants, seed, at, more)
     base_losses, results = None, []
     for variant, (*losses, error) in zip(variants, measured, strict=True):
         base_losses = base_losses or losses

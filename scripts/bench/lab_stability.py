@@ -43,9 +43,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import decoder
 import harness
-from decoder import SIZES, Corpus, DecoderBench, MasterWeights
+from decoder import (
+    SIZES,
+    Corpus,
+    DecoderBench,
+    MasterWeights,
+    build_decoder,
+    draw_batches,
+    get_device,
+    parse_arithmetic,
+    read_corpus,
+    text_loss,
+    train_steps,
+)
 from harness import VersionedResult
 from lab_fork import OPERANDS, apply_variant, parse_variant, weight_gradients
 from number_formats import parse_format, parse_scaling, quantize
@@ -110,8 +121,8 @@ def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights
     Raises:
         ValueError: there is no such variant; see the module's docstring.
     """
-    device = decoder.get_device()
-    model, fp8 = decoder.build_decoder(bench), None
+    device = get_device()
+    model, fp8 = build_decoder(bench), None
     described, _, where = variant.partition(":")
     name, _, scales = described.partition(",")
     if re.match(r"(e|int)\d", name):
@@ -126,7 +137,7 @@ def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights
         parse_variant(where or OPERANDS, bench.num_layers)  # refuses a precision
         apply_variant(model, where or OPERANDS, rounding)
     else:
-        arithmetic = decoder.parse_arithmetic(variant)
+        arithmetic = parse_arithmetic(variant)
         fp8 = arithmetic.fp8
         arithmetic.apply(model.to(device, arithmetic.dtype))
     return model, MasterWeights(model, bench, fp8)
@@ -139,12 +150,12 @@ def train_run(corpus: Corpus, bench: DecoderBench, variant: str, lr: float, seed
     model, master_weights = build_variant(bench, variant)
     ids = corpus.held_out[: len(corpus.held_out) // bench.tokens * bench.tokens]
     ids = ids.view(-1, bench.tokens)[:SEQUENCES].to(model.device)
-    batches = islice(decoder.draw_batches(corpus, bench, seed), bench.steps)
+    batches = islice(draw_batches(corpus, bench, seed), bench.steps)
     losses: list[float] = []
     sharpness: list[float] = []
     record = {"losses": losses, "sharpness": sharpness, "held_out_loss": math.nan}
     record["entropy"] = compute_token_entropy(corpus.training)
-    for loss in decoder.train_steps(model, master_weights, batches, bench):
+    for loss in train_steps(model, master_weights, batches, bench):
         losses.append(loss)
         if not math.isfinite(loss):
             return record
@@ -152,7 +163,7 @@ def train_run(corpus: Corpus, bench: DecoderBench, variant: str, lr: float, seed
             with torch.no_grad():
                 logits = model.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1)
             sharpness.append(compute_sharpness(logits, ids[:, 1:].flatten()).item())
-    record["held_out_loss"] = decoder.text_loss(model, corpus.held_out, bench)
+    record["held_out_loss"] = text_loss(model, corpus.held_out, bench)
     return record
 
 
@@ -198,13 +209,13 @@ def train_all(
     for lr in lrs:
         if not 0 < lr < math.inf:
             raise ValueError(f"--lrs {lr}: must be above 0 and finite")
-    ids = torch.zeros(1, bench.tokens, dtype=torch.int64, device=decoder.get_device())
+    ids = torch.zeros(1, bench.tokens, dtype=torch.int64, device=get_device())
     for variant in variants:  # raises before any training, also if groups do not divide a layer
         weight_gradients(build_variant(bench, variant)[0], ids)
     keys = list(product(dict.fromkeys(variants), sorted(set(lrs)), sorted(set(seeds))))
     settings = asdict(replace(bench, lr=0.0))
     settings["texts"] = [sha256(text.read_bytes()).hexdigest() for text in texts]
-    corpus = decoder.read_corpus(texts, bench)
+    corpus = read_corpus(texts, bench)
     names = {f"{variant}_lr{lr!r}_seed{seed}": (variant, lr, seed) for variant, lr, seed in keys}
     runs = {name: (corpus, bench, *key) for name, key in names.items()}
     records = sweep(out, settings, runs, train_run, jobs)
