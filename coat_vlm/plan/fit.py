@@ -149,10 +149,7 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
     def plan(stage: StageConfig) -> StagePlan:
         stages = {**recipe.stages, name: stage}
         changed = dataclasses.replace(recipe, stages=stages)
-        (found,) = plan_recipe(
-            changed, ranks=ranks, gpu_bytes=0.0, zero_stages=(), images=images, only_stage=name,
-            compare=False,
-        )  # fmt: skip
+        (found,) = plan_recipe(changed, ranks=ranks, gpu_bytes=0.0, images=images, only_stage=name)
         return found
 
     for recompute in checkpointing:

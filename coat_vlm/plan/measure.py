@@ -37,13 +37,9 @@ from coat_vlm.model.family_model import trainable_class
 from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import add_graphs
-from coat_vlm.plan.stage import (
-    StagePlan,
-    count_images_per_row,
-    find_vocab_size,
-    row_tokens,
-    use_published_shapes,
-)
+from coat_vlm.plan.published import find_vocab_size, use_published_shapes
+from coat_vlm.plan.rows import count_images_per_row, row_tokens
+from coat_vlm.plan.stage import StagePlan
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_clips
 from coat_vlm.train.model_setup import build_planned_model, prepare_model

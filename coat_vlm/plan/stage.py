@@ -1,46 +1,36 @@
-"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and the largest micro-batch.
-
-:func:`count_images_per_row` counts the images, tiles and frames per row of a batch that the vision
-tower reads.
-
-Contains the shapes of the published models that built-in recipes name, so that planning needs no
-download. The values are from the models' ``config.json``; settings that are absent here have
-transformers' default for the model type.
-"""
+"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and the largest micro-batch."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from tqdm import tqdm
 
 from coat_data.load.loader import check_batch_sizes
-from coat_data.sample import DataError, Media
 from coat_vlm.config import (
     BlockPrecision,
     Fp8Config,
-    LanguageConfig,
     MasterWeights,
-    ModelConfig,
     Recipe,
     StageConfig,
     StageName,
 )
-from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.processor import load_tokenizer
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, FramesPlan, trace, trace_frames
 from coat_vlm.plan.graphs import PlannedGraphs, add_graphs, plan_graphs
+from coat_vlm.plan.published import find_vocab_size, use_published_shapes
+from coat_vlm.plan.rows import count_images_per_row, row_tokens
 from coat_vlm.plan.zero import (
+    ZERO_STAGES,
     RankMemory,
     Sizes,
     ZeroStage,
@@ -55,7 +45,6 @@ from coat_vlm.train.model_setup import (
     require_composed,
     select_stages,
 )
-from coat_vlm.train.open_sources import access_of, open_sources
 
 RECOMPUTE_QKV = "recompute_qkv"
 
@@ -66,113 +55,6 @@ COLUMNS: dict[str, tuple[BlockPrecision, bool]] = {
     RECOMPUTE_QKV: ("coat", True),
 }
 """Precisions of all blocks, and ``fp8.recompute_qkv``, whose saved activations a plan compares."""
-
-_ROWS = 64
-"""Rows of each source that are read to count images."""
-
-TOWERS: dict[str, Mapping[str, Any]] = {
-    "Efficient-Large-Model/paligemma-siglip-so400m-patch14-448": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-        "num_attention_heads": 16, "image_size": 448, "patch_size": 14,
-    },
-    "openai/clip-vit-large-patch14-336": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-        "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
-    },
-}  # fmt: skip
-"""Configurations of vision towers by ``model.vision.name_or_path``."""
-
-_QWEN = {
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "bos_token_id": 151643, "eos_token_id": 151645,
-}  # fmt: skip
-
-LANGUAGES: dict[str, Mapping[str, Any]] = {
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN | {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen2.5-14B-Instruct": _QWEN | {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN | {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "lmsys/vicuna-7b-v1.5": {
-        "model_type": "llama",
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Configurations of language models by ``model.language.name_or_path``."""
-
-TOKENIZERS = {
-    "Qwen/Qwen2.5-7B-Instruct": 151665,
-    "Qwen/Qwen2.5-14B-Instruct": 151665,
-    "Qwen/Qwen2.5-1.5B-Instruct": 151665,
-    "lmsys/vicuna-7b-v1.5": 32000,
-}
-"""Vocabulary sizes without ``<image>`` by ``model.tokenizer.name_or_path``."""
-
-
-def count_images_per_row(
-    recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
-) -> tuple[int, str]:
-    """Count the tiles per row, and return the source of the number as text.
-
-    Args:
-        recipe: contains the image and video settings.
-        stage: the stage; the first rows of each of its sources are read. Packed rows are assumed
-            to contain as many tiles as possible.
-        tokens: tokens per row.
-        model: gives the tokens per tile and the scales.
-    """
-    if not model.has_vision:
-        return 0, "no vision tower"
-    sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
-    if stage.packing is not None:
-        if stage.packing.images is not None:
-            return stage.packing.images, "packing.images"
-        # The tower reads the tiles of all scales; only tiles of the largest scale become tokens.
-        placed = (tokens - 1) // model.tokens_per_image
-        smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
-        most = placed * (recipe.model.video.pool_frames or 1) + smaller
-        return most, "as many as fit into a packed row"
-    counts: list[int] = []
-    try:
-        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
-            for row in range(min(_ROWS, len(dataset))):
-                media = dataset[row].media
-                counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
-    except (DataError, OSError) as error:
-        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
-    if not counts:
-        return 1, "assumed: the data has no rows"
-    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
-
-
-def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
-    """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
-    if medium.kind == "video":
-        if model.video.sampling == "uniform":
-            return model.video.num_frames or 8
-        return model.video.max_frames or 64
-    if model.image.mode in ("resize", "pad"):
-        return 1
-    largest = model.image.max_tiles or 12
-    if model.image.mode == "dynamic":
-        return largest + (largest > 1)  # plus the thumbnail
-    return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])
-
 
 MARGIN = 1.03
 """Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md). The
@@ -185,7 +67,7 @@ SOLD = 0.94
 """Size with which a GPU is sold, over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The memory that one stage needs."""
 
@@ -213,14 +95,21 @@ class StagePlan:
     traced: list[Activations]
     """Activations of micro-batches of 1, 2 and 4 times the recipe's rows."""
     recipe_zero: ZeroStage
-    zero_stages: list[ZeroStage]
-    """ZeRO stages to compare, including the recipe's."""
-    saved: dict[tuple[str, bool], Activations]
-    """Activations of the recipe's micro-batch by (one of :data:`COLUMNS`, checkpointing)."""
     graphs: PlannedGraphs
     """The blocks that CUDA graphs may launch."""
-    frames: FramesPlan | None = None
-    """Rows full of frames; None without video settings."""
+    trace_columns: Callable[[], dict[tuple[str, bool], Activations]]
+    """Returns :attr:`saved`, which takes eight times as long as the rest of the plan."""
+    trace_frames: Callable[[], FramesPlan | None]
+
+    @cached_property
+    def saved(self) -> dict[tuple[str, bool], Activations]:
+        """Activations of the recipe's micro-batch by (one of :data:`COLUMNS`, checkpointing)."""
+        return self.trace_columns()
+
+    @cached_property
+    def frames(self) -> FramesPlan | None:
+        """Rows full of frames; None without video settings."""
+        return self.trace_frames()
 
     @property
     def activations(self) -> Activations:
@@ -241,7 +130,7 @@ class StagePlan:
     def memory(self) -> dict[ZeroStage, RankMemory]:
         """Memory with the recipe's micro-batch by ZeRO stage."""
         size = self.stage.micro_batch_size
-        return {zero: self.estimate_memory(zero, size) for zero in self.zero_stages}
+        return {zero: self.estimate_memory(zero, size) for zero in ZERO_STAGES}
 
     def interpolate(self, micro_batch: int) -> Activations:
         """Estimate the activations of another micro-batch."""
@@ -263,11 +152,7 @@ class StagePlan:
         activations = activations or self.interpolate(micro_batch)
         accumulates = self._accumulates(micro_batch)
         memory = estimate_rank_memory(
-            zero_stage,
-            sizes or self.sizes,
-            self.ranks,
-            activations,
-            accumulates=accumulates,
+            zero_stage, sizes or self.sizes, self.ranks, activations, accumulates=accumulates
         )
         if self.graphs.mode is not True or zero_stage == 3:  # auto takes only what is left
             return memory
@@ -313,23 +198,17 @@ def plan_recipe(
     *,
     ranks: int,
     gpu_bytes: float,
-    zero_stages: Sequence[ZeroStage],
     images: int | None = None,
-    tokens: int | None = None,
     only_stage: str | None = None,
-    compare: bool = True,
 ) -> list[StagePlan]:
     """Plan the stages of a recipe in order.
 
     Args:
         recipe: the recipe to plan.
         ranks: number of GPUs, with one process each.
-        gpu_bytes: memory of each GPU as it is sold.
-        zero_stages: ZeRO stages to compare; the recipe's stage is always added.
+        gpu_bytes: nominal memory of each GPU.
         images: tiles per row. Default: counted in the data, or 1.
-        tokens: tokens per row. Default: ``model.max_length``, or the length of a packed row.
         only_stage: plan only this stage.
-        compare: also trace other precisions, for :attr:`StagePlan.saved`.
 
     Raises:
         ValueError: training on this number of ranks would raise the same error.
@@ -351,73 +230,59 @@ def plan_recipe(
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
     vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
-    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
-    optimizer = CoatAdamW if coat else torch.optim.AdamW
-    cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
+    fp8 = arithmetic.fp8
+    optimizer = CoatAdamW if fp8 is not None and fp8.optimizer == "coat" else torch.optim.AdamW
+    cached = fp8 is not None and fp8.weights == "cache"
     plans = []
     for name in chosen:
         stage = recipe.stages[name]
-        length = tokens or row_tokens(recipe, stage)
-        meta_model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
+        tokens, rows = row_tokens(recipe, stage), stage.micro_batch_size
+        model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
         tiles, why = images, "--images"
         if tiles is None:
-            config = cast(CoatVlmConfig, meta_model.config)
-            tiles, why = count_images_per_row(recipe, stage, length, config)
+            config = cast(CoatVlmConfig, model.config)
+            tiles, why = count_images_per_row(recipe, stage, tokens, config)
         low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
-        sizes = count_sizes(meta_model, stage, measure_state_bytes(optimizer), low_bits=low_bits)
-        frames = recipe.model.video.pool_frames or 1
+        pool = recipe.model.video.pool_frames or 1
         traced = [
-            trace(
-                meta_model,
-                factor * stage.micro_batch_size,
-                length,
-                tiles,
-                pool_frames=frames,
-                reuse_weights=cached,
-            )
-            for factor in (1, 2, 4)
+            trace(model, n * rows, tokens, tiles, pool_frames=pool, reuse_weights=cached)
+            for n in (1, 2, 4)
         ]
-        traced = share_tokens(traced, stage.sequence_parallel)
-        vision = meta_model.config.vision_config
-        plan = StagePlan(
-            name=name,
-            stage=stage,
-            precision=recipe.precision,
-            recompute_qkv=arithmetic.fp8 is not None and arithmetic.fp8.recompute_qkv is True,
-            optimizer=optimizer.__name__,
-            master_weights=recipe.master_weights,
-            ranks=ranks,
-            gpu_bytes=gpu_bytes,
-            tokens=length,
-            images=tiles,
-            images_reason=why,
-            assumed=assumed,
-            patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
-            sizes=sizes,
-            traced=traced,
-            recipe_zero=recipe.zero_stage,
-            zero_stages=sorted({*zero_stages, recipe.zero_stage}),
-            saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
-            graphs=plan_graphs(meta_model, choose_graphs(recipe, stage, arithmetic), length, tiles),
-            frames=trace_frames(
-                meta_model, recipe, length, stage.micro_batch_size, reuse_weights=cached
+        vision = model.config.vision_config
+        plans.append(
+            StagePlan(
+                name=name,
+                stage=stage,
+                precision=recipe.precision,
+                recompute_qkv=fp8 is not None and fp8.recompute_qkv is True,
+                optimizer=optimizer.__name__,
+                master_weights=recipe.master_weights,
+                ranks=ranks,
+                gpu_bytes=gpu_bytes,
+                tokens=tokens,
+                images=tiles,
+                images_reason=why,
+                assumed=assumed,
+                patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
+                sizes=count_sizes(model, stage, measure_state_bytes(optimizer), low_bits=low_bits),
+                traced=_share_tokens(traced, stage.sequence_parallel),
+                recipe_zero=recipe.zero_stage,
+                graphs=plan_graphs(model, choose_graphs(recipe, stage, arithmetic), tokens, tiles),
+                trace_columns=partial(_trace_columns, recipe, stage, vocab_size, tokens, tiles),
+                trace_frames=partial(
+                    trace_frames, model, recipe, tokens, rows, reuse_weights=cached
+                ),
             )
-            if compare
-            else None,
         )
-        plans.append(plan)
     return plans
 
 
-def share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
+def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     """Return the activations of one of several ranks that share the tokens of micro-batches.
 
-    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. What the
-    exchanges of tokens need for a moment is not counted.
-
-    Args:
-        traced: micro-batches of 1, 2 and 4 times the rows.
-        ranks: ``sequence_parallel`` of the stage.
+    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. ``traced`` and
+    the result are of micro-batches of 1, 2 and 4 times the rows. What the exchanges of tokens need
+    for a moment is not counted.
     """
     one, two, four = traced
     return [
@@ -427,17 +292,7 @@ def share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     ]
 
 
-def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
-    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row.
-
-    Raises:
-        ValueError: ``packing.tokens`` does not fit ``model.max_length``.
-    """
-    longest = recipe.model.max_length
-    return longest if stage.packing is None else stage.packing.row_tokens(longest)
-
-
-def _trace_precisions(
+def _trace_columns(
     recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
 ) -> dict[tuple[str, bool], Activations]:
     """Trace every column that the model supports, without and with checkpointing."""
@@ -472,51 +327,3 @@ def _trace_precisions(
             pool_frames=recipe.model.video.pool_frames or 1,
         ).scale(1 / stage.sequence_parallel)
     return found
-
-
-def use_published_shapes(recipe: Recipe) -> Recipe:
-    """Replace the names of published models in a recipe by their configurations.
-
-    Unknown names and local folders are unchanged: transformers reads their ``config.json``. Use the
-    result only for shapes, not for weights.
-
-    Args:
-        recipe: any recipe; a recipe with ``init_from`` is returned unchanged.
-    """
-    if recipe.init_from is not None:
-        return recipe
-    model = recipe.model
-    changes: dict[str, Any] = {}
-    vision, language, tokenizer = model.vision, model.language, model.tokenizer
-    if vision is not None and vision.library == "transformers":
-        tower = _find_published(vision.name_or_path, TOWERS)
-        if tower is not None:
-            changes["vision"] = dataclasses.replace(vision, name_or_path=None, config=dict(tower))
-    shape = _find_published(language.name_or_path, LANGUAGES)
-    if shape is not None:
-        changes["language"] = LanguageConfig(config=dict(shape))
-    if tokenizer.train_vocab_size is None:
-        tokens = _find_published(tokenizer.name_or_path or language.name_or_path, TOKENIZERS)
-        if tokens is not None:
-            tokens += vision is not None  # <image>, for every model with a tower
-            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens)
-        elif tokenizer.name_or_path is None:
-            # The language model's name, which may be replaced above, also names its tokenizer.
-            changes["tokenizer"] = TokenizerConfig(name_or_path=language.name_or_path)
-    return dataclasses.replace(recipe, model=dataclasses.replace(model, **changes))
-
-
-def _find_published(name: str | None, table: Mapping[str, Any]) -> Any:
-    return None if name is None or Path(name).exists() else table.get(name)
-
-
-def find_vocab_size(recipe: Recipe) -> int:
-    """Return the size of the recipe's tokenizer; the maximum size if the run trains it.
-
-    Raises:
-        ValueError: the recipe names no tokenizer.
-        OSError: no tokenizer has this name.
-    """
-    if recipe.model.tokenizer.train_vocab_size is not None:
-        return recipe.model.tokenizer.train_vocab_size
-    return len(load_tokenizer(recipe.model))

@@ -60,16 +60,15 @@ def advice(plan: StagePlan) -> str:
         if best > plan.stage.micro_batch_size:
             more += f" (stages.{plan.name}.micro_batch_size={best} divides the batch)"
         return f"It fits as written ({written}): {numbers}{more}."
-    fitting = [change for change in _changes(plan) if _peak(plan, change) <= usable]
+    options = [(_peak(plan, change), change.overrides(plan)) for change in _changes(plan)]
     start = f"It does not fit as written ({written}): {numbers}."
-    if fitting:
-        best = min(fitting, key=lambda change: len(change.overrides(plan)))
-        peak = _peak(plan, best) / GB
-        return f"{start} About {peak:.1f} GB with: {' '.join(best.overrides(plan))}"
-    smallest = min(_peak(plan, change) for change in _changes(plan)) / GB
+    if fitting := [option for option in options if option[0] <= usable]:
+        peak, overrides = min(fitting, key=lambda option: len(option[1]))
+        return f"{start} About {peak / GB:.1f} GB with: {' '.join(overrides)}"
+    smallest = min(peak for peak, _ in options)
     return (
         f"{start} No ZeRO stage, precision, micro-batch or checkpointing makes it fit on "
-        f"{plan.ranks} GPU(s) (at least {smallest:.1f} GB): use more GPUs (--gpus), larger GPUs, "
+        f"{plan.ranks} GPU(s) (at least {smallest / GB:.1f} GB): use more (--gpus) or larger GPUs, "
         "or freeze modules."
     )
 
@@ -199,16 +198,6 @@ def _activations(plan: StagePlan) -> list[str]:
     for label, checkpointing in (("all", False), ("all, with checkpointing", True)):
         cells = [_gb(plan.saved[name, checkpointing].total_saved) for name in found]
         lines.append(_row(f"  {label}", cells))
-    shared = plan.stage.sequence_parallel
-    tokens = plan.tokens * plan.stage.micro_batch_size / shared
-    cells = [f"{plan.saved[name, False].saved['language'] / tokens / 1e3:,.1f}" for name in found]
-    lines.append(_row("kB per language token", cells))
-    if plan.images:
-        patches = plan.patches * plan.images * plan.stage.micro_batch_size / shared
-        cells = [
-            f"{plan.saved[name, False].saved['vision'] / patches / 1e3:,.1f}" for name in found
-        ]
-        lines.append(_row("kB per patch", cells))
     workspace = plan.activations.attention_workspace
     copies = plan.activations.weight_copies
     note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"

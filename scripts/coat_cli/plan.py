@@ -70,7 +70,6 @@ def _plan(args: argparse.Namespace) -> int:
         recipe,
         ranks=ranks,
         gpu_bytes=1e9 * (args.gpu_memory or _local_gpu_gb()),
-        zero_stages=(0, 1, 2, 3),
         images=args.images,
         only_stage=args.stage,
     )

@@ -86,9 +86,7 @@ def _plan_memory(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
     try:
         recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
         for name, number in ranks.items():
-            (plan,) = plan_recipe(
-                recipe, ranks=number, gpu_bytes=0.0, zero_stages=(), only_stage=name
-            )
+            (plan,) = plan_recipe(recipe, ranks=number, gpu_bytes=0.0, only_stage=name)
             memory = plan.memory[plan.recipe_zero]
             parts = {key.replace("_", " "): size for key, size in asdict(memory).items()}
             del parts["backward peak"], parts["step peak"]

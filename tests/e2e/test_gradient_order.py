@@ -12,7 +12,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.plan.stage import find_vocab_size
+from coat_vlm.plan.published import find_vocab_size
 from coat_vlm.train import engine
 from coat_vlm.train.gradient_order import GradientOrder
 from coat_vlm.train.model_setup import build_planned_model

@@ -139,7 +139,7 @@ def test_planned_memory_is_that_of_plan(run_dir: Path):
     text = (run_dir / "metrics.jsonl").read_text().replace('"device": "cpu"', '"device": "H200"')
     (run_dir / "metrics.jsonl").write_text(text)
     recipe = load_recipe(str(run_dir / "recipe.yaml"))
-    (plan,) = plan_recipe(recipe, ranks=1, gpu_bytes=1e9, zero_stages=(0,))
+    (plan,) = plan_recipe(recipe, ranks=1, gpu_bytes=1e9)
     gib = f"{plan.memory[0].peak / 2**30:.2f}"
     assert re.search(rf"sft [\d.]+ {gib} [\d.]+ weights ", to_text(report(run_dir)))
 

@@ -122,7 +122,7 @@ def test_trl_is_needed(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_plan_says_that_it_does_not_know_pairs(good: Path) -> None:
     with pytest.raises(ValueError, match=r"stages.dpo: coat-vlm plan knows neither the reference"):
-        plan_recipe(load_recipe(str(good)), ranks=1, gpu_bytes=1e9, zero_stages=[0])
+        plan_recipe(load_recipe(str(good)), ranks=1, gpu_bytes=1e9)
 
 
 def test_the_reference_shares_what_does_not_train(checkpoint: Path) -> None:

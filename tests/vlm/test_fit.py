@@ -50,9 +50,7 @@ def peaks(path: Path) -> dict[tuple[bool, bool, int], float]:
     for (recompute, qkv), size in product(cases, (8, 4, 2, 1)):
         words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", f"{QKV}={qkv}"]
         words.append("master_weights=low_bits")
-        (plan,) = plan_recipe(
-            load_recipe(str(path), words), ranks=1, gpu_bytes=0, zero_stages=(), compare=False
-        )
+        (plan,) = plan_recipe(load_recipe(str(path), words), ranks=1, gpu_bytes=0)
         found[recompute, qkv, size] = plan.memory[0].peak
     return found
 

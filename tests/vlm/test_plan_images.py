@@ -1,4 +1,4 @@
-"""Tiles of a row that ``coat-vlm plan`` counts, against what the data room makes of images."""
+"""Tiles of a row that ``coat-vlm plan`` counts, against the tiles that training makes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.config.model import ImageConfig
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.plan.stage import count_images_per_row
+from coat_vlm.plan.rows import count_images_per_row
 
 MODES: dict[str, dict[str, Any]] = {
     "dynamic": {"max_tiles": 6},
@@ -40,7 +40,7 @@ def model_of(scales: Any) -> CoatVlmConfig:
 
 
 @pytest.mark.parametrize("mode", ["resize", "dynamic", "dynamic_s2"])
-def test_tiles_are_those_of_the_data_room_at_most(recipe: Recipe, mode: Any) -> None:
+def test_tiles_are_those_of_training_at_most(recipe: Recipe, mode: Any) -> None:
     settings = MODES.get(mode, {})
     image = ImageConfig(mode=mode, **settings)
     recipe = replace(recipe, model=replace(recipe.model, image=image))

@@ -38,9 +38,7 @@ def plan_peak_gb(
     recipe = dataclasses.replace(
         recipe, stages={stage: dataclasses.replace(settings, batch_size=batch)}
     )
-    (plan,) = plan_recipe(
-        recipe, ranks=ranks, gpu_bytes=SOLD * gpu, zero_stages=(), images=images, compare=False
-    )
+    (plan,) = plan_recipe(recipe, ranks=ranks, gpu_bytes=SOLD * gpu, images=images)
     return expected_peak(plan) / 1e9
 
 
@@ -151,9 +149,7 @@ def test_other_micro_batches_than_the_recipes(monkeypatch: pytest.MonkeyPatch) -
     def planned(rows: int) -> Any:
         changes = [*words, f"stages.sft.micro_batch_size={rows}"]
         recipe = load_recipe("quickstart", changes, unset_variables=True)
-        (stage,) = plan_recipe(
-            recipe, ranks=1, gpu_bytes=80e9, zero_stages=(0,), images=1, only_stage="sft"
-        )
+        (stage,) = plan_recipe(recipe, ranks=1, gpu_bytes=80e9, images=1, only_stage="sft")
         return stage
 
     told = planned(1)

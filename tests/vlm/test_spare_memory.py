@@ -26,7 +26,7 @@ from coat_vlm.fp8.memory_choices import (
     RowLoad,
     choose_rows,
 )
-from coat_vlm.plan.stage import find_vocab_size
+from coat_vlm.plan.published import find_vocab_size
 from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.model_setup import build_planned_model
 
