@@ -11,8 +11,9 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Repository:
     """License on the repository's card."""
     files: tuple[str, ...]
     """Patterns of the files to download."""
-    unpack: Mapping[str, str]
+    unpack: Mapping[str, str] = field(default_factory=dict)
     """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
     md5: str = ""
     """Published checksum of a single file, in hex."""
@@ -61,123 +62,17 @@ class KnownMixture:
     """Further steps for the user."""
 
 
-_ARCHIVES = {
-    "videomme": {"videos_chunked_*.zip": ".", "subtitle.zip": "."},
-    "nextqa": {"videos.zip": "."},
-    "tempcompass": {"tempcompass_videos.zip": "."},
-    "mvbench": {"video/*.zip": "video"},
-}
-"""Archives of videos by benchmark."""
-_TABLES = "https://opencompass.openxlab.space/utils/VLMEval"
-"""VLMEvalKit's tables; vlmeval/dataset/image_mcq.py has the addresses and checksums."""
-_UNKNOWN = "license not checked: see the data set's own page"
+def _read_benchmarks() -> dict[str, Repository]:
+    text = resources.files("coat_datasets").joinpath("benchmarks.yaml").read_text(encoding="utf-8")
+    return {name: _repository(entry) for name, entry in yaml.safe_load(text).items()}
 
-BENCHMARKS: Mapping[str, Repository] = {
-    name: Repository(
-        repo=repo if "/" in repo else f"lmms-lab/{repo}",
-        license=license_note,
-        files=files,
-        unpack=_ARCHIVES.get(name, {}),
-    )
-    for name, repo, license_note, files in (
-        ("pope", "POPE", "MIT; pictures of COCO under their owners' terms", ("Full/*.parquet",)),
-        (
-            "gqa",
-            "GQA",
-            "CC BY 4.0; pictures of Visual Genome under their owners' terms",
-            ("testdev_balanced_instructions/*.parquet", "testdev_balanced_images/*.parquet"),
-        ),
-        (
-            "vqav2",
-            "VQAv2",
-            "CC BY 4.0; pictures of COCO under their owners' terms",
-            ("data/validation-*.parquet",),
-        ),
-        ("textvqa", "textvqa", "CC BY 4.0", ("data/validation-*.parquet",)),
-        ("vizwiz", "VizWiz-VQA", "CC BY 4.0", ("data/val-*.parquet",)),
-        ("seedbench", "SEED-Bench", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
-        (
-            "mmmu",
-            "MMMU",
-            "Apache 2.0; pictures from many sources under their owners' terms",
-            ("data/validation-*.parquet",),
-        ),
-        (
-            "videomme",
-            "Video-MME",
-            "academic research only, not to be passed on; about 100 GB of videos",
-            ("videomme/*.parquet", *_ARCHIVES["videomme"]),
-        ),
-        ("mme", "MME", "academic research only (the authors' terms)", ("data/test-*.parquet",)),
-        ("chartqa", "ChartQA", "GPL-3.0", ("data/test-*.parquet",)),
-        (
-            "ocrbench",
-            "echo840/OCRBench",
-            "MIT; pictures of 29 data sets under their owners' terms",
-            ("data/test-*.parquet",),
-        ),
-        ("hallusionbench", "HallusionBench", "BSD-3-Clause", ("data/image-*.parquet",)),
-        (
-            "okvqa",
-            "OK-VQA",
-            "CC BY 4.0; pictures of COCO under their owners' terms",
-            ("data/val2014-*.parquet",),
-        ),
-        ("nextqa", "NExTQA", "MIT", ("MC/test-*.parquet", *_ARCHIVES["nextqa"])),
-        (
-            "tempcompass",
-            "TempCompass",
-            "CC BY-NC 4.0: no commercial use",
-            ("multi-choice/test-*.parquet", "yes_no/test-*.parquet", *_ARCHIVES["tempcompass"]),
-        ),
-        (
-            "mathvista",
-            "AI4Math/MathVista",
-            "CC BY-SA 4.0; pictures of 28 data sets under their owners' terms",
-            ("data/testmini-*.parquet",),
-        ),
-        ("mathvision", "MathLLMs/MathVision", "MIT", ("data/test-*.parquet",)),
-        ("mmvet", "MMVet", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
-        (
-            "mvbench",
-            "OpenGVLab/MVBench",
-            "MIT, asks for consent; videos for academic research, those of NTU RGB+D elsewhere",
-            ("json/*.json", *_ARCHIVES["mvbench"]),
-        ),
-        (
-            "longvideobench",
-            "longvideobench/LongVideoBench",
-            "CC BY-NC-SA 4.0: no commercial use, asks for consent; join the parts of videos.tar by "
-            "hand",
-            ("lvb_val.json", "videos.tar.part.*"),
-        ),
-        (
-            "mlvu",
-            "MLVU/MVLU",
-            "CC BY-NC-SA 4.0: research only, asks for consent",
-            ("*.json", "*.mp4"),
-        ),
-        ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
-        ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
-    )
-} | {
-    name: Repository(repo=f"{_TABLES}/{file}", license=terms, files=(file,), unpack={}, md5=md5)
-    for name, file, md5, terms in (
-        ("mmstar", "MMStar.tsv", "e1ecd2140806c1b1bbf54b43372efb9e", _UNKNOWN),
-        ("realworldqa", "RealWorldQA.tsv", "92321028d2bc29040284b6674721e48f", "CC BY-ND 4.0"),
-        (
-            "scienceqa",
-            "ScienceQA_TEST.tsv",
-            "e42e9e00f9c59a80d8a5db35bc32b71f",
-            "CC BY-NC-SA 4.0: no commercial use; the questions with an image",
-        ),
-        ("mmbench", "MMBench_DEV_EN.tsv", "b6caf1133a01c6bb705cf753bb527ed8", _UNKNOWN),
-        ("ccbench", "CCBench.tsv", "f5dde47f24dc5a6fb6e595b409b466ac", _UNKNOWN),
-        ("ai2d", "AI2D_TEST.tsv", "0f593e0d1c7df9a3d69bf1f947e71975", _UNKNOWN),
-    )
-}
-"""The official benchmarks on the Hub, mostly by lmms-lab, or as VLMEvalKit's tables: the splits
-with answers. TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
+
+def _repository(entry: Mapping[str, Any]) -> Repository:
+    return Repository(**{**entry, "files": tuple(entry["files"])})
+
+
+BENCHMARKS: Mapping[str, Repository] = _read_benchmarks()
+"""The official benchmarks, by the name for ``coat-vlm eval --tasks``."""
 
 
 def describe_benchmark(name: str) -> str:
@@ -241,12 +136,7 @@ def read_mixture(path: Path) -> KnownMixture:
         return KnownMixture(
             name=path.stem,
             about=str(content["about"]),
-            hub=tuple(
-                Repository(
-                    **{**entry, "files": tuple(entry["files"]), "unpack": entry.get("unpack") or {}}
-                )
-                for entry in content["hub"]
-            ),
+            hub=tuple(map(_repository, content["hub"])),
             sources=tuple(content["sources"]),
             notes=tuple(content.get("notes") or ()),
         )

@@ -25,20 +25,15 @@ from typing import Any
 from coat_data.containers.csv_file import CLIP
 from coat_data.containers.media_files import VIDEO_SUFFIXES
 from coat_data.readers.fields import is_missing
-from coat_data.readers.reader import (
-    MEDIA_FIELDS,
+from coat_data.readers.reader import Place, Reader, has_fields
+from coat_data.readers.row_media import MEDIA_FIELDS, media_path, to_media, with_span
+from coat_data.readers.turns import (
     PLACEHOLDERS,
-    Place,
-    Reader,
     Said,
     caption_turns,
     first_of,
-    has_fields,
     media_first,
-    media_path,
     place_media,
-    to_media,
-    with_span,
 )
 from coat_data.sample import Media, MediaKind, Sample, Turn
 from coat_data.text.chat import SHORT_ANSWER_SUFFIX

@@ -23,14 +23,9 @@ from itertools import zip_longest
 from typing import Any
 
 from coat_data.readers.fields import is_missing
-from coat_data.readers.reader import (
-    Place,
-    Reader,
-    caption_turns,
-    continued,
-    has_fields,
-    to_media,
-)
+from coat_data.readers.reader import Place, Reader, has_fields
+from coat_data.readers.row_media import to_media
+from coat_data.readers.turns import caption_turns, continued
 from coat_data.sample import Media, Part, Sample, Turn
 
 _FIELDS = ("text", "content")

@@ -13,18 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_data.readers.fields import ROLES, check_unused
-from coat_data.readers.reader import (
+from coat_data.readers.reader import Place, Reader, has_fields, kind_of
+from coat_data.readers.row_media import media_fields
+from coat_data.readers.turns import (
     LOSS_FIELDS,
-    Place,
-    Reader,
     Said,
     continued,
     get_role,
-    has_fields,
     is_chat,
     is_supervised,
-    kind_of,
-    media_fields,
     place_media,
     with_loss,
     with_system,
@@ -46,9 +43,9 @@ def to_sample(row: Any, place: Place) -> Sample:
 
     - ``id`` may be a string, an int, absent or repeated; if absent, it is the row number.
     - ``image``, ``images``, ``video`` or ``videos``: any value that
-      :func:`~coat_data.readers.reader.to_media` accepts, or a list of such values; null and an
+      :func:`~coat_data.readers.row_media.to_media` accepts, or a list of such values; null and an
       empty list mean no media.
-    - Placeholders are handled by :func:`~coat_data.readers.reader.place_media`.
+    - Placeholders are handled by :func:`~coat_data.readers.turns.place_media`.
     - ``system`` of the row becomes a system turn if the conversation has none.
     - An answer before the first question is dropped, as in LLaVA (llava/train/train.py,
       ``preprocess_v1``).

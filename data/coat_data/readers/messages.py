@@ -21,20 +21,17 @@ from coat_data.containers.remote_file import is_url
 from coat_data.media.image import image_size
 from coat_data.readers.boxes import EDGES, write_box
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
-from coat_data.readers.reader import (
+from coat_data.readers.reader import Place, Reader
+from coat_data.readers.row_media import media_fields, to_media, with_span
+from coat_data.readers.turns import (
     LOSS_FIELDS,
-    Place,
-    Reader,
     Said,
     continued,
     get_role,
     is_chat,
     is_supervised,
-    media_fields,
     place_media,
-    to_media,
     with_loss,
-    with_span,
     with_system,
     without_first_answer,
 )

@@ -18,14 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_data.readers.fields import is_missing
-from coat_data.readers.reader import (
-    MEDIA_FIELDS,
+from coat_data.readers.reader import Place, Reader, has_fields
+from coat_data.readers.row_media import MEDIA_FIELDS, media_fields
+from coat_data.readers.turns import (
     PLACEHOLDERS,
-    Place,
-    Reader,
     Said,
-    has_fields,
-    media_fields,
     media_first,
     place_media,
     with_system,

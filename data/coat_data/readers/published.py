@@ -22,15 +22,9 @@ from typing import Any
 
 from coat_data.readers.boxes import write_box
 from coat_data.readers.fields import is_missing
-from coat_data.readers.reader import (
-    Place,
-    Reader,
-    Said,
-    caption_turns,
-    media_first,
-    media_path,
-    to_media,
-)
+from coat_data.readers.reader import Place, Reader
+from coat_data.readers.row_media import media_path, to_media
+from coat_data.readers.turns import Said, caption_turns, media_first
 from coat_data.sample import Media, Sample
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
 

@@ -21,15 +21,9 @@ from typing import Any
 from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes
 from coat_data.readers import llava, messages, pairs
 from coat_data.readers.fields import is_missing
-from coat_data.readers.reader import (
-    MEDIA_FIELDS,
-    Place,
-    Reader,
-    Said,
-    caption_turns,
-    first_of,
-    place_media,
-)
+from coat_data.readers.reader import Place, Reader
+from coat_data.readers.row_media import MEDIA_FIELDS
+from coat_data.readers.turns import Said, caption_turns, first_of, place_media
 from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")

@@ -1,0 +1,203 @@
+"""Media of a row: a path, a struct of bytes, a ``data:`` URL or base64 text becomes a ``Media``."""
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coat_data.containers.media_files import image_suffixes
+from coat_data.readers.fields import is_missing
+from coat_data.readers.reader import Place, kind_of
+from coat_data.sample import Media, MediaKind
+
+MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("image", "images"),
+    "video": ("video", "videos", "video_path"),
+}
+"""Fields of a row with its media; one field per kind may be set."""
+
+_DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_LONGEST_PATH = 4096
+"""PATH_MAX of Linux: a longer text is not a path."""
+_DEEPEST_STRUCT = 4
+"""Levels of nesting: a part, its image_url, its url, and the text."""
+
+
+def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
+    """Convert a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or a URL to a medium.
+
+    ``bytes`` may be bytes, as in Parquet, or base64 text, as in JSON. The keys ``url``, ``base64``,
+    ``data`` and the kind itself are read in the same way, also nested (OpenAI's
+    ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
+    A list is a video as the paths of its frames (QwenLM/Qwen2.5-VL, qwen-vl-utils).
+    """
+    if isinstance(item, Mapping):
+        return with_span(_from_struct(item, kind, field, place), item, field, place)
+    if isinstance(item, list | tuple) and kind == "video":
+        return _from_frames(item, field, place)
+    if isinstance(item, bytes | bytearray | memoryview):
+        return Media(kind=kind, path=_member(field, place), data=bytes(item))
+    text = place.as_string(item, field)
+    if _DATA.match(text[:200]):
+        return Media(kind=kind, path=_member(field, place), data=_address_bytes(text, field, place))
+    text = text.removeprefix("file://")
+    if len(text) > _LONGEST_PATH and _BASE64.fullmatch(text):
+        return Media(kind=kind, path=_member(field, place), data=_decode(text, field, place))
+    return Media(kind=kind, path=media_path(text, field, place))
+
+
+def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
+    """Return the video of a list of frames, which are paths or addresses of images."""
+    if not items:
+        raise place.error(f"{field} is an empty list", "list the frames of the video")
+    frames = [to_media(one, "image", f"{field}[{n}]", place) for n, one in enumerate(items)]
+    if any(frame.data is not None for frame in frames):
+        raise place.error(
+            f"{field} has embedded frames", "store them as files and give their paths"
+        )
+    paths = tuple(frame.path or "" for frame in frames)
+    return Media(kind="video", path=paths[0], frames=paths)
+
+
+def _is_frame_list(items: Sequence[Any]) -> bool:
+    """Whether a list in a field of videos is one video: the paths of its frames."""
+    return bool(items) and all(
+        isinstance(item, str) and os.path.splitext(item)[1].lower() in image_suffixes()  # noqa: PTH122
+        for item in items
+    )
+
+
+def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
+    """Return the medium, for a list of frames with the frames per second of ``item`` if given."""
+    rate = next((item[n] for n in ("sample_fps", "fps") if item.get(n) is not None), None)
+    if not media.frames or rate is None:
+        return media
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        raise place.error(f"{field}: fps is {rate!r}", "give frames per second above 0")
+    return replace(media, fps=float(rate))
+
+
+def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
+    """Return the medium, for a video with the seconds of ``item`` if given.
+
+    They are ``start`` and ``end``, or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL,
+    qwen-vl-utils); texts are read as numbers, as CSV files have no others.
+    """
+    if media.kind != "video":
+        return media
+    media = _with_rate(media, item, field, place)
+    start, end = (_time(item, name, getattr(media, name), field, place) for name in _SPAN)
+    if start is None and end is None:
+        return media
+    if start is not None and end is not None and end <= start:
+        raise place.error(f"{field} ends at {end} s and starts at {start} s", "swap them")
+    return replace(media, start=start, end=end)
+
+
+_SPAN = ("start", "end")
+
+
+def _time(
+    item: Mapping[str, Any], name: str, own: float | None, field: str, place: Place
+) -> float | None:
+    """Return the time ``name`` of a clip in seconds; ``own`` is that of the medium itself."""
+    given = {time for key in (name, f"video_{name}") if (time := item.get(key)) not in (None, "")}
+    found: list[float] = [] if own is None else [own]
+    for time in given:
+        try:
+            seconds = -1.0 if isinstance(time, bool) else float(time)
+        except (TypeError, ValueError):
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise place.error(f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater")
+        found.append(seconds if isinstance(time, str) else time)
+    if len(set(found)) > 1:
+        raise place.error(f"{field} has two times: {name} {found}", "keep one of them")
+    return found[0] if found else None
+
+
+def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Place) -> Media:
+    value: Any = item
+    for _ in range(_DEEPEST_STRUCT):
+        if not isinstance(value, Mapping):
+            return to_media(value, kind, field, place)
+        given = _struct_bytes(value, field, place)
+        if given is not None:
+            path = value.get("path")  # for messages: nothing is read from there
+            named = isinstance(path, str) and bool(path)
+            return Media(kind=kind, path=path if named else _member(field, place), data=given)
+        inner = (value.get(name) for name in (kind, f"{kind}_url", "url", "path"))
+        value = next((one for one in inner if one is not None), None)
+    raise place.error(f"{field} is nested too deep", 'write {"path": ...}')
+
+
+def media_path(text: str, field: str, place: Place) -> str:
+    """Return the absolute path or the URL of a medium."""
+    if not text or "\0" in text or len(text) > _LONGEST_PATH:
+        raise place.error(
+            f"{field} {text[:80]!r} is not a path",
+            f"name a file, or remove {field} from a row without media",
+        )
+    return place.root.file(text, place.where)
+
+
+def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
+    """Return the bytes in a struct; None if it has none."""
+    for name in ("bytes", "base64", "data"):
+        value = item.get(name)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value)
+        if isinstance(value, str):
+            if _DATA.match(value[:200]):
+                return _address_bytes(value, field, place)
+            return _decode(value, f"{field}.{name}", place)
+        if value is not None:
+            raise place.error(f"{field}.{name} is {kind_of(value)}", "make it bytes or base64 text")
+    return None
+
+
+def _member(field: str, place: Place) -> str:
+    return f"{place.where}.{field}"
+
+
+def _address_bytes(text: str, field: str, place: Place) -> bytes:
+    head, _, body = text.partition(",")
+    if ";base64" not in head:
+        raise place.error(f"{field} is a data: address without base64", "encode it as base64")
+    return _decode(body, field, place)
+
+
+def _decode(text: str, field: str, place: Place) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise place.error(f"{field} is not base64: {error}", "encode the file again") from error
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:
+    """Return the row's images and videos; fields of the same kind must not differ."""
+    media: dict[MediaKind, list[Media]] = {}
+    for kind, names in MEDIA_FIELDS.items():
+        own = place.columns.get(f"{kind}s")
+        names = (own,) if own else names
+        given = [field for field in names if field in row and not is_missing(row[field])]
+        if not given:
+            media[kind] = []
+            continue
+        items, *others = (_listed(row[field]) for field in given)
+        if any(other != items for other in others):
+            raise place.error(f"both {' and '.join(given)} are set", "keep one of them")
+        items = [items] if kind == "video" and _is_frame_list(items) else items
+        media[kind] = [to_media(item, kind, given[0], place) for item in items]
+    videos = media["video"]
+    if len(videos) == 1:
+        media["video"] = [with_span(videos[0], row, "the row", place)]
+    return media
