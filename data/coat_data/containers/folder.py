@@ -18,7 +18,7 @@ from coat_data.sample import DataError, printable
 
 
 class FolderRows(Rows):
-    """The media files below a folder, in the order of their paths; symbolic links are no rows."""
+    """The media files below a folder, in the order of their paths; not of symbolic links."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = self.media_root = folder

@@ -5,7 +5,7 @@
 - ``images`` and ``annotations`` (COCO): the annotations, each with the fields of its image.
 - ``data`` (TextVQA): the elements of the list.
 - ``{id: {..., "split": "train"}, ...}`` (ScienceQA): the values of one split, with their key as
-  ``id``; the splits may also be in ``pid_splits.json`` beside the file.
+  ``id``; the splits may also be in ``pid_splits.json`` next to the file.
 
 Other objects of rows, such as GQA's questions, are read by :mod:`coat_data.containers.json_file`.
 Sources: GT-Vision-Lab/VQA, README; cocodataset.org, format-data; TextVQA 0.5.1;
@@ -197,7 +197,7 @@ class ObjectRows(JsonRows):
 
 
 def _split_members(path: Path) -> dict[str, list[str]]:
-    """Return the splits of each row in ``pid_splits.json`` beside the file, if it is there."""
+    """Return the splits of each row in ``pid_splits.json`` next to the file, if it is there."""
     listing = path.with_name(_SPLITS)
     members: dict[str, list[str]] = {}
     if listing.is_file():

@@ -37,7 +37,7 @@ _JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
 """Start of a row of JSON, which some data sets store in files that end in .txt."""
 _SHARD_SUFFIXES = (".parquet", *_TAR_SUFFIXES, ".arrow", ".pkl")
 _MAPPED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
-"""Results of ``datasets``' map and filter, which lie beside the data in its cache."""
+"""Results of ``datasets``' map and filter, which are next to the data in its cache."""
 _IMG2DATASET = {"key", "status", "error_message"}
 """Columns of img2dataset's metadata."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")

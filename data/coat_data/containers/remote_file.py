@@ -47,7 +47,7 @@ def is_url(path: str | Path) -> TypeGuard[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a brace pattern stands for.
+    """Expand a brace pattern to names.
 
     A range keeps the width of its start: ``{08..10}`` gives 08, 09, 10.
     """

@@ -86,9 +86,8 @@ _MAX_REMEMBERED = 1 << 24
 class IndexedFiles(Rows):
     """Rows of ``files`` by byte offset: 16 bytes of memory per row, for files of any size.
 
-    Every process opens the files itself, so an instance is cheap to pickle. A subclass finds the
-    rows of a file (:meth:`spans`) and parses their bytes (:meth:`parse`). ``media_root`` is the
-    folder of the first file.
+    Pickled without open files. A subclass finds the rows of a file (:meth:`spans`) and parses their
+    bytes (:meth:`parse`). ``media_root`` is the folder of the first file.
     """
 
     reuses_index = False
@@ -99,7 +98,7 @@ class IndexedFiles(Rows):
         self.files = list(files)
         self.media_root = self.files[0].parent
         self._states = [_state(path) for path in self.files]
-        self._descriptors: dict[int, tuple[int, int]] = {}
+        self._descriptors: dict[int, int] = {}
         if sum(len(index.starts) for index in _SCANNED.values()) > _MAX_REMEMBERED:
             _SCANNED.clear()
         indices = [self._index(*file) for file in zip(self.files, self._states, strict=True)]
@@ -157,18 +156,15 @@ class IndexedFiles(Rows):
         return data
 
     def _open(self, number: int) -> int:
-        process, descriptor = self._descriptors.get(number, (0, -1))
-        if process != os.getpid():
+        if number not in self._descriptors:  # a forked process may share it: pread has no position
             if len(self._descriptors) >= _MAX_OPEN:
                 self._close()
-            descriptor = os.open(self.files[number], os.O_RDONLY)
-            self._descriptors[number] = (os.getpid(), descriptor)
-        return descriptor
+            self._descriptors[number] = os.open(self.files[number], os.O_RDONLY)
+        return self._descriptors[number]
 
     def _close(self) -> None:
-        for process, descriptor in self.__dict__.get("_descriptors", {}).values():
-            if process == os.getpid():
-                os.close(descriptor)
+        for descriptor in self.__dict__.get("_descriptors", {}).values():
+            os.close(descriptor)
         self._descriptors = {}
 
     def __getstate__(self) -> dict[str, Any]:

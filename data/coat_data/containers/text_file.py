@@ -22,7 +22,7 @@ class TextRows(IndexedFiles):
     """``{"text": ..., "continues": ...}`` for each block of each file."""
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield the byte offsets of the blocks, without those of only white space."""
+        """Yield the byte offsets of the blocks that have more than white space."""
         with path.open("rb") as stream:
             start = len(BOM) if stream.read(len(BOM)) == BOM else 0
             while True:

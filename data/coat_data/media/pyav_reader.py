@@ -2,9 +2,9 @@
 
 Damaged packets are skipped, so that the readable part of a damaged file is used. Only needed
 packets are decoded: packets before a keyframe are dropped if the next requested time is at or
-behind that keyframe, which can be decoded without them. Of H.264 the decoder also skips frames that
-no other frame refers to, unless one is requested: about half of the frames of a file with B-frames.
-(H.265's decoder would also skip frames to which frames of higher temporal layers refer.)
+behind that keyframe, which can be decoded without them. For H.264, the decoder also skips frames
+that no other frame refers to, unless one is requested: about half of the frames of a file with
+B-frames. (H.265's decoder would also skip frames to which frames of higher temporal layers refer.)
 
 Memory does not grow with the length of a video: frames are yielded one by one, and packets are held
 up to the next keyframe at most.

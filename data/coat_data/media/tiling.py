@@ -35,7 +35,7 @@ def closest_grid(
     Grids are compared in the order of their number of tiles, then of their columns. A grid with the
     same distance as the best one replaces it if the image has more than half as many pixels as the
     grid, which limits upscaling. (InternVL and VILA compare grids of equal number in the order of a
-    Python set of pairs, which depends on the interpreter; the order here is that of transformers'
+    Python set of pairs, which depends on the interpreter; the order here follows transformers'
     GOT-OCR2 and InternVL image processors.)
 
     Raises:
