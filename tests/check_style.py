@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,7 +188,7 @@ def check() -> Iterator[str]:
             continue
         text = path.read_text(encoding="utf-8")
         problems = list(check_lines(name, text))
-        limits = [most for pattern, most in MAX_LINES.items() if path.match(pattern)]
+        limits = [most for pattern, most in MAX_LINES.items() if fnmatch(name, pattern)]
         if limits and len(text.splitlines()) > limits[-1]:
             problems.append(f"{len(text.splitlines())} lines; at most {limits[-1]}")
         if path.suffix == ".md":
