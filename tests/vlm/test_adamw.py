@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import nn
 
 from coat_vlm.optim import CoatAdamW
-from op_check import assert_same_bits
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

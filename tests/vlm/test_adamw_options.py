@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_check import assert_same_bits
 from torch import nn
 
 from coat_kernels import CODECS, encode_moment, join_master
 from coat_vlm.optim import CoatAdamW
-from op_check import assert_same_bits
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
 """Small ones are updated together, the last one alone."""
