@@ -6,6 +6,7 @@ import pytest
 
 from coat_cli.main import main
 from coat_vlm.config import MODULES, StageName
+from coat_vlm.config.keys import REMOVED
 from coat_vlm.config.load import list_builtin_recipes, load_recipe, save_recipe
 
 MINIMAL = """\
@@ -55,10 +56,6 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("stages.sft.projector.lrr=1", "stages.sft.projector.lr?"),
         ("stages.sft.max_step=1", "did you mean stages.sft.max_steps?"),
         ("prescision=bf16", "did you mean precision?"),
-        (
-            "model.image.num_video_frames=8",
-            "model.image.num_video_frames: this key was removed; set model.video.num_frames",
-        ),
         ("model.image.mod=pad", "did you mean model.image.mode?"),
         ("stages.sft.data.0.pth=x", "did you mean stages.sft.data.0.path?"),
         (
@@ -82,6 +79,14 @@ def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) ->
     with pytest.raises(ValueError, match=r".") as caught:
         load_recipe(str(recipe_path), [override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_key_or_value_says_what_to_do(recipe_path: Path, name: str) -> None:
+    override = f"{name}=null" if "." in name or name == "export_formats" else f"precision={name}"
+    with pytest.raises(ValueError, match="1 problem") as caught:
+        load_recipe(str(recipe_path), ["precision=coat", "monitor.every=5", override])
+    assert str(caught.value).endswith(f"was removed; {REMOVED[name]}")
 
 
 def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
