@@ -14,17 +14,17 @@ def add(commands: Commands) -> None:
         stoppable(_export),
         "export a checkpoint as a Hugging Face model folder",
         """\
-  coat-vlm export --model runs/my_vlm --to exported_run
-  coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exported_step
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_bf16 --dtype bfloat16
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_llava --format llava
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_vila --format vila
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_llm --format language
-  coat-vlm export --model runs/my_vlm/sft/model --to exported_card --card
-  coat-vlm export --model exported_vila --to imported          # a VILA or NVILA checkpoint
-  coat-vlm export --model exported_llava --to imported_llava   # such as llava-hf/llava-1.5-7b-hf
-  coat-vlm export --model runs/my_lora/sft/model --to exported_adapter --format adapter
+  coat-vlm export --model runs/my_vlm --to exports/run
+  coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exports/step
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/bf16 --dtype bfloat16
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/llava --format llava
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/vila --format vila
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/fp8 --weights fp8 --format llava
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/llm --format language
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/card --card
+  coat-vlm export --model exports/vila --to exports/from_vila         # a VILA or NVILA checkpoint
+  coat-vlm export --model exports/llava --to exports/from_llava   # such as llava-hf/llava-1.5-7b-hf
+  coat-vlm export --model runs/my_lora/sft/model --to exports/adapter --format adapter
 
 The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
 it. --format is the layout that is written:

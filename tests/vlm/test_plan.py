@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from coat_cli.main import main
-from coat_data.load.loader import check_batch_sizes
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan import format_plan, plan_recipe, table
+from coat_vlm.plan import format_plan, plan_recipe
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
@@ -78,6 +77,7 @@ def test_a_plan_of_several_scales_has_the_wide_projector(path: Path) -> None:
         "model.image.mode=dynamic_s2",
         "model.image.max_tiles=12",
         "stages.sft.language={train: false}",
+        "stages.sft.micro_batch_size=1",
     ]
     (planned,) = plan_recipe(
         load_recipe(str(path), changes),
@@ -89,9 +89,7 @@ def test_a_plan_of_several_scales_has_the_wide_projector(path: Path) -> None:
     assert planned.sizes.trained == 2 * wide + (wide + 1) * 128 + 129 * 128
 
 
-@pytest.mark.parametrize(
-    ("tiles", "tokens"), [(0, 0), (1, 1), (4, 4), (14, 9), (17, 12), (28, 18), (31, 21)]
-)
+@pytest.mark.parametrize(("tiles", "tokens"), [(0, 0), (4, 4), (17, 12), (31, 21)])
 def test_tiles_of_all_scales_become_images(path: Path, tiles: int, tokens: int) -> None:
     recipe = load_recipe(str(path), ["model.image.mode=dynamic_s2"])
     stage = recipe.stages["sft"]
@@ -111,21 +109,6 @@ def test_a_plan_compares_precisions_whatever_the_first_blocks_are(path: Path) ->
         kept[1][lean].total_saved > kept[0][lean].total_saved
     )  # attention's q, k, v and output in BF16
     assert kept[1][linear].total_saved == kept[0][linear].total_saved
-
-
-def test_batches_are_refused_as_in_training(path: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size=64 is not a multiple") as training:
-        check_batch_sizes(64, 32, 0, 3)
-    with pytest.raises(ValueError, match="batch_size=64 is not a multiple") as planning:
-        plan(load_recipe(str(path)), 80e9, ranks=3)
-    assert str(planning.value) == str(training.value)
-
-
-def test_shapes_that_do_not_fit_fp8_are_refused_as_in_training(path: Path) -> None:
-    heads = ["num_attention_heads=16", "num_key_value_heads=1"]
-    changes = [f"model.language.config.{head}" for head in heads]
-    with pytest.raises(ValueError, match=r"k_proj: weight .*\[8, 128\]"):
-        plan(load_recipe(str(path), ["precision=coat", *changes]), 80e9)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(path: Path) -> None:
@@ -164,9 +147,7 @@ def test_following_the_advice_makes_it_fit(path: Path) -> None:
     [
         (["master_weights=auto"], set()),  # low bits already
         (["master_weights=fp32"], {"master_weights=low_bits"}),
-        (["master_weights=low_bits"], set()),
         (["zero_stage=1"], {"zero_stage=2"}),
-        (["zero_stage=1", "master_weights=fp32"], {"zero_stage=2"}),
     ],
 )
 def test_advice_names_master_weights_only_if_they_must_change(
@@ -174,17 +155,9 @@ def test_advice_names_master_weights_only_if_they_must_change(
 ) -> None:
     """As much memory as the first change of a ZeRO stage or of master weights needs."""
     recipe = load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1", *words])
-    roomy = plan(recipe, 80e9, ranks=8)
-    low_bits = (
-        plan(
-            load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1"]),
-            80e9,
-            ranks=8,
-        )
-        .memory[0]
-        .peak
-    )
-    needed = roomy.memory[2].peak if recipe.zero_stage else low_bits
+    without = load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1"])
+    memory = plan(recipe if recipe.zero_stage else without, 80e9, ranks=8).memory
+    needed = memory[2 if recipe.zero_stage else 0].peak
     tight = advice(plan(recipe, 1.0301 * needed, ranks=8))
     if not expected:
         assert tight.startswith("It fits as written")
@@ -193,10 +166,9 @@ def test_advice_names_master_weights_only_if_they_must_change(
     load_recipe(str(path), ["precision=coat", *words, *expected])
 
 
-@pytest.mark.parametrize("precision", ["coat", "bf16"])
-def test_a_single_process_is_advised_to_do_without_zero(path: Path, precision: str) -> None:
+def test_a_single_process_is_advised_to_do_without_zero(path: Path) -> None:
     """DeepSpeed's buckets do not fit, and there is nothing to shard."""
-    words = [f"precision={precision}", "zero_stage=2", "stages.sft.micro_batch_size=1"]
+    words = ["precision=coat", "zero_stage=2", "stages.sft.micro_batch_size=1"]
     recipe = load_recipe(str(path), words)
     planned = plan(recipe, 80e9)
     tight = plan(recipe, 1.0301 * planned.memory[0].peak)
@@ -213,23 +185,6 @@ def test_stage_0_is_planned_with_low_bits_beside_other_stages(path: Path) -> Non
     fp32 = plan(load_recipe(str(path), [*words, "master_weights=fp32"]), 80e9)
     assert fp32.memory[0].peak > without.memory[0].peak
     assert fp32.memory[2] == without.memory[2]
-
-
-def test_advice_keeps_fp32_master_weights_if_a_smaller_micro_batch_fits(path: Path) -> None:
-    words = ["precision=coat", "master_weights=fp32"]
-    recipe = load_recipe(str(path), words)
-    changed = load_recipe(str(path), [*words, "stages.sft.micro_batch_size=1"])
-    tight = plan(recipe, 1.0301 * plan(changed, 80e9).memory[0].peak)
-    assert advice(tight).rpartition(" with: ")[2] == "stages.sft.micro_batch_size=1"
-
-
-def test_advice_leaves_low_bits_behind_with_zero(path: Path) -> None:
-    """A recipe refuses explicit low bits with ZeRO, so the words must change both."""
-    words = ["precision=coat", "master_weights=low_bits"]
-    planned = plan(load_recipe(str(path), words), 80e9)
-    found = table._Change(3, 32).overrides(planned)
-    assert found == ["zero_stage=3", "master_weights=auto"]
-    load_recipe(str(path), [*words, *found])
 
 
 def test_plans_count_cuda_graphs(path: Path) -> None:

@@ -61,6 +61,7 @@ def output_bytes(model: Any, row: Row) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [
@@ -118,9 +119,15 @@ def test_the_step_of_an_8b_model() -> None:
 
 @pytest.mark.parametrize(
     ("size", "batch", "accumulation", "zero", "masters"),
-    [("1b", 4, 1, 2, "fp32"), ("2b", 4, 1, 2, "fp32"), ("8b", 1, 8, 0, "low_bits")],
+    [
+        ("1b", 4, 1, 2, "fp32"),
+        pytest.param("2b", 4, 1, 2, "fp32", marks=pytest.mark.slow),
+        pytest.param("8b", 1, 8, 0, "low_bits", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("precision", ["coat", "recompute_qkv"])
+@pytest.mark.parametrize(
+    "precision", ["coat", pytest.param("recompute_qkv", marks=pytest.mark.slow)]
+)
 def test_steps_with_cuda_graphs(
     size: str, batch: int, accumulation: int, zero: Any, masters: Any, precision: Any
 ) -> None:

@@ -7,7 +7,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -22,7 +21,6 @@ from coat_vlm.report.evaluation import (
 )
 from coat_vlm.report.plots import plot_stage
 from coat_vlm.report.run_folder import StageLog, read_run_folder
-from coat_vlm.report.stages import format_count, format_duration
 
 RECIPE = """\
 name: tiny <b>run</b>
@@ -320,11 +318,6 @@ def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
     assert tags == ["wrong"] * 6 + ["right"] * 6
 
 
-def test_a_missing_image_is_named_on_its_card(run: Path):
-    (run / "red.png").unlink()
-    assert "red.png" in Page(write_report(run)).text.partition("Up to twelve")[2]
-
-
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
     write_training(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[:4]
@@ -361,18 +354,7 @@ def test_a_step_repeated_after_a_resume_counts_once(tmp_path: Path):
     assert log.end is None
 
 
-def test_long_runs_are_averaged_in_equal_bins():
-    from coat_vlm.report.plots import MAX_POINTS, _series
-
-    rows = [{"step": number, "loss": float(number)} for number in range(3 * MAX_POINTS)]
-    steps, values = _series(rows, lambda row: row["loss"])
-    assert np.array_equal(values, np.arange(MAX_POINTS) * 3.0 + 1.0)
-    assert np.array_equal(steps, values)
-
-
 def test_a_stage_without_values_has_no_plots():
-    from coat_vlm.report.plots import plot_stage
-
     assert plot_stage(StageLog(name="sft", steps=[{"step": 1}])) == []
     nan = StageLog(name="sft", steps=[{"step": 1, "loss": float("nan"), "grad_norm": None}])
     assert [plot.title for plot in plot_stage(nan)] == ["loss"]
@@ -400,11 +382,6 @@ def test_a_required_metric_has_its_own_row():
         {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": {"headline": "f1"}}
     )
     assert [(row.metric, row.verdict) for row in rows] == [("f1", ""), ("near.f1", "missed")]
-
-
-def test_units_in_words():
-    assert [format_duration(s) for s in (45, 185, 7620)] == ["45 s", "3 min 05 s", "2 h 07 min"]
-    assert [format_count(n) for n in (950, 12_300, 20_100_000)] == ["950", "12.3 K", "20.1 M"]
 
 
 def test_fp8_is_shown_where_it_was_measured(run: Path):
