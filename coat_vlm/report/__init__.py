@@ -16,7 +16,6 @@ from coat_vlm.report.evaluation import (
     build_sample_cards,
     format_interval,
     format_percent,
-    read_items,
 )
 from coat_vlm.report.history import build_history, find_command, judge
 from coat_vlm.report.plots import plot_stage
@@ -46,7 +45,7 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
     """
     run = read_run_folder(Path(run_dir))
     sets = run.recipe.get("eval_sets") or {}
-    items = {name: read_items(run.folder / "eval" / name) for name in run.reports}
+    items = {name: report.get("items", []) for name, report in run.reports.items()}
     results = build_evaluation_rows(run.eval_json, sets, run.reports)
     verdict, notes = judge(run, results)
     path = run.folder / "report.html"

@@ -5,10 +5,8 @@ and the numbers of answers that could not be scored. A card contains a question 
 reference, the prediction, and whether the prediction is correct.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from coat_data.media.pictures import read_pictures
@@ -122,7 +120,7 @@ def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | Non
 def count_questions(report: Mapping[str, Any], metric: str) -> int | None:
     """Return the number of questions behind a metric; None if the report does not state it."""
     category, dot, _ = metric.rpartition(".")
-    return (report.get("categories") or {}).get(category) if dot else report.get("n")
+    return (report.get("counts") or {}).get(f"category.{category}") if dot else report.get("n")
 
 
 def find_interval(
@@ -153,7 +151,8 @@ def build_category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict
         columns = [m for m in values if "." not in m and not m.endswith(BASELINES)]
         columns = [metric for metric in columns if metric != "mean_f1"] + list(BASELINES)
         rows = []
-        for category in ("", *(report.get("categories") or {})):
+        counts = [one for one in report.get("counts") or {} if one.startswith("category.")]
+        for category in ("", *(one.removeprefix("category.") for one in counts)):
             prefix = f"{category}." if category else ""
             own = prefix + headline
             interval = find_interval(values, report, own)
@@ -173,15 +172,6 @@ def format_interval(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else "{:.1f} to {:.1f}".format(*interval)
 
 
-def read_items(folder: Path) -> list[dict[str, Any]]:
-    """Read the scored items of a set (``folder/items.jsonl``); empty without the file."""
-    path = folder / "items.jsonl"
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
-
-
 def build_sample_cards(
     rows: Sequence[Mapping[str, Any]], media_root: str = ""
 ) -> list[dict[str, Any]]:
@@ -191,10 +181,12 @@ def build_sample_cards(
     with ``images`` and ``problems`` of :func:`render_media`.
     """
     cards = []
-    chosen = choose([row["correct"] for row in rows], CARDS_PER_SET)
-    for index in sorted(chosen, key=lambda index: rows[index]["correct"]):
+    correct = [row["score"] == 1.0 for row in rows]
+    for index in sorted(choose(correct, CARDS_PER_SET), key=lambda index: correct[index]):
         images, problems = render_media(rows[index]["media"], media_root)
-        cards.append({**rows[index], "images": images, "problems": problems})
+        category = (rows[index].get("tables") or {}).get("category", "")
+        shown = {"images": images, "problems": problems, "correct": correct[index]}
+        cards.append({**rows[index], **shown, "category": category})
     return cards
 
 

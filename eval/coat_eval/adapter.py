@@ -1,12 +1,15 @@
-"""Interfaces of a model that answers prompts, and of the encoder that makes its inputs.
+"""A model that answers prompts, and the interface of the encoder that makes its inputs.
 
-:mod:`coat_eval.own_model` supports this project's checkpoints, :mod:`coat_eval.hub_model` for
-any other image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_adapter` chooses.
+:mod:`coat_eval.own_model` supports this project's checkpoints, :mod:`coat_eval.hub_model` any other
+image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_adapter` chooses.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 import torch
 from torch.nn import functional as F
@@ -39,39 +42,46 @@ class PromptEncoder(Protocol):
         ...
 
 
-class ModelAdapter(Protocol):
-    """A model that answers batches greedily and computes the loss of given answers."""
+class ModelAdapter(ABC):
+    """A model that answers batches greedily and computes the loss of given answers.
 
-    @property
-    def model(self) -> Any:
-        """The model, in evaluation mode."""
-        ...
+    Attributes:
+        model: the model, in evaluation mode.
+        encoder: makes the model's inputs.
+        device: device of the model.
+    """
 
-    @property
-    def encoder(self) -> PromptEncoder:
-        """Encoder that makes the model's inputs."""
-        ...
+    def __init__(
+        self, model: Any, encoder: PromptEncoder, describe: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Wrap a loaded model; ``describe`` returns its identity and may hash all weights."""
+        self.model = model
+        self.encoder = encoder
+        self.device = torch.device(model.device)
+        self._describe = describe
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that answers depend on, as plain JSON: weights, dtype, frames.
 
         Only one rank reads this property, because it may hash all weights.
         """
-        ...
+        return self._describe()
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        ...
+    def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:
+        """Return this adapter of the same model with another identity."""
+        other = copy(self)
+        other.__dict__.pop("identity", None)
+        other._describe = describe
+        return other
 
+    @abstractmethod
     def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
         """Generate the stripped greedy answers to a batch from ``encoder``."""
-        ...
 
+    @abstractmethod
     def compute_losses(self, batch: Any) -> list[float]:
         """Compute the mean loss per token of every row of a batch of choices, in order."""
-        ...
 
 
 @torch.inference_mode()

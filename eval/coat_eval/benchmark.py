@@ -1,11 +1,10 @@
 """Base class of all benchmarks: reads files, makes prompts, extracts and scores answers.
 
 A benchmark is one class in one file of ``coat_eval/tasks``, listed in ``tasks/__init__.py``. It
-recognizes and reads its references and predictions, and has three layers with separate tests:
-``extract`` (text -> canonical answer), ``score`` (one answer against its reference) and
-``aggregate`` (scored items -> percentages). ``layouts`` and ``prompts`` are needed only to generate
-answers (:mod:`coat_eval.runner`). :mod:`coat_eval.scoring` pairs questions with predictions, checks
-the input and writes the report. docs/reference/benchmarks.md has a complete example.
+recognizes and reads its references and predictions, and has three layers: ``extract`` (text ->
+canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored items ->
+percentages). ``layouts``, ``ask`` and ``media`` are needed only to generate answers
+(:mod:`coat_eval.runner`). docs/reference/benchmarks.md has a complete example.
 
 The prompts are those of published results: LLaVA's question files (haotian-liu/LLaVA,
 docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, or the benchmark's own.
@@ -15,10 +14,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_eval.data_folder import DataFolder, Layouts, MediaFile
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 IMAGE_LINE = "\n"
@@ -194,15 +194,14 @@ class Benchmark(ABC):
     """Whether one prediction applies to all questions of an id that the references repeat."""
 
     judged: ClassVar[bool] = False
-    """Whether the official scorer asks a judge model about answers that its rules do not decide.
-    :meth:`needs_judge` finds them, :meth:`ask_judge` and :meth:`read_verdict` talk to the judge."""
+    """Whether the official scorer asks a judge model about answers that its rules do not decide:
+    those of :meth:`needs_judge`."""
 
     draws: ClassVar[bool] = False
     """Whether unparsable answers are drawn at random, so that ``fallback`` and ``seed`` apply."""
 
     layouts: ClassVar[Layouts] = {}
-    """File patterns of the questions by split; the first split is the default. Empty if answers
-    can only be scored."""
+    """File patterns of the questions by split; the first split is the default."""
     variants: ClassVar[Mapping[str, str]] = {}
     """Descriptions of the prompt variants by name."""
 
@@ -211,26 +210,27 @@ class Benchmark(ABC):
         """Return whether a file's first row looks like this benchmark's references."""
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Convert one row of the references, for :meth:`questions`; DataError if it is invalid."""
+        """Convert one row of the references, for :meth:`pairs`; DataError if it is invalid."""
         raise NotImplementedError
+
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield every question of the references in a folder with its row, in order.
+
+        Overridden if a question depends on other rows.
+        """
+        for table in filter(self.is_reference, folder.tables):
+            for row in folder.rows_of(table):
+                yield self.question(row.values, table, row.where), row
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return all questions of the references in order: :meth:`question` of every row.
+        """Return all questions in order, of the references or of predictions that carry answers.
 
-        Args:
-            references: recognized files, in any order; empty only if ``carries_answers``.
-            predictions: for benchmarks whose predictions carry choices or answers.
-
-        Raises:
-            DataError: naming file and row of a reference that cannot be used.
+        Predictions that repeat a question repeat its prediction. DataError names file and row.
         """
-        return [
-            self.question(row, table, table.where(index))
-            for table in references
-            for index, row in enumerate(table.rows)
-        ]
+        found = [one for one, _ in self.pairs(DataFolder(Path(), references or predictions))]
+        return found if references else list({one.key: one for one in found}.values())
 
     @abstractmethod
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
@@ -266,19 +266,30 @@ class Benchmark(ABC):
         return f"{found.partition(' @')[0]} @{commit}" if commit else found
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts, question by question, without opening images or videos.
+        """Yield the prompts of the counted questions, without opening images or videos.
 
-        Args:
-            folder: the tables that ``layouts`` names.
-            options: variant of the prompt, and times of a video's sampled frames.
-
-        Raises:
-            DataError: naming file and row of a question that cannot be asked.
-            ValueError: the benchmark can only be scored (default).
+        Overridden if a prompt depends on other rows; default: :meth:`ask` and :meth:`media`.
+        DataError names file and row of a question that cannot be asked.
         """
+        for one, row in self.pairs(folder):
+            if one.counted:
+                yield Prompt(
+                    question_id=one.question_id,
+                    category=one.category,
+                    text=self.ask(one, row, options.variant),
+                    media=tuple(self.media(one, row)),
+                    where=one.where,
+                )
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the text of a prompt."""
         raise ValueError(
             f"{self.name} has no prompts and no layouts: answers can be scored, not generated"
         )
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the images and videos of a prompt."""
+        return ()
 
     def is_parsed(self, extracted: Any, text: str) -> bool:
         """Return whether the text contains an answer; default: whether one was extracted."""
@@ -290,16 +301,12 @@ class Benchmark(ABC):
         return bool(first.intersection(self.id_fields) and first.intersection(self.text_fields))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of one file in order.
-
-        Raises:
-            DataError: naming file and row of a prediction without id or text.
-        """
+        """Return the predictions of one file in order; DataError without id or text."""
         asked = find_asked(table, questions)
         predictions = []
         for index, row in enumerate(table.rows):
             where = table.where(index)
-            question_id = str(pick(row, self.id_fields, where))
+            question_id = self.find_id(row, where)
             predictions.append(
                 Prediction(
                     question_id=question_id,
@@ -310,6 +317,10 @@ class Benchmark(ABC):
                 )
             )
         return predictions
+
+    def find_id(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the question id of a prediction's row; DataError if it has none."""
+        return str(pick(row, self.id_fields, where))
 
     def pick_text(self, row: Mapping[str, Any], where: str, asked: str) -> Any:
         """Return the text of a prediction's row.
@@ -365,27 +376,21 @@ class Benchmark(ABC):
         return extracted is None and bool(text.strip())
 
     def ask_judge(self, question: Question, text: str) -> str:
-        """Return the prompt for a judge; the wording is this project's own.
+        """Return the prompt for a judge, in this project's own words.
 
-        Raises:
-            DataError: the references lack what the judge must know.
+        DataError: the references lack what the judge must know.
         """
         raise NotImplementedError
 
     def read_verdict(self, verdict: Any, question: Question) -> Any:
         """Convert a judge's answer, or a saved one, to an extracted answer, or None.
 
-        Raises:
-            UnusableVerdictError: it is none of the allowed answers.
+        UnusableVerdictError: it is none of the allowed answers.
         """
         raise NotImplementedError
 
     def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
-        """Return a judge's outputs that official result files contain, by the questions' keys.
-
-        Raises:
-            DataError: naming file and row of an output that cannot be used.
-        """
+        """Return a judge's outputs that official result files contain, by the questions' keys."""
         return {}
 
     def rate(self, extracted: Any, question: Question, settings: Settings) -> float:

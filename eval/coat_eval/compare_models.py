@@ -14,7 +14,7 @@ interval measures the uncertainty from the choice of items, the standard deviati
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -93,12 +93,9 @@ class Comparison:
 
 
 def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
-    """Compare every model with the first, over the same items.
+    """Compare every model with the first, over the same items of :func:`read_sets`.
 
-    Args:
-        paths: run folders, reports or folders of reports, see
-            :func:`coat_eval.scored_set.read_sets`.
-        seed: seed of the bootstrap.
+    ``seed`` is that of the bootstrap.
 
     Raises:
         ValueError: the models have different sets or items, or a path is given twice.
@@ -309,12 +306,7 @@ class SetComparison:
 def compare_runs(
     first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
 ) -> list[SetComparison]:
-    """Compare run folders that ``coat-vlm eval --model RUN`` has evaluated.
-
-    Args:
-        first: run folders of one group, one per seed.
-        second: run folders of the other group; may be empty.
-        seed: seed of the bootstrap.
+    """Compare evaluated run folders, a group with one per seed; ``second`` may be empty.
 
     Returns:
         One row per evaluation set (the task's headline metric), then training and validation loss.
@@ -337,9 +329,7 @@ def compare_runs(
     rows = []
     for name in common:
         metric = get_task(sets[0][name].task).headline[0]
-        runs = [
-            compute_metrics(one)[metric][0] for one in _read_runs([*first, *second], name, metric)
-        ]
+        runs = [compute_metrics(one)[metric][0] for one in _read_runs([*first, *second], name)]
         pair = runs[: len(first)], runs[len(first) :]
         interval = bootstrap_intervals([pair], seed=seed)[0] if second else None
         ours, theirs = ([run.value() for run in group] for group in pair)
@@ -357,28 +347,19 @@ def compare_runs(
     return rows
 
 
-def _read_runs(runs: Sequence[Path], name: str, metric: str) -> list[ScoredSet]:
+def _read_runs(runs: Sequence[Path], name: str) -> list[ScoredSet]:
     """Read one scored set of every run."""
-    sets = []
+    sets: list[ScoredSet] = []
     for run in runs:
         found = read_sets(run)
         if name not in found:
             raise FileNotFoundError(
-                f"{run / 'eval' / name / 'items.jsonl'} does not exist; evaluate it: "
+                f"{run / 'eval' / name / 'report.json'} does not exist; evaluate it: "
                 f"coat-vlm eval --model {run}"
             )
         check_same_items(name, sets[0] if sets else found[name], found[name])
         sets.append(found[name])
-    return [
-        # An old run may lack the report that names the headline metric, and the order of the
-        # bootstrap does not depend on the category.
-        replace(
-            one,
-            headline=(metric,),
-            items=sorted(one.items, key=lambda item: str(item["question_id"])),
-        )
-        for one in sets
-    ]
+    return sets
 
 
 def _read_losses(run: Path) -> dict[str, float]:
@@ -439,11 +420,7 @@ def draw_curves(
 ) -> None:
     """Draw the smoothed training loss of the runs' last stage, one color per group.
 
-    Args:
-        first: run folders of one group.
-        second: run folders of the other group; may be empty.
-        labels: names of the groups.
-        out: file to write; its suffix (.svg, .png, .pdf) selects the format.
+    The suffix of ``out`` (.svg, .png, .pdf) selects the format.
 
     Raises:
         ValueError: the suffix is not a supported format.

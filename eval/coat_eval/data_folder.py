@@ -1,8 +1,6 @@
 """The local files of a benchmark: tables, found by their official names, and media.
 
-Images and videos (:class:`MediaFile`) are read only when their prompt is encoded. Each has a
-``name`` for messages and fingerprints, a ``kind`` (image or video), a ``place`` (media of one place
-are cheap to read in sequence), and ``load``.
+Images and videos (:class:`MediaFile`) are read only when their prompt is encoded.
 """
 
 import base64
@@ -20,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError, Media, MediaKind
-from coat_eval.files import Table, read_table
-from coat_eval.spreadsheet import IMAGE_COLUMN, IMAGE_HASH
+from coat_eval.files import IMAGE_COLUMN, IMAGE_HASH, Table, read_table
 
 Layouts = Mapping[str, Sequence[Sequence[str]]]
 """Layouts by split, in the order of the search. A layout lists the patterns of its tables, relative
@@ -59,10 +56,9 @@ class Row:
         column: str = "image",
         pick: Literal["first", "middle"] = "first",
     ) -> "MediaFile":
-        """Return the row's image: ``column`` of a Parquet file, else a separate file.
+        """Return the row's image: ``column`` of a Parquet file, else as :meth:`DataFolder.file`.
 
-        A TSV file of VLMEvalKit contains the image, or the ``index`` of the row that does. See
-        :meth:`DataFolder.file` for the arguments, :class:`ParquetImage` for ``pick``.
+        A TSV file of VLMEvalKit contains the image, or the ``index`` of the row that does.
         """
         if self.in_parquet:
             return ParquetImage(self.table.path, row=self.index, column=column, pick=pick)
@@ -74,12 +70,7 @@ class Row:
 
 
 class DataFolder:
-    """A benchmark's folder.
-
-    Attributes:
-        path: the folder.
-        tables: the tables of one split.
-    """
+    """A benchmark's folder, with the tables of one split."""
 
     def __init__(self, path: Path, tables: Sequence[Table]) -> None:
         self.path = path
@@ -96,11 +87,7 @@ class DataFolder:
         split: str = "",
         others: Collection[str] = (),
     ) -> "DataFolder":
-        """Find and read the tables of a split; see :func:`find_tables` for arguments and errors.
-
-        Raises:
-            DataError: also if a table cannot be read or exists twice.
-        """
+        """Read the tables of :func:`find_tables`; DataError if one is broken or exists twice."""
         files = find_tables(path, name, layouts, split, others)
         tables = [read_table(file) for file in files]
         # By name (without .gz) and first question.
@@ -119,8 +106,12 @@ class DataFolder:
         """Yield the rows of the tables that have all of these fields."""
         for table in self.tables:
             if table.has(*fields):
-                for index, values in enumerate(table.rows):
-                    yield Row(values, table, index, self)
+                yield from self.rows_of(table)
+
+    def rows_of(self, table: Table) -> Iterator[Row]:
+        """Yield the rows of one table."""
+        for index, values in enumerate(table.rows):
+            yield Row(values, table, index, self)
 
     def find_row(self, table: Table, column: str, value: str) -> int:
         """Return the index of a table's row with this value; DataError if there is none."""
@@ -141,14 +132,9 @@ class DataFolder:
         suffixes: Sequence[str] = ("",),
         kind: MediaKind = "image",
     ) -> "MediaFile":
-        """Find an image or video by name.
+        """Find an image or video by name in the folders, which are relative to :attr:`path`.
 
-        Args:
-            name: file name, with or without suffix.
-            folders: folders to search, relative to the benchmark's folder; a missing file gets a
-                path in the first one.
-            suffixes: possible suffixes of the name.
-            kind: image or video.
+        A missing file gets a path in the first folder, with the first suffix.
         """
         key = (*folders, *suffixes)
         known = self._found.get(key)
@@ -169,7 +155,7 @@ def find_tables(
     Args:
         path: the benchmark's folder.
         name: the benchmark, for messages.
-        layouts: see :data:`Layouts`.
+        layouts: tables by split.
         split: one of the layouts' keys; the first when empty.
         others: names of folders to skip, such as those of other benchmarks.
 
@@ -305,11 +291,7 @@ class ParquetImage(MediaFile):
         return f"{self.path}#{group:06d}"
 
     def load(self) -> Media:
-        """Return the encoded image.
-
-        Raises:
-            DataError: the cell is empty, or the file cannot be read.
-        """
+        """Return the encoded image; DataError if there is none."""
         group, place = _locate_row(str(self.path), self.row)
         cell = _read_column(str(self.path), group, self.column)[place].as_py()
         if isinstance(cell, list):

@@ -199,10 +199,6 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     request 1552, so "the answer is a cat" is A); the only choice whose text occurs in a text of at
     most twice the length of all choices together. A refusal, or a separate "Z", gives None.
     Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
-
-    Args:
-        text: what the model wrote.
-        choices: texts by letter.
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
@@ -226,10 +222,6 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     choice whose text occurs in the text, whatever its length. A refusal, or a separate "Z" without
     another letter, gives None.
     Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @c03bc048.
-
-    Args:
-        text: what the model wrote.
-        choices: texts by letter; an empty text is not known and never occurs.
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
@@ -266,9 +258,6 @@ def _find_only_choice(text: str, choices: Mapping[str, str]) -> str | None:
 
 def select_lowest_loss(losses: Sequence[float]) -> str:
     """Apply SEED-Bench's likelihood ranking: the letter of the choice with the lowest loss.
-
-    Args:
-        losses: language-model loss of each choice's text given the question, choice A first.
 
     Source: AILab-CVC/SEED-Bench eval.py (``argsort`` of the losses, then the first).
     """

@@ -4,33 +4,35 @@ Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON 
 XLSX and Parquet, each with or without gzip. The content decides the format, not the name: POPE's
 ``.json`` files are JSON lines. Only MME's results, tab-separated without a header, are recognized
 by their name (``.txt``). A written file is complete or unchanged, also if the process is killed.
+
+VLMEvalKit's TSV files contain images in base64, up to hundreds of megabytes. In the rows such a
+cell is replaced by its hash; :class:`coat_eval.data_folder.TableImage` reads the image itself.
 """
 
+import csv
 import gzip
 import hashlib
 import io
 import json
+import sys
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from coat_data.sample import DataError
 from coat_data.saved_files import hash_file, write_text
-from coat_eval.spreadsheet import (
-    ZIP,
-    has_header,
-    read_columns,
-    read_delimited,
-    read_without_images,
-    read_workbook,
-)
 
-ITEMS_FILE = "items.jsonl"
 REPORT_FILE = "report.json"
-_GZIP = b"\x1f\x8b"
-_PARQUET = b"PAR1"
+IMAGE_COLUMN = "image"
+IMAGE_HASH = "sha256:"
+"""Beginning of the cell that stands for an image."""
+_LONGEST_NAME = 64
+"""Longer cells of the image column are images; others name the row with the image (VLMEvalKit,
+``ImageBaseDataset``)."""
+_GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _LISTS = ("annotations", "questions", "data", "logs")
 """Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second), TextVQA, and of the
 sample logs of lmms-eval 0.1."""
@@ -40,6 +42,7 @@ _MAPPINGS = ("results",)
 """Keys of the rows by id in files of TabMWP."""
 _COLUMNS = _ROW_FIELDS | {"index", "qid"}
 """One of these is in the header line of a CSV or TSV file."""
+_REWRITE = "write the table again, for example with pandas"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,107 +84,90 @@ def read_table(path: Path) -> Table:
     if path.is_dir():
         raise DataError(str(path), "is a folder, not a file", "name the files in it")
     with path.open("rb") as file:
-        if file.read(len(_PARQUET)) == _PARQUET:
-            return _read_parquet(path, path)  # may contain gigabytes of images
-        file.seek(0)
-        data = read_without_images(file)
-    if data.startswith(_GZIP):
-        try:
-            data = read_without_images(io.BytesIO(gzip.decompress(data)))
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
-    if data.startswith(_PARQUET):
-        return _read_parquet(path, io.BytesIO(data))
-    if data.startswith(ZIP):
-        rows, lines = read_workbook(path, data)
-        return Table(path=path, rows=rows, lines=lines)
+        if file.read(2) != _GZIP:
+            file.seek(0)
+            return _read(path, file)
     try:
-        text = data.decode("utf-8-sig")
+        with gzip.open(path) as unzipped:
+            return _read(path, unzipped)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
+
+
+def _read(path: Path, file: IO[bytes]) -> Table:
+    line = file.readline(1 << 16)
+    file.seek(0)
+    if line.startswith(_PARQUET):
+        return _read_parquet(path, file)
+    if line.startswith(_ZIP):
+        return _read_workbook(path, file)
+    first = line.decode("utf-8-sig", "replace").rstrip("\r\n")
+    delimiter = "\t" if "\t" in first else ","
+    names = next(csv.reader([first], delimiter=delimiter), [])
+    if first.lstrip()[:1] not in ("{", "[") and len(names) > 1 and _COLUMNS & set(names):
+        return _read_delimited(path, file, delimiter=delimiter, strict=True)
+    if path.suffix == ".txt" and "\t" in first:  # quotes have no meaning in MME's results
+        columns = [f"column_{number}" for number in range(1, first.count("\t") + 2)]
+        form: dict[str, Any] = {"fieldnames": columns, "delimiter": "\t"}
+        return _read_delimited(path, file, **form, quoting=csv.QUOTE_NONE)
+    try:
+        text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            str(path),
-            f"neither UTF-8 text, gzip, XLSX nor Parquet: {error}",
-            "give JSON, JSON lines, CSV, TSV, XLSX or Parquet",
-        ) from error
-    del data
-    return _parse_text(path, text)
+        raise _make_encoding_error(path, error) from error
+    return _parse_json(path, text)
 
 
-def read_json_lines(
-    path: Path, remedy: str = "repair or download it again", *, text: str | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number (from 1) and object of each line that is not blank.
-
-    Args:
-        path: the file, in UTF-8.
-        remedy: advice in the error about a line that cannot be read.
-        text: content of the file, if it has already been read.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: a line is not a JSON object; names file and line.
-    """
-    text = path.read_text(encoding="utf-8-sig") if text is None else text
-    # Not splitlines(): JSON strings may contain U+2028 and other separators.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
-        if not isinstance(row, dict):
-            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
-            raise DataError(f"{path}:{number}", what, remedy)
-        yield number, row
-
-
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a file of :func:`write_json`; empty if it does not exist.
-
-    Raises:
-        DataError: the file is not a JSON object; the error contains ``remedy``.
-    """
-    if not path.is_file():
-        return {}
+def _read_delimited(path: Path, file: IO[bytes], **form: Any) -> Table:
+    """Read CSV or TSV record by record, so that only one image is in memory."""
+    csv.field_size_limit(sys.maxsize)
+    rows, lines = [], []
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline="\n"), **form)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", remedy) from error
-    if not isinstance(value, dict):
-        raise DataError(str(path), f"a {type(value).__name__}, not an object", remedy)
-    return value
+        for row in reader:
+            if None in row or None in row.values():
+                names = len(reader.fieldnames or ())
+                given = names - list(row.values()).count(None) + len(row.get(None, ()))
+                problem = f"{given} cells under {names} names"
+                raise DataError(f"{path}:{reader.line_num}", problem, _REWRITE)
+            if len(image := row.get(IMAGE_COLUMN, "")) > _LONGEST_NAME:
+                row[IMAGE_COLUMN] = f"{IMAGE_HASH}{hashlib.sha256(image.encode()).hexdigest()}"
+            rows.append(row)
+            lines.append(reader.line_num)
+    except UnicodeDecodeError as error:
+        raise _make_encoding_error(path, error) from error
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}", f"not CSV: {error}", _REWRITE) from error
+    return Table(path=path, rows=rows, lines=lines)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON; the file is complete or unchanged."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def _read_workbook(path: Path, file: IO[bytes]) -> Table:
+    """Read the first sheet of an XLSX file; every cell becomes a text."""
+    import pandas as pd
+
+    try:
+        frame = pd.read_excel(io.BytesIO(file.read()), dtype=str, keep_default_na=False)
+    except ImportError as error:
+        remedy = "pip install -e '.[xlsx]', or save the table as CSV"
+        raise DataError(str(path), "XLSX files need openpyxl", remedy) from error
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, IndexError) as error:
+        raise DataError(str(path), f"not an XLSX workbook: {error}", _REWRITE) from error
+    frame.columns = [str(name) for name in frame.columns]
+    found = [
+        (line, row) for line, row in enumerate(frame.to_dict("records"), 2) if any(row.values())
+    ]
+    return Table(path=path, rows=[row for _, row in found], lines=[line for line, _ in found])
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON lines; the file is complete or unchanged."""
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def folder_sha256(folder: Path) -> str:
-    """Return the SHA-256 over the names and contents of a model folder's files in hex.
-
-    All weights are read, so a model that was trained again in the same folder differs.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder).as_posix()} {hash_file(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def _read_parquet(path: Path, source: Path | io.BytesIO) -> Table:
+def _read_parquet(path: Path, file: IO[bytes]) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Of an unzipped file: every seek backwards would unzip it again.
+    source = io.BytesIO(file.read()) if isinstance(file, gzip.GzipFile) else path
     try:
-        with pq.ParquetFile(source) as file:
-            columns = [field.name for field in file.schema_arrow if not _is_image(pa, field.type)]
-            return Table(path=path, rows=file.read(columns=columns).to_pylist())
+        with pq.ParquetFile(source) as opened:
+            columns = [own.name for own in opened.schema_arrow if not _is_image(pa, own.type)]
+            return Table(path=path, rows=opened.read(columns=columns).to_pylist())
     except pa.ArrowException as error:
         raise DataError(str(path), f"broken Parquet: {error}", "download it again") from error
 
@@ -195,15 +181,12 @@ def _is_image(pa: Any, kind: Any) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _parse_text(path: Path, text: str) -> Table:
-    """Parse CSV, TSV, MME's results, JSON or JSON lines."""
-    if text.lstrip()[:1] not in ("{", "[") and has_header(text, _COLUMNS):
-        rows, lines = read_delimited(path, text)
-        return Table(path=path, rows=rows, lines=lines)
-    if path.suffix == ".txt" and "\t" in text.lstrip().split("\n", 1)[0]:
-        rows, lines = read_columns(path, text)
-        return Table(path=path, rows=rows, lines=lines)
-    return _parse_json(path, text)
+def _make_encoding_error(path: Path, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        str(path),
+        f"neither UTF-8 text, gzip, XLSX nor Parquet: {error}",
+        "give JSON, JSON lines, CSV, TSV, XLSX or Parquet",
+    )
 
 
 def _load_json(text: str) -> Any:
@@ -260,3 +243,65 @@ def _check_objects(values: list[Any], where: str) -> list[dict[str, Any]]:
                 f"{where}, row {number}", f"is a {type(value).__name__}", "every row is an object"
             )
     return values
+
+
+def read_json_lines(
+    path: Path, remedy: str = "repair or download it again", *, text: str | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number (from 1) and object of each line that is not blank, of ``text`` or of the file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        DataError: a line is not a JSON object; names file and line, and ends with ``remedy``.
+    """
+    text = path.read_text(encoding="utf-8-sig") if text is None else text
+    # Not splitlines(): JSON strings may contain U+2028 and other separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
+        if not isinstance(row, dict):
+            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
+            raise DataError(f"{path}:{number}", what, remedy)
+        yield number, row
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a file of :func:`write_json`; empty if it does not exist.
+
+    Raises:
+        DataError: the file is not a JSON object; the error contains ``remedy``.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(str(path), f"not JSON: {error}", remedy) from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"a {type(value).__name__}, not an object", remedy)
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON; the file is complete or unchanged."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines; the file is complete or unchanged."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def folder_sha256(folder: Path) -> str:
+    """Return the SHA-256 over the names and contents of a model folder's files in hex.
+
+    All weights are read, so a model that was trained again in the same folder differs.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder).as_posix()} {hash_file(path)}\n".encode())
+    return digest.hexdigest()

@@ -73,7 +73,6 @@ def answer_all(
     generation: Generation,
     *,
     world: World = ALONE,
-    strict: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> list[Problem]:
     """Answer the remaining questions; every answer is on disk before the next batch starts.
@@ -85,17 +84,13 @@ def answer_all(
         adapter: the model.
         prompts: all questions.
         done: indices of the answered questions.
-        out_dir: folder of this rank's predictions; its name labels the progress bar.
+        out_dir: folder of this rank's predictions.
         generation: batch size, length, workers.
         world: this process among the ranks.
-        strict: raise the error of the first question that cannot be encoded.
         check: raises an error if this run must write no more; called before answers are written.
 
     Returns:
         This rank's questions whose media could not be read; they get no answer.
-
-    Raises:
-        DataError: ``strict``, and a medium cannot be read or a prompt is too long.
     """
     rows = max((len(one.choices) for one in prompts if one.choices), default=1)
     batches = make_batches(prompts, max(1, generation.batch_size // rows))
@@ -113,8 +108,6 @@ def answer_all(
     path = out_dir / f"predictions.rank{world.rank}.jsonl"
     with bar, path.open("a", encoding="utf-8") as file:
         for indices, batch, found in loaded:
-            if strict and found:
-                raise next(iter(found.values()))
             if not done.issuperset(indices):
                 asked = [prompts[index] for index in indices]
                 answers: Sequence[Answer]
@@ -161,13 +154,7 @@ def choose_num_workers(device: str, num_processes: int = 1) -> int:
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
-    """Return the indices of all prompts in batches; depends only on the arguments.
-
-    Raises:
-        ValueError: the batch size is not positive.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    """Return the indices of all prompts in batches; depends only on the arguments."""
     # Questions about the same videos form a group; all others are groups of one.
     by_videos: dict[Any, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -234,7 +221,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
 
     Args:
         out_dir: the benchmark's output folder.
-        identity: dependencies of the answers (model, questions, length, dtype) as plain JSON.
+        identity: dependencies of the answers as plain JSON.
         overwrite: delete answers with other dependencies instead of refusing them.
 
     Returns:

@@ -8,7 +8,6 @@ VILA, which works for every model that supports several images.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from coat_data.media.image import open_image
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import Media, Sample
-from coat_eval.adapter import compute_answer_losses
+from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.benchmark import IMAGE_LINE
 from coat_eval.files import folder_sha256
 from coat_vlm.generate import GREEDY
@@ -32,42 +31,27 @@ _CLOCK = 1000
 """Ticks per second of frame times: processors count in whole frames."""
 
 
-class HubAdapter:
-    """A model with its processor.
+class HubAdapter(ModelAdapter):
+    """A model with its processor; prompts get the chat template."""
 
-    Attributes:
-        encoder: formats prompts with the chat template and makes batches with the processor.
-        device: device of the model.
-        model: the model, in evaluation mode.
-    """
+    encoder: "HubEncoder"
 
     def __init__(self, model: Any, processor: Any, name: str, num_frames: int) -> None:
         """Wrap a loaded model; ``name`` is its folder or Hub name."""
-        self.model = model
         self._name = name
-        self._num_frames = num_frames
-        self.encoder = HubEncoder(processor, num_frames)
-        self.device = torch.device(model.device)
+        encoder = HubEncoder(processor, num_frames)
+        folder = Path(name)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See :class:`coat_eval.adapter.ModelAdapter`; hashes a folder's weights."""
-        return self._identity
+        def describe() -> dict[str, Any]:
+            commit = {"model": name, "commit": getattr(model.config, "_commit_hash", None)}
+            return {
+                **({"model_sha256": folder_sha256(folder)} if folder.is_dir() else commit),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "num_frames": num_frames,
+                "videos_as": encoder.videos_as,
+            }
 
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        folder = Path(self._name)
-        weights = (
-            {"model_sha256": folder_sha256(folder)}
-            if folder.is_dir()
-            else {"model": self._name, "commit": getattr(self.model.config, "_commit_hash", None)}
-        )
-        return {
-            **weights,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "num_frames": self._num_frames,
-            "videos_as": self.encoder.videos_as,
-        }
+        super().__init__(model, encoder, describe)
 
     @classmethod
     def load(cls, name: str, device: torch.device, num_frames: int) -> "HubAdapter":
@@ -100,7 +84,7 @@ class HubAdapter:
 
     @torch.inference_mode()
     def answer(self, batch: dict[str, torch.Tensor], max_new_tokens: int) -> list[str]:
-        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        """See :class:`ModelAdapter`."""
         inputs = self._copy_to_device(batch)
         tokenizer = self.encoder.tokenizer
         output = self.model.generate(
@@ -111,7 +95,7 @@ class HubAdapter:
         return [text.strip() for text in texts]
 
     def compute_losses(self, batch: dict[str, torch.Tensor]) -> list[float]:
-        """See :class:`coat_eval.adapter.ModelAdapter`.
+        """See :class:`ModelAdapter`.
 
         Raises:
             ValueError: the model is an encoder-decoder, whose answers are not part of the inputs.

@@ -46,10 +46,7 @@ class JudgeModel(Protocol):
 class HttpJudge:
     """A model behind an OpenAI-compatible address: ``POST ADDRESS/chat/completions``.
 
-    Args:
-        address: ``https://HOST/v1`` or ``http://HOST:PORT/v1``.
-        model: name of the model there.
-        key: sent as bearer token; empty: none.
+    ``key`` is sent as bearer token; empty: none.
 
     Raises:
         ValueError: the address is not one of HTTP.
@@ -121,10 +118,7 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class LocalJudge:
-    """A language model in a folder, of this project or of Hugging Face; loaded when it is asked.
-
-    Args:
-        folder: see :func:`coat_eval.text.load_language_model`.
+    """A language model in a folder, loaded by ``text.load_language_model`` when it is asked.
 
     Raises:
         FileNotFoundError: there is no config.json.
@@ -165,15 +159,7 @@ class LocalJudge:
 
 
 class Judge:
-    """A judge model with a cache, or a cache alone.
-
-    Args:
-        model: the judge; None: answers come from the cache alone.
-        cache: file of the answers; None: not cached.
-
-    Attributes:
-        name: name of the judge.
-        cache: file of the answers, or None.
+    """A judge model with a cache of its answers, or one of both.
 
     Raises:
         ValueError: there is neither.
@@ -221,11 +207,8 @@ class Judge:
 def make_judge(place: str | None, model: str | None, key: str | None, cache: Path | None) -> Judge:
     """Make the judge of the options ``--judge``, ``--judge-model``, ``--judge-key``, ``-cache``.
 
-    Args:
-        place: an address, or a folder with a language model; None: the cache alone.
-        model: name of the model at an address.
-        key: name of the environment variable with the key of an address.
-        cache: file of the answers.
+    ``place`` is an address, a folder with a language model, or None for the cache alone; ``key``
+    the name of an environment variable.
 
     Raises:
         ValueError: an option has no effect or is missing, or the variable is not set.

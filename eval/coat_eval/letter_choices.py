@@ -14,7 +14,6 @@ matching: an answer that the rule cannot decide is wrong, no judge model is aske
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, ClassVar
 
@@ -41,8 +40,7 @@ from coat_eval.extract import (
     infer_letter_c03bc048,
     letter_choices,
 )
-from coat_eval.files import Table
-from coat_eval.spreadsheet import IMAGE_HASH
+from coat_eval.files import IMAGE_HASH, Table
 
 LMMS_EVAL = "EvolvingLMMs-Lab/lmms-eval @v0.7.3"
 """Release from which the prompts and rules of these benchmarks were read."""
@@ -80,18 +78,6 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
     if not found and isinstance(own, str):
         return dict.fromkeys(own, "")
     return {letter: text for letter, text in found.items() if text}
-
-
-def number_rows(tables: Sequence[Table]) -> dict[Path, list[dict[str, Any]]]:
-    """Return the rows of each file; rows without ``index`` get their number from 0.
-
-    The number counts over the files in the order of their paths, as lmms-eval's ``doc_id``.
-    """
-    found, count = {}, 0
-    for table in sorted(tables, key=lambda one: one.path):
-        found[table.path] = [{"index": count + i, **row} for i, row in enumerate(table.rows)]
-        count += len(table.rows)
-    return found
 
 
 def has_rotations(table: Table) -> bool:
@@ -153,7 +139,7 @@ class LetterBenchmark(Benchmark):
         return LMMS_EVAL if profile == "lmms" else super().get_upstream(profile)
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Convert a row, which has an ``index`` (see :func:`number_rows`)."""
+        """Convert a row, which has an ``index``."""
         named = {name: read_cell(row, *columns) for name, columns in self.table_columns.items()}
         return Question(
             question_id=str(pick(row, ("index",), where)),
@@ -165,16 +151,24 @@ class LetterBenchmark(Benchmark):
             where=where,
         )
 
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions; rows without ``index`` get their number from 0.
+
+        The number counts over the files in the order of their paths, as lmms-eval's ``doc_id``.
+        """
+        starts, count = {}, 0
+        for table in sorted(folder.tables, key=lambda one: one.path):
+            starts[table.path], count = count, count + len(table.rows)
+        for table in filter(self.is_reference, folder.tables):
+            for row in folder.rows_of(table):
+                values = {"index": starts[table.path] + row.index, **row.values}
+                yield self.question(values, table, row.where), row
+
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
         """Return all questions; those about one image share its hash as ``cluster``."""
-        numbered = number_rows(references)
-        found = [
-            self.question(row, table, table.where(index))
-            for table in references
-            for index, row in enumerate(numbered[table.path])
-        ]
+        found = super().questions(references, predictions)
         images = {one.question_id: one.cluster for one in found}
         return [
             one
@@ -183,26 +177,13 @@ class LetterBenchmark(Benchmark):
             for one in found
         ]
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts of :meth:`ask` in the order of the table."""
-        numbered = number_rows(folder.tables)
-        for row in folder.rows("question"):
-            values = numbered[row.table.path][row.index]
-            question = self.question(values, row.table, row.where)
-            yield Prompt(
-                question_id=question.question_id,
-                text=self.ask(question, options.variant),
-                media=self.find_media(row, question.question_id),
-                where=row.where,
-            )
-
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return the text of a prompt; default: VLMEvalKit's."""
         return ask_vlmeval(question)
 
-    def find_media(self, row: Row, question_id: str) -> tuple[MediaFile, ...]:
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image: in the table, or as VLMEvalKit saves it, ``images/INDEX.jpg``."""
-        return (row.image(question_id, ("images", "."), (".jpg", ".png")),)
+        return (row.image(question.question_id, ("images", "."), (".jpg", ".png")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the letter that the text decides for, or None.

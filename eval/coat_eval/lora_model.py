@@ -2,62 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from coat_eval.adapter import ModelAdapter, PromptEncoder
+from coat_eval.adapter import ModelAdapter
 from coat_eval.files import folder_sha256
 from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedModel:
-    """A base model with an adapter merged into its weights; see :class:`ModelAdapter`."""
-
-    base: ModelAdapter
-    folder: Path
-    """The adapter folder."""
-
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self.base.model
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        """The encoder of the base model."""
-        return self.base.encoder
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The identity of the base model with the hash of the adapter."""
-        return {**self.base.identity, "adapter_sha256": folder_sha256(self.folder)}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.base.device
-
-    def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
-        """See :class:`ModelAdapter`."""
-        return self.base.answer(batch, max_new_tokens)
-
-    def compute_losses(self, batch: Any) -> list[float]:
-        """See :class:`ModelAdapter`."""
-        return self.base.compute_losses(batch)
-
-
 @contextmanager
 def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[ModelAdapter]:
-    """Merge an adapter into a model until the context ends.
-
-    Args:
-        base: the model.
-        folder: the adapter folder; None for the model itself.
-        name: folder or name that the model was loaded from.
+    """Merge the adapter in a folder, if one is given, into a model until the context ends.
 
     Raises:
         ValueError: see :func:`coat_vlm.model.adapter_folder.merged_adapter`.
@@ -66,7 +20,7 @@ def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[Mode
         yield base
         return
     with merged_adapter(base.model, folder, name):
-        yield AdaptedModel(base, folder)
+        yield base.with_identity(lambda: {**base.identity, "adapter_sha256": folder_sha256(folder)})
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:

@@ -1,6 +1,6 @@
-"""Converts predictions that lmms-eval and VLMEvalKit write to rows of question id and prediction.
+"""Converts predictions that lmms-eval and VLMEvalKit wrote to rows of this project.
 
-lmms-eval (``--log_samples``, ``*_samples_TASK.jsonl``; lmms_eval/evaluator.py and
+lmms-eval (sample logs, ``*_samples_TASK.jsonl``; lmms_eval/evaluator.py and
 loggers/evaluation_tracker.py): ``doc_id``, ``resps`` and ``filtered_resps``, the data set's row as
 ``doc`` in logs of versions that keep it, and metrics that may name the question. VLMEvalKit
 (result tables, xlsx, tsv or json): the data set's row with ``index``, and ``prediction``. Neither
@@ -8,7 +8,7 @@ always has the official question id. Rows without it are found by position or by
 choices; the position must be right by the prompt, the table's own answer must be the reference.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +28,16 @@ def is_of_other_tool(table: Table) -> bool:
 def convert_rows(table: Table, benchmark: Benchmark, questions: Sequence[Question]) -> Table:
     """Return a table of rows with ``question_id``, ``category``, ``prediction``, ``question``.
 
-    Args:
-        table: predictions; those of no other tool are returned unchanged.
-        benchmark: the benchmark.
-        questions: all questions of the references.
+    Predictions of no other tool are returned unchanged.
 
     Raises:
         DataError: a row contains no text, its question cannot be found, or the table's own answer
             is not the reference.
     """
     if _is_sample_log(table):
+        ids = (*benchmark.id_fields, *_IDS)
         rows = [
-            _convert_sample(row, table.where(index), benchmark, questions)
+            _convert_sample(row, table.where(index), ids, questions)
             for index, row in enumerate(table.rows)
         ]
     elif _is_result_table(table):
@@ -59,12 +57,11 @@ def _is_result_table(table: Table) -> bool:
 
 
 def _convert_sample(
-    row: Mapping[str, Any], where: str, benchmark: Benchmark, questions: Sequence[Question]
+    row: Mapping[str, Any], where: str, ids: Sequence[str], questions: Sequence[Question]
 ) -> dict[str, Any]:
     doc = row["doc"] if isinstance(row.get("doc"), dict) else {}
-    places = [doc, *(value for value in row.values() if isinstance(value, dict))]
-    names = (*benchmark.id_fields, *_IDS)
-    found = next((str(one[name]) for one in places for name in names if name in one), None)
+    parts = [doc, *(value for value in row.values() if isinstance(value, dict))]
+    found = next((str(part[name]) for part in parts for name in ids if name in part), None)
     category = str(doc.get("category") or "")
     if found is None or (len({one.category for one in questions}) > 1 and not category):
         try:
@@ -77,25 +74,19 @@ def _convert_sample(
                 "give the references that lmms-eval read (the Hub's Parquet files)",
             ) from None
         found, category = own.question_id, own.category
+    response = row.get("resps", row.get("filtered_resps"))
+    while isinstance(response, list) and response:  # the first, as the model wrote it
+        response = response[0]
+    if not isinstance(response, str):
+        problem = f"the response is {response!r}, not a text"
+        raise DataError(where, problem, "log a task that generates answers")
     prompt = row.get("input") or doc.get("question")
     return {
         "question_id": found,
         "category": category if any(one.category for one in questions) else "",
-        "prediction": _find_response(row, where),
+        "prediction": response,
         "question": prompt if isinstance(prompt, str) else None,
     }
-
-
-def _find_response(row: Mapping[str, Any], where: str) -> str:
-    """Return the first response as the model wrote it, or as the task's filter left it."""
-    value = row.get("resps", row.get("filtered_resps"))
-    while isinstance(value, list) and value:
-        value = value[0]
-    if not isinstance(value, str):
-        raise DataError(
-            where, f"the response is {value!r}, not a text", "log a task that generates answers"
-        )
-    return value
 
 
 def _convert_results(
@@ -105,10 +96,10 @@ def _convert_results(
     categories = {one.category.lower() for one in questions}
     for name in (*benchmark.id_fields, *_IDS, "index"):
         if all(str(row.get(name)) in known for row in table.rows):
-            found: Iterator[Question] = iter([known[str(row[name])] for row in table.rows])
+            found = [known[str(row[name])] for row in table.rows]
             break
     else:
-        found = iter(_find_by_content(table, questions))
+        found = _find_by_content(table, questions)
     rows = []
     for index, (row, own) in enumerate(zip(table.rows, found, strict=True)):
         answer = row.get("answer")
@@ -134,45 +125,42 @@ def _convert_results(
 
 def _find_by_content(table: Table, questions: Sequence[Question]) -> list[Question]:
     """Find each row's question by its text and choices; equal ones pair in order."""
-    if not table.has("question"):
-        raise DataError(
-            table.where(0),
-            f"has no question id of the references and no question: {sorted(table.rows[0])}",
-            "give VLMEvalKit's whole result table, or add question_id",
-        )
     groups: dict[tuple[str, ...], list[Question]] = {}
     for one in questions:
         choices = one.details.get("choices") or {}
         listed = choices.values() if isinstance(choices, dict) else choices
-        groups.setdefault(_make_key(one.text, [str(text) for text in listed]), []).append(one)
-    numbers: dict[tuple[str, ...], int] = {}
-    found = []
+        groups.setdefault(_make_key(one.text, listed), []).append(one)
+    found: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):
-        listed = [str(row[letter]) for letter in _CHOICES if row.get(letter) not in (None, "")]
-        key = _make_key(str(row["question"]), listed)
-        place = numbers[key] = numbers.get(key, -1) + 1
-        if place >= len(groups.get(key, ())):
-            problem = "is not in the references" if not place else "occurs more often than there"
+        listed = [row[letter] for letter in _CHOICES if row.get(letter) not in (None, "")]
+        key = _make_key(row.get("question") or "", listed)
+        found.setdefault(key, []).append(index)
+        if len(found[key]) > len(groups.get(key, ())):
             raise DataError(
                 table.where(index),
-                f"the question {row['question']!r} with the choices {listed} {problem}",
+                f"the question {row.get('question')!r} with the choices {listed} is not in the "
+                "references, or occurs more often than there",
                 "give the references that the table was made from, or add question_id",
             )
-        found.append(groups[key][place])
-    for key, last in numbers.items():
-        if last + 1 < len(groups[key]) and len(groups[key]) > 1:
+    for key, indices in found.items():
+        if len(indices) < len(groups[key]):
             raise DataError(
                 str(table.path),
-                f"has {last + 1} rows for the {len(groups[key])} questions "
+                f"has {len(indices)} rows for the {len(groups[key])} questions "
                 f"{groups[key][0].text!r} with equal choices, so they cannot be paired",
                 "add question_id",
             )
-    return found
+    by_index = {
+        index: one
+        for key, indices in found.items()
+        for index, one in zip(indices, groups[key], strict=True)
+    }
+    return [by_index[index] for index in range(len(table.rows))]
 
 
 def _fold(answer: Any) -> str:
     return "" if answer is None else str(answer).strip().lower()
 
 
-def _make_key(text: str, choices: Sequence[str]) -> tuple[str, ...]:
-    return tuple(map(keep_letters, (text, *choices)))
+def _make_key(text: Any, choices: Any) -> tuple[str, ...]:
+    return tuple(keep_letters(str(one)) for one in (text, *choices))

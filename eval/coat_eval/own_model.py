@@ -1,14 +1,13 @@
 """Model adapter for this project's checkpoints."""
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from coat_data.load.collate import Batch
-from coat_eval.adapter import compute_answer_losses
+from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.files import folder_sha256
 from coat_vlm.config import STAGES, Precision, Recipe
 from coat_vlm.config.load import load_recipe
@@ -20,14 +19,11 @@ if TYPE_CHECKING:  # at run time coat_vlm must be imported before transformers (
     from transformers import PreTrainedModel
 
 
-class CoatAdapter:
-    """A model of this project with its processor.
+class CoatAdapter(ModelAdapter):
+    """A model of this project with its processor; inputs are made as in training."""
 
-    Attributes:
-        encoder: makes inputs as in training; caches the last decoded video.
-        device: device of the model.
-        model: the model, in evaluation mode.
-    """
+    encoder: PromptEncoder
+    """Caches the last decoded video."""
 
     def __init__(
         self,
@@ -35,35 +31,10 @@ class CoatAdapter:
         processor: AnyProcessor,
         weights: Callable[[], dict[str, Any]],
     ) -> None:
-        """Wrap a loaded model.
-
-        Args:
-            model: the model, in evaluation mode.
-            processor: its processor.
-            weights: returns the identity of the weights as plain JSON; called once, on one rank,
-                because it may hash all weights.
-        """
-        self.model = model
-        self._weights = weights
-        self.encoder = PromptEncoder(processor)
-        self.encoder.keep_last_clip()
-        self.device = torch.device(model.device)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See :class:`coat_eval.adapter.ModelAdapter`."""
-        return self._identity
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        blocks = fp8_blocks(self.model)
-        return {
-            **self._weights(),
-            "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
-            # In FP8 a batch shares scales, so answers depend on the batch size.
-            "scales_shared_by_batch": bool(blocks),
-        }
+        """Wrap a loaded model; ``weights`` returns the identity of its weights."""
+        encoder = PromptEncoder(processor)
+        encoder.keep_last_clip()
+        super().__init__(model, encoder, lambda: {**weights(), **_describe_dtype(model)})
 
     @classmethod
     def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
@@ -76,11 +47,11 @@ class CoatAdapter:
         )
 
     def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
-        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        """See :class:`ModelAdapter`."""
         return generate_batch(self.model, self.encoder, batch, max_new_tokens)
 
     def compute_losses(self, batch: Batch) -> list[float]:
-        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        """See :class:`ModelAdapter`."""
         device = self.model.device
         inputs = {
             "input_ids": batch["input_ids"].to(device),
@@ -90,15 +61,21 @@ class CoatAdapter:
         return compute_answer_losses(self.model, inputs, batch["labels"])
 
 
+def _describe_dtype(model: "PreTrainedModel") -> dict[str, Any]:
+    dtype, blocks = str(model.dtype).removeprefix("torch."), fp8_blocks(model)
+    return {
+        "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
+        # In FP8 a batch shares scales, so answers depend on the batch size.
+        "scales_shared_by_batch": bool(blocks),
+    }
+
+
 def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
     """Load a model folder, or the last stage of a run folder in the run's precision.
 
-    Args:
-        folder: a folder with config.json, or with a run's recipe.yaml.
-        device: device of the model.
-        precision: precision of the computation instead of the run's.
+    ``precision`` replaces that of the run.
 
     Returns:
         The model, its processor, its folder and its precision (None: the dtype of the weights).

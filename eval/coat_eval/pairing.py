@@ -51,17 +51,17 @@ def join(
     allowed: Collection[str],
     need_answers: bool = True,
     share_repeated: bool = False,
-    warnings: list[str] | None = None,
+    warnings: list[str],
 ) -> tuple[list[tuple[Question, str | None]], dict[str, int]]:
     """Pair every question with its prediction.
 
     Args:
         questions: the references; their ids may repeat.
-        predictions: rows in file order, for any order of questions.
+        predictions: rows in any order.
         allowed: the kinds of :data:`INPUT_PROBLEMS` to count instead of raising.
         need_answers: whether a counted question without an answer is a problem.
         share_repeated: whether the only prediction for a repeated id applies to all its questions.
-        warnings: receives a sentence if no prompt of the predictions contains its question.
+        warnings: receives a sentence about prompts that do not contain their question.
 
     Returns:
         The counted questions, and other questions with a prediction, with their texts in the order
@@ -98,7 +98,7 @@ def join(
         texts[slots[key][place]] = _check_text(one, problems)
         matched.append((one, questions[slots[key][place]]))
     _check_not_questions(matched)
-    _check_prompts(matched, questions, [] if warnings is None else warnings)
+    _check_prompts(matched, questions, warnings)
     # Files with one row per id, such as those written from a dictionary.
     for key in [key for key, number in used.items() if share_repeated and number == 1]:
         texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))

@@ -13,6 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Item = Mapping[str, Any]
+_OVER_ALL = frozenset(
+    {
+        *("overall", "total", "accuracy", "all", "f1", "mean_f1", "unanswered_wrong.overall"),
+        *("aAcc", "fAcc", "qAcc"),
+    }
+)
+"""Metrics over all items."""
 Part = tuple[list[float], list[float]]
 """Numerator and denominator of every item."""
 
@@ -20,14 +27,7 @@ Part = tuple[list[float], list[float]]
 def make_parts(
     items: Sequence[Item], metric: str, *, task: str, profile: str
 ) -> tuple[list[Part], list[bool]] | None:
-    """Make the parts of a metric over the items of a report.
-
-    Args:
-        items: the counted items with ``extracted``, ``reference``, ``score``, ``tables``, ``kind``,
-            ``groups``.
-        metric: name of the metric in the report.
-        task: name of the benchmark.
-        profile: scoring rules of the report.
+    """Make the parts of a metric over the counted items of a report.
 
     Returns:
         The parts, and for each item whether the metric is about it; None if the metric is not a sum
@@ -101,17 +101,7 @@ def _select_items(items: Sequence[Item], metric: str) -> list[bool] | None:
     def where(test: Callable[[Item], bool]) -> list[bool]:
         return [test(item) for item in items]
 
-    if metric in (
-        "overall",
-        "total",
-        "accuracy",
-        "all",
-        "f1",
-        "mean_f1",
-        "unanswered_wrong.overall",
-    ):
-        return [True] * len(items)
-    if metric in ("aAcc", "fAcc", "qAcc"):
+    if metric in _OVER_ALL:
         return [True] * len(items)
     if metric in ("perception", "cognition"):
         return where(lambda item: _get_table(item, "part") == metric)
@@ -179,8 +169,8 @@ def _make_mme_parts(items: Sequence[Item], mask: Sequence[bool]) -> list[Part]:
 
 
 def _get_split(item: Item) -> str:
-    """POPE's split; a report of before items had their tables has it as category, if at all."""
-    return _get_table(item, "split") or str(item.get("category") or "")
+    """Return POPE's split."""
+    return _get_table(item, "split") or ""
 
 
 def _get_table(item: Item, name: str) -> str | None:

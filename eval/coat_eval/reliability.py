@@ -22,17 +22,10 @@ def compute_standard_errors(
     scored: Sequence[ScoredItem],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, float]:
-    """Compute the standard errors of the headline metrics that are ratios of sums over items.
+    """Compute the errors of the headline metrics that are ratios of sums, in percentage points.
 
-    Args:
-        benchmark: the benchmark or question set.
-        settings: the scoring options.
-        metrics: the report's metrics.
-        scored: the counted items.
-        items: the same items as rows of the report.
-
-    Returns:
-        By metric, in percentage points; see :func:`coat_eval.ratios.compute_standard_error`.
+    ``scored`` are the counted items, ``items`` the same as rows of the report; see
+    :func:`coat_eval.ratios.compute_standard_error`.
     """
     clusters = [one.question.cluster for one in scored]
     errors = {}
@@ -52,12 +45,6 @@ def find_constants(
     """Find the constant answer with the highest score in each metric.
 
     Candidates are ``benchmark.constants``, else the most common reference.
-
-    Args:
-        benchmark: the benchmark or question set.
-        settings: the scoring options.
-        scored: the counted items.
-        metrics: names of the metrics.
 
     Returns:
         ``{"answer": ..., "value": percent}`` by metric. A sub-table in which the constant reaches

@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from tqdm import tqdm
 
 from coat_data.containers.remote_file import is_url
@@ -23,11 +22,9 @@ from coat_data.sample import DataError
 from coat_data.tools.html_page import sample_evenly, write_page
 from coat_eval.compare_models import Comparison, Difference, find_disagreements, read_published
 from coat_eval.data_folder import ParquetImage
-from coat_eval.ratios import compute_standard_error
 from coat_eval.scored_set import ScoredSet
 from coat_eval.significance import (
     Z_95,
-    RatioMetric,
     compare_proportions,
     compute_binomial_error,
     compute_metrics,
@@ -41,7 +38,7 @@ ITEMS_PER_SET = 40
 LONGEST_TEXT = 1000
 """Maximum length of a prediction or reference in characters."""
 _CELL = re.compile(r"(.+), row (\d+), (\w+)")
-"""How :class:`coat_eval.data_folder.ParquetImage` names an image in a Parquet file."""
+"""How :class:`coat_eval.data_folder.ParquetImage` names an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +110,7 @@ def write_results(
 ) -> Path:
     """Write one self-contained HTML file with plots, table and the items behind the differences.
 
-    Args:
-        comparison: a comparison of at least two models.
-        path: the file; its folder is created.
-        per_set: maximum number of items, see :func:`build_sections`.
-        media_root: root of relative media paths, a folder or an address; default: the working
-            directory.
-
-    Raises:
-        ValueError: ``per_set`` is negative.
-        DataError: an item's media are not images or videos with a path; names the item.
-        OSError: the file cannot be written.
+    See :func:`build_sections` for arguments and errors.
     """
     groups = build_results(comparison)
     published = read_published()
@@ -148,9 +135,6 @@ def _make_result(
     value = found[0].value() if found else scored.metrics.get(metric)
     if value is None:
         return None
-    error = scored.standard_errors.get(metric)
-    if error is None and found:
-        error = _compute_item_error(*found)
     tested = {} if row is None else {
         "difference": row.difference,
         "difference_interval": row.interval,
@@ -165,16 +149,10 @@ def _make_result(
         precision=scored.precision,
         published=False,
         value=value,
-        interval=_make_interval(value, error),
+        interval=_make_interval(value, scored.standard_errors.get(metric)),
         items=int(found[1].sum()) if found else len(scored.items),
         **tested,
     )
-
-
-def _compute_item_error(metric: RatioMetric, mask: np.ndarray) -> float:
-    """Compute the standard error from the items of a report that does not state it."""
-    parts = [(above.tolist(), below.tolist()) for above, below in metric.parts]
-    return compute_standard_error(parts, mask.tolist(), [""] * len(mask))
 
 
 def _make_interval(value: float, error: float | None) -> tuple[float, float] | None:
@@ -253,7 +231,7 @@ def build_sections(
     """Build a section per set and pair of models, with cards of the items behind the differences.
 
     Args:
-        comparison: a comparison of at least two models.
+        comparison: of at least two models.
         per_set: maximum number of items per set and pair of models, evenly spaced over the set,
             half of them per direction if possible. Images are scaled down to about 20 kB per item.
         media_root: root of relative media paths, a folder or an address; default: the working

@@ -1,9 +1,9 @@
 """Runs a model over benchmarks and question sets: prompts, answers, and the report.
 
-The output folder of a benchmark contains ``predictions.jsonl``, ``run.json`` (what the predictions
-depend on) and ``report.json``. An official benchmark also writes ``prompts.jsonl`` and
-``media_problems.jsonl`` (questions whose image or video could not be read). A question set writes
-``items.jsonl`` and stops at a medium that cannot be read. The same command continues a killed run.
+The output folder of a benchmark contains ``prompts.jsonl``, ``predictions.jsonl``, ``run.json``
+(what the predictions depend on), ``media_problems.jsonl`` (questions whose image or video could not
+be read, and which count as wrong) and ``report.json`` with the items. The same command continues a
+killed run.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from coat_data.sample import DataError
-from coat_data.saved_files import hash_file
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
 from coat_eval.files import (
     REPORT_FILE,
+    Table,
     folder_sha256,
     read_json,
     write_json,
@@ -44,9 +44,9 @@ from coat_eval.generation import (
 from coat_eval.hub_model import HubAdapter
 from coat_eval.judge import Judge
 from coat_eval.own_model import CoatAdapter, find_final_model
-from coat_eval.scoring import score_official, score_set
+from coat_eval.scoring import score_tables
 from coat_eval.tasks import BENCHMARKS, get_task
-from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet
+from coat_eval.tasks.question_set import QuestionSet
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE, World
@@ -72,8 +72,7 @@ def load_adapter(
             or a name on the Hub.
         device: device of the model.
         precision: precision of this project's checkpoints; default: that of the run folder.
-        num_frames: frames per video for other models; this project's checkpoints store their own
-            settings.
+        num_frames: frames per video for other models; this project's checkpoints store their own.
 
     Raises:
         FileNotFoundError: a run folder has no finished model.
@@ -129,7 +128,7 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
             that of the profile if the benchmark has one.
         data: searched for the benchmark's files without opening them, so that errors are reported
             before a model is loaded.
-        **options: further fields of :class:`EvalTask`.
+        options: further fields of :class:`EvalTask`.
 
     Raises:
         ValueError: the name is unknown; lists the allowed ones.
@@ -191,45 +190,40 @@ def run_benchmark(
         generation: batch size, length, workers.
         world: this process among the ranks; all ranks call this function.
         model_name: name of the model in the report.
-        judge: is asked by rank 0, see :func:`coat_eval.scoring.score_official`.
-        check: :meth:`coat_data.folder_lock.FolderLock.check` of the lock that the caller holds.
+        judge: is asked by rank 0, see :func:`coat_eval.scoring.score_tables`.
+        check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
 
     Returns:
-        On rank 0, the report of :func:`coat_eval.scoring.score_set` or
-        :func:`coat_eval.scoring.score_official` with model, device, batch_size, the dependencies of
-        the answers, and ``seconds`` of this call; for an official benchmark also ``variant``,
-        ``split``, ``limit``, ``n_media_problems`` (skipped questions) and ``num_ranks``. On other
-        ranks, an empty dictionary.
+        On rank 0, the report of :func:`coat_eval.scoring.score_tables` with model, variant, split,
+        limit, ``n_media_problems`` (skipped questions), the dependencies of the answers, device,
+        batch_size, ``num_ranks``, and ``seconds`` of this call. On other ranks, an empty
+        dictionary.
 
     Raises:
         ValueError: the folder has answers of another model or other prompts.
-        DataError: the benchmark's files cannot be read, all questions had to be skipped, or a
-            medium of a question set cannot be read.
+        DataError: the benchmark's files cannot be read, or all questions had to be skipped.
     """
     start = time.monotonic()
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
     prompts = _make_prompts(adapter, eval_task, folder)
     asked = prompts[: eval_task.limit]
-    own_set = isinstance(benchmark, QuestionSet)
     identity: dict[str, Any] = {}
     if world.is_main:
-        identity = _make_identity(adapter, eval_task, folder, prompts, generation)
+        identity = _make_identity(adapter, eval_task, prompts, generation)
     done = world.gather(
         _prepare_output(out_dir, identity, eval_task, asked) if world.is_main else set[int]()
     )[0]
     if isinstance(done, Exception):
         raise done
-    found = answer_all(
-        adapter, asked, done, out_dir, generation, world=world, strict=own_set, check=check
-    )
+    found = answer_all(adapter, asked, done, out_dir, generation, world=world, check=check)
     problems = sorted(chain.from_iterable(world.gather(found)), key=lambda row: row["index"])
     check()
     if world.is_main:
-        lost = set(range(len(asked))) - {*merge(out_dir), *(row["index"] for row in problems)}
+        answers = merge(out_dir)
+        lost = set(range(len(asked))) - {*answers, *(row["index"] for row in problems)}
         if lost:
             raise RuntimeError(f"{out_dir} lacks the answers of questions {sorted(lost)[:5]}")
-        if not own_set:
-            write_rows(out_dir / PROBLEMS_FILE, problems)
+        write_rows(out_dir / PROBLEMS_FILE, problems)
     if len(problems) == len(asked):
         raise DataError(
             str(folder.path),
@@ -239,23 +233,34 @@ def run_benchmark(
         )
     if not world.is_main:
         return {}
-    of_run = {
-        **{name: value for name, value in identity.items() if name != "task"},
-        "device": str(adapter.device),
-        "batch_size": generation.batch_size,
-    }
-    if isinstance(benchmark, QuestionSet):
-        seconds = round(time.monotonic() - start, 2)
-        extra = {"model": model_name, **of_run, "seconds": seconds}
-        paths = (folder.path, out_dir / PREDICTIONS_FILE, out_dir / REPORT_FILE)
-        return score_set(benchmark, *paths, limit=eval_task.limit, extra=extra)
-    report = _score(out_dir, eval_task, folder, asked, judge) | {
+    references = [table for table in folder.tables if benchmark.is_reference(table)]
+    known = benchmark.questions(references, [])
+    submits = type(benchmark).submission is not Benchmark.submission
+    to_submit = submits and all(one.answer is None for one in known)
+    warning = (
+        f"{len(problems)} questions were skipped and count as wrong, because an image or video "
+        f"cannot be read; {out_dir / PROBLEMS_FILE} lists them"
+    )
+    report = score_tables(
+        benchmark,
+        [Table(path=out_dir / PREDICTIONS_FILE, rows=list(answers.values()))],
+        references,
+        settings=eval_task.settings,
+        judge=judge,
+        allow_missing=True,
+        with_items=True,
+        only={prompt.key for prompt in asked},
+        submission_path=out_dir / SUBMISSION_FILE if to_submit else None,
+        warnings=[warning] if problems else [],
+    ) | {
         "model": model_name,
         "variant": eval_task.variant,
         "split": eval_task.split or next(iter(benchmark.layouts)),
         "limit": eval_task.limit,
         "n_media_problems": len(problems),
-        **of_run,
+        **{name: value for name, value in identity.items() if name != "task"},
+        "device": str(adapter.device),
+        "batch_size": generation.batch_size,
         "num_ranks": world.size,
         "seconds": round(time.monotonic() - start, 2),
     }
@@ -278,30 +283,17 @@ def _make_prompts(adapter: ModelAdapter, eval_task: EvalTask, folder: DataFolder
 def _make_identity(
     adapter: ModelAdapter,
     eval_task: EvalTask,
-    folder: DataFolder,
     prompts: Sequence[Prompt],
     generation: Generation,
 ) -> dict[str, Any]:
-    """Return what the answers depend on; question sets keep the format of earlier runs."""
-    model, shared = adapter.identity, adapter.identity.get("scales_shared_by_batch")
-    if isinstance(eval_task.benchmark, QuestionSet):
-        batches = f", batches of {generation.batch_size}" if shared else ""
-        return {
-            "task": eval_task.name,
-            "questions_sha256": hash_file(folder.path / QUESTIONS_FILE),
-            "model_sha256": model["model_sha256"],
-            "max_new_tokens": generation.max_new_tokens,
-            "dtype": f"{model['dtype']}{batches}",
-            **{key: model[key] for key in ("adapter_sha256",) if key in model},
-            **({"precision": model["precision"]} if model.get("precision") else {}),
-        }
+    """Return what the answers depend on."""
     identity = {
         "task": eval_task.name,
         "prompts_sha256": _hash_prompts(prompts),
         **({} if prompts[0].choices else {"max_new_tokens": generation.max_new_tokens}),
-        **model,
+        **adapter.identity,
     }
-    if shared:
+    if identity.get("scales_shared_by_batch"):
         identity["batch_size"] = generation.batch_size
         # Batches contain only questions within the limit.
         cut = eval_task.limit is not None and eval_task.limit < len(prompts)
@@ -317,17 +309,16 @@ def _prepare_output(
         done = resume(out_dir, identity, overwrite=eval_task.overwrite)
     except (ValueError, OSError) as error:
         return error
-    if not isinstance(eval_task.benchmark, QuestionSet):  # items.jsonl has the questions
-        rows = [
-            {
-                **get_key_fields(prompt),
-                "prompt": prompt.text,
-                **({"choices": prompt.choices} if prompt.choices else {}),
-                "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
-            }
-            for prompt in asked
-        ]
-        write_rows(out_dir / PROMPTS_FILE, rows)
+    rows = [
+        {
+            **get_key_fields(prompt),
+            "prompt": prompt.text,
+            **({"choices": prompt.choices} if prompt.choices else {}),
+            "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
+        }
+        for prompt in asked
+    ]
+    write_rows(out_dir / PROMPTS_FILE, rows)
     return done
 
 
@@ -341,37 +332,10 @@ def _hash_prompts(prompts: Sequence[Prompt]) -> str:
         names = [_SUFFIX.sub("", Path(one.name).name, count=1) for one in prompt.media]
         media = [(one.kind, name) for one, name in zip(prompt.media, names, strict=True)]
         text = prompt.fingerprint or prompt.text
-        # True: ranked by the mean over the tokens, as recorded by earlier runs.
-        ranked = [(prompt.choices, True)] if prompt.choices else []
+        ranked = [prompt.choices] if prompt.choices else []
         key = (prompt.category, prompt.question_id)
         digest.update(json.dumps([*key, text, media, *ranked]).encode())
     return digest.hexdigest()
-
-
-def _score(
-    out_dir: Path,
-    eval_task: EvalTask,
-    folder: DataFolder,
-    asked: Sequence[Prompt],
-    judge: Judge | None,
-) -> dict[str, Any]:
-    """Make the official report of the given prompts; a question without an answer is wrong."""
-    benchmark = eval_task.benchmark
-    references = [table for table in folder.tables if benchmark.is_reference(table)]
-    known = benchmark.questions(references, [])
-    answers = any(one.answer is not None for one in known)
-    submits = type(benchmark).submission is not Benchmark.submission
-    return score_official(
-        benchmark,
-        [out_dir / PREDICTIONS_FILE],
-        [table.path for table in references],
-        settings=eval_task.settings,
-        judge=judge,
-        allow_missing=True,
-        with_items=True,
-        only={prompt.key for prompt in asked},
-        submission_path=out_dir / SUBMISSION_FILE if submits and not answers else None,
-    )
 
 
 def evaluate_run(
@@ -392,7 +356,7 @@ def evaluate_run(
     Args:
         run_dir: run folder.
         generation: batch size and length; the recipe sets the number of workers.
-        device: device of the model; default: the first GPU if there is one, else the CPU.
+        device: default: the first GPU if there is one, else the CPU.
         limit: use the first ``limit`` questions of each set only.
         world: this process among the ranks; all ranks call this function.
         check: as in :func:`run_benchmark`.
@@ -445,14 +409,10 @@ def evaluate_run(
 
 
 def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
-    """Format the evaluation as an aligned plain-text table.
+    """Format RUN/eval.json as an aligned plain-text table.
 
     The table has one line per set with its headline metric, and one per further required metric.
     Chance and majority belong to the metric (accuracy or F1); "-" if the metric has none.
-
-    Args:
-        eval_json: content of RUN/eval.json.
-        recipe: the run's recipe, with tasks and required values.
     """
     sets = recipe.to_dict()["eval_sets"]
     reports = {
@@ -493,9 +453,6 @@ def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
     """Make the questions that ``eval_every`` evaluates during training, with their scorers.
 
     Each evaluation set contributes ``eval_samples`` questions, evenly spaced over its file.
-
-    Args:
-        recipe: the recipe with the sets.
 
     Raises:
         FileNotFoundError: a set has no questions.jsonl.

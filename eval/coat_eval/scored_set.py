@@ -1,18 +1,14 @@
-"""Reads scored answers from a run folder, a report, or a folder of reports.
+"""Reads scored answers: reports of ``coat-vlm eval`` and of ``coat-vlm score --items``."""
 
-Three writers are supported: ``coat-vlm eval --model RUN`` (RUN/eval/SET/items.jsonl), ``score`` and
-``eval`` for a question set (report.json next to items.jsonl), and official benchmarks (report.json
-with ``items`` inside, also as OUT/TASK/report.json).
-"""
-
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from coat_data.sample import DataError
-from coat_eval.files import ITEMS_FILE, REPORT_FILE, read_json, read_json_lines
-from coat_eval.tasks import get_benchmark
+from coat_eval.files import REPORT_FILE, read_json, read_json_lines
+from coat_eval.tasks import TASKS, get_benchmark
 from coat_eval.tasks.pope import SPLITS
 
 PROMPT_FILES = ("predictions*.jsonl", "prompts.jsonl")
@@ -32,9 +28,9 @@ class ScoredSet:
     headline: Sequence[str]
     """The metrics to show first."""
     metrics: Mapping[str, float]
-    """Metrics of the report in percent; empty for a run folder without a report."""
+    """Metrics of the report in percent."""
     standard_errors: Mapping[str, float] = field(default_factory=dict)
-    """Standard errors of the report in percentage points; reports of early versions have none."""
+    """Standard errors of the report in percentage points."""
     profile: str = "official"
     follows: str = ""
     """Repository and commit of the profile's scorer; empty for a question set."""
@@ -59,7 +55,7 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
     """Read the scored sets of a run folder, a report, or a folder of reports by name.
 
     Args:
-        path: RUN (with ``eval/SET/items.jsonl``), a report file, OUT (with ``report.json``), or OUT
+        path: RUN (with ``eval/SET/report.json``), a report file, OUT (with ``report.json``), or OUT
             with ``TASK/report.json``.
 
     Raises:
@@ -67,79 +63,64 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
         DataError: a report has no items, or a file is not JSON.
     """
     path = Path(path)
+    if path.is_file() or (path / REPORT_FILE).is_file():
+        one = _read_report(path if path.is_file() else path / REPORT_FILE)
+        return {one.task: one}
     if (path / "recipe.yaml").is_file():
-        folders = sorted(file.parent for file in path.glob(f"eval/*/{ITEMS_FILE}"))
-        if not folders:
+        reports = sorted(path.glob(f"eval/*/{REPORT_FILE}"))
+        if not reports:
             raise FileNotFoundError(
                 f"{path}/eval has no scored set; evaluate it: coat-vlm eval --model {path}"
             )
         precision = read_json(path / "eval.json", "evaluate again").get("precision") or ""
-        return {
-            folder.name: replace(
-                _read_report(folder / REPORT_FILE, in_run=True), precision=precision
-            )
-            for folder in folders
-        }
-    if path.is_file() or (path / REPORT_FILE).is_file():
-        one = _read_report(path if path.is_file() else path / REPORT_FILE)
-        return {one.task: one}
+        return {one.parent.name: replace(_read_report(one), precision=precision) for one in reports}
     reports = sorted(path.glob(f"*/{REPORT_FILE}"))
     if not reports:
         raise FileNotFoundError(
             f"{path} is not a run folder, a report or a folder of reports: give a RUN that "
-            "coat-vlm eval --model has evaluated, a report of coat-vlm score --items, or a folder "
+            "coat-vlm eval has evaluated, a report of coat-vlm score --items, or a folder "
             "with TASK/report.json"
         )
     return {report.parent.name: _read_report(report) for report in reports}
 
 
-def _read_report(path: Path, *, in_run: bool = False) -> ScoredSet:
-    """Read one report; a question set has its items beside it, and an old run lacks the report."""
+def _read_report(path: Path) -> ScoredSet:
     report = read_json(path, _AGAIN)
-    settings: dict[str, Any] = {
-        "task": report.get("task", ""),
-        "metrics": report.get("metrics", {}),
-        "standard_errors": report.get("standard_errors", {}),
-        "precision": report.get("precision") or report.get("dtype") or "",
-        "headline": (report.get("headline", "accuracy"),),
-        "deviations": ("your own question set",),
-    }
-    if in_run or ("items" not in report and "questions_sha256" in report):
-        path = path.parent / ITEMS_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; score the predictions again")
-        lines = read_json_lines(path, _AGAIN)
-        rows = [{**row, "score": float(row["correct"])} for _, row in lines]
-    elif not isinstance(report.get("items"), list) or "task" not in report:
+    if not isinstance(report.get("items"), list) or "task" not in report:
         raise DataError(
             str(path),
             "has no items to compare",
             "score again with --items: coat-vlm score TASK --predictions ... --items --out ...",
         )
-    else:
-        shown = _read_questions(path.parent)
-        rows = [
-            {**shown.get(_get_key(row), {}), **row}
-            for row in report["items"]
-            if row.get("counted", True) and row.get("reference") is not None
-        ]
-        settings |= {
-            "headline": get_benchmark(report["task"]).headline,
-            # Scores by different judges are not comparable.
-            "profile": ", judge ".join(filter(None, (report["profile"], report.get("judge")))),
-            "follows": report.get("follows", ""),
-            "deviations": _find_deviations(report, rows),
-        }
+    shown, own_set = _read_questions(path.parent), report["task"] in TASKS
+    rows = [
+        {**shown.get(_get_key(row), {}), **row}
+        for row in report["items"]
+        if row.get("counted", True) and row.get("reference") is not None
+    ]
     if not rows:
         raise DataError(str(path), "has no scored item", "score some answers first")
-    rows = sorted(rows, key=lambda row: "\0".join(_get_key(row)))
-    seen: dict[str, int] = {}
+    rows.sort(key=lambda row: "\0".join(_get_key(row)))
+    seen: Counter[str] = Counter()
     ids = []
     for row in rows:
         name = "/".join(part for part in _get_key(row) if part)
-        seen[name] = seen.get(name, 0) + 1
+        seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return ScoredSet(path=path, items=rows, ids=ids, **settings)
+    return ScoredSet(
+        path=path,
+        task=report["task"],
+        headline=get_benchmark(report["task"]).headline,
+        metrics=report["metrics"],
+        standard_errors=report["standard_errors"],
+        # Scores by different judges are not comparable.
+        profile=", judge ".join(filter(None, (report["profile"], report.get("judge")))),
+        follows="" if own_set else report["follows"],
+        precision=report.get("precision") or report.get("dtype") or "",
+        deviations=["your own question set"] if own_set else _find_deviations(report, rows),
+        items=rows,
+        ids=ids,
+    )
 
 
 def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:

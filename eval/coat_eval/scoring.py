@@ -9,16 +9,15 @@ in order; a single row applies to all its questions if ``shares_repeated`` is se
 Files of questions or labels given as predictions, prompts of other questions, and a question in
 two reference files are always errors. Without references, a partial set is an error too.
 
-The report of an official benchmark contains its items (:func:`score_official`); a question set has
-them beside its report, in ``items.jsonl`` (:func:`score_set`).
+:func:`score_tables` scores what is in memory, :func:`score_official` recognizes and reads files.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from coat_data.sample import DataError
+from coat_data.sample import DataError, Sample
 from coat_data.saved_files import hash_file
 from coat_eval.benchmark import (
     Benchmark,
@@ -28,13 +27,7 @@ from coat_eval.benchmark import (
     Settings,
     group_by_table,
 )
-from coat_eval.files import (
-    ITEMS_FILE,
-    Table,
-    read_table,
-    write_json,
-    write_rows,
-)
+from coat_eval.files import Table, read_table, write_json
 from coat_eval.judge import Judge
 from coat_eval.other_tools import convert_rows, is_of_other_tool
 from coat_eval.pairing import INPUT_PROBLEMS, check_repeated_questions, is_question_file, join
@@ -46,11 +39,11 @@ from coat_eval.reliability import (
     find_constants,
     get_official_size,
 )
-from coat_eval.tasks import BENCHMARKS
-from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet, get_text, group_by_category
+from coat_eval.tasks import BENCHMARKS, get_benchmark
+from coat_eval.tasks.question_set import get_text
 from coat_eval.tasks.videomme import format_duration_table
 
-SCORER_VERSION = "2"
+SCORER_VERSION = "1"
 """Increased with every change that can change a metric."""
 RULE_ONLY = "rule only: no published predictions with a score were found to check the rule against"
 """Shown with the scores of benchmarks with ``rule_only``."""
@@ -63,37 +56,72 @@ def score_official(
     predictions: Sequence[Path],
     references: Sequence[Path] = (),
     *,
-    settings: Settings | None = None,
+    report_path: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Score prediction files against reference files, recognized by content.
+
+    Args:
+        benchmark: a benchmark or question set.
+        predictions: one file, or several to concatenate (MMMU's output.json of every subject); a
+            folder means all its files of the name ``benchmark.result_files``.
+        references: the official files in any order; optional if the predictions contain the answers
+            (MMMU's outputs, Video-MME's results).
+        report_path: file of the report; None: not written.
+        options: those of :func:`score_tables`.
+
+    Returns:
+        The report of :func:`score_tables`.
+
+    Raises:
+        ValueError, DataError: see :func:`score_tables`; also for a file of another kind.
+        FileNotFoundError: a file does not exist.
+    """
+    _check_options(benchmark, options.get("settings", Settings()), options.get("judge"))
+    warnings: list[str] = []
+    own = [_read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)]
+    named = _drop_repeated(_list_files(benchmark, references), warnings)
+    known = [_read(benchmark, path, "references") for path in named]
+    report = score_tables(benchmark, own, known, warnings=warnings, **options)
+    if report_path is not None:
+        write_json(report_path, report)
+    return report
+
+
+def score_tables(
+    benchmark: Benchmark,
+    predictions: Sequence[Table],
+    references: Sequence[Table],
+    *,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
     judge: Judge | None = None,
     allow_missing: bool = False,
     with_items: bool = False,
     only: Collection[tuple[str, str]] | None = None,
-    report_path: Path | None = None,
     submission_path: Path | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Score prediction files against the official reference files.
+    """Score predictions in memory.
 
     Args:
-        benchmark: one of :data:`coat_eval.tasks.BENCHMARKS`.
-        predictions: one file, or several to concatenate (MMMU's output.json of every subject); a
-            folder means all its files of the name ``benchmark.result_files``.
-        references: the official files in any order, recognized by content; optional if the
-            predictions contain the answers (MMMU's outputs, Video-MME's results).
+        benchmark: a benchmark or question set.
+        predictions: tables of predictions.
+        references: tables of questions with answers.
         settings: profile and options; default: the official ones.
         judge: is asked about the answers that need one. Without it they count as wrong; if all
             answers need one, the report has no metrics.
         allow_missing: count problems instead of raising, see the module docstring.
-        with_items: write every item to the report.
+        with_items: add every item to the report.
         only: (category, id) of the questions to score; None: all.
-        report_path: file of the report; None: not written.
         submission_path: file of the benchmark's submission. With it, references without answers (a
             test split) are accepted, and the report then has no metrics.
+        warnings: first warnings of the report.
 
     Returns:
         The report: task, profile, raw, scorer_version, source, follows (scorer and commit of the
-        profile), metrics (flat, percent), standard_errors and constants (headline metrics only),
-        counts (items by sub-table), n, n_official (questions of the official set), n_unparsed,
-        n_needs_judge, n_judged and judge (only if the official scorer asks one),
+        profile), headline, metrics (flat, percent), standard_errors and constants (headline metrics
+        only), counts (items by sub-table), n, n_official (questions of the official set),
+        n_unparsed, n_needs_judge, n_judged and judge (only if the official scorer asks one),
         n_random_fallback, problems by kind, settings, warnings, inputs (SHA-256 by path), and
         items.
 
@@ -101,30 +129,16 @@ def score_official(
         ValueError: the benchmark does not have the profile, or references are missing.
         DataError: the first problem; names file, row and id. Also if the judge gives no answer, or
             none that can be used.
-        FileNotFoundError: a file does not exist.
     """
-    settings = settings or Settings()
-    benchmark.check_profile(settings.profile)
-    if judge is not None and not benchmark.judged:
-        raise ValueError(f"{benchmark.name} asks no judge: its rules decide every answer")
-    if settings.raw and settings.profile != "official":
-        raise ValueError(f"raw requires the profile official, not {settings.profile}")
-    if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
-        raise ValueError(f"{benchmark.name} has no random answers: fallback and seed are for MMMU")
-    prediction_tables = [
-        _read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)
-    ]
-    warnings: list[str] = []
-    reference_paths, hashes = _drop_repeated(list(_list_files(benchmark, references)), warnings)
-    reference_tables = [_read(benchmark, path, "references") for path in reference_paths]
-    _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
-    settings = replace(settings, verdicts=benchmark.saved_verdicts(prediction_tables))
-    questions = benchmark.questions(reference_tables, prediction_tables)
+    _check_options(benchmark, settings, judge)
+    _check_references(benchmark, references, predictions, allow_missing)
+    warnings = list(warnings)
+    settings = replace(settings, verdicts=benchmark.saved_verdicts(predictions))
+    questions = benchmark.questions(references, predictions)
     check_repeated_questions(questions)
-    inputs = [table.path for table in (*prediction_tables, *reference_tables)]
-    prediction_tables = [convert_rows(table, benchmark, questions) for table in prediction_tables]
-    rows = benchmark.all_predictions(prediction_tables, questions)
-    del prediction_tables, reference_tables  # hundreds of megabytes of VQA v2
+    inputs = [table.path for table in (*predictions, *references)]
+    converted = [convert_rows(table, benchmark, questions) for table in predictions]
+    rows = benchmark.all_predictions(converted, questions)
     if only is not None:
         questions = [one for one in questions if one.key in only]
         rows = [one for one in rows if one.key in only]
@@ -139,7 +153,7 @@ def score_official(
     )
     asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
-        if not (reference_paths or allow_missing):
+        if not (references or allow_missing):
             remedy = "complete them, or accept a part with --allow-missing"
             raise DataError(str(inputs[0]), partial, remedy)
         warnings.append(partial)
@@ -158,7 +172,7 @@ def score_official(
     metrics = benchmark.aggregate(answered, settings) if known else {}
     items = [_format_item(one) for one in counted]
     errors = compute_standard_errors(benchmark, settings, metrics, counted, items)
-    report = {
+    return {
         "task": benchmark.name,
         "profile": settings.profile,
         "scorer_version": SCORER_VERSION,
@@ -167,6 +181,7 @@ def score_official(
         **({"rule_only": True} if benchmark.rule_only else {}),
         "raw": settings.raw,
         **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
+        "headline": benchmark.headline[0],
         "metrics": metrics,
         "standard_errors": errors,
         "constants": find_constants(benchmark, settings, counted, errors),
@@ -186,83 +201,9 @@ def score_official(
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
         "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
-        "inputs": {str(path): hashes.get(path) or hash_file(path) for path in inputs},
+        "inputs": {str(path): hash_file(path) for path in inputs},
         **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
-    if report_path is not None:
-        write_json(report_path, report)
-    return report
-
-
-def score_set(
-    benchmark: QuestionSet,
-    folder: Path,
-    predictions_path: Path,
-    report_path: Path,
-    *,
-    limit: int | None = None,
-    allow_missing: bool = False,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Score the predictions for a question set; writes ``items.jsonl`` beside the report.
-
-    Args:
-        benchmark: the kind of question set.
-        folder: evaluation folder with questions.jsonl.
-        predictions_path: rows ``{"question_id", "prediction"}`` (or LLaVA's ``text`` instead of
-            ``prediction``), in any order.
-        report_path: file of the report; its folder is created.
-        limit: score the first ``limit`` questions only, and ignore predictions for the others.
-        allow_missing: count problems instead of raising, see the module docstring. An empty text
-            is always accepted as a wrong answer.
-        extra: further entries of the report (model, device, ...).
-
-    Returns:
-        The report: task, headline, metrics in percent, standard_errors and constants of the
-        headline metric, n, n_unparsed, n_missing, n_empty, categories (number of items each),
-        limit, warnings, SHA-256 of both input files, counted problems, and ``extra``.
-
-    Raises:
-        DataError: the first problem; names file, row and id.
-        FileNotFoundError: a file does not exist.
-    """
-    questions = benchmark.load(folder, check_media=False)
-    table = _read(benchmark, predictions_path, "predictions")
-    asked = questions[:limit]
-    passed_over = {one.question_id for one in questions[len(asked) :]}
-    rows = [
-        one for one in benchmark.predictions(table, questions) if one.question_id not in passed_over
-    ]
-    warnings: list[str] = []
-    allowed = INPUT_PROBLEMS if allow_missing else ("empty",)
-    pairs, problems = join(asked, rows, allowed=allowed, warnings=warnings)
-    settings = Settings()
-    scored = benchmark.score_all(pairs, settings)
-    metrics = benchmark.aggregate(scored, settings)
-    items = [_format_item(one) for one in scored]
-    errors = compute_standard_errors(benchmark, settings, metrics, scored, items)
-    counted = {kind: problems[kind] for kind in ("unknown", "duplicate", "not_text")}
-    report = {
-        "task": benchmark.name,
-        "headline": benchmark.headline[0],
-        "metrics": metrics,
-        "standard_errors": errors,
-        "constants": find_constants(benchmark, settings, scored, errors),
-        "n": len(scored),
-        "n_unparsed": sum(not one.parsed for one in scored),
-        "n_missing": problems["missing"],
-        "n_empty": problems["empty"],
-        "warnings": [*warnings, *describe_answers(scored, problems["empty"])],
-        "categories": {name: len(members) for name, members in group_by_category(scored).items()},
-        "limit": limit,
-        "questions_sha256": hash_file(Path(folder) / QUESTIONS_FILE),
-        "predictions_sha256": hash_file(predictions_path),
-        **{f"n_{kind}": number for kind, number in counted.items() if number},
-        **(extra or {}),
-    }
-    write_rows(report_path.parent / ITEMS_FILE, map(_format_set_item, scored))
-    write_json(report_path, report)
-    return report
 
 
 def format_headline(report: Mapping[str, Any]) -> str:
@@ -271,7 +212,7 @@ def format_headline(report: Mapping[str, Any]) -> str:
     A metric stands beside its standard error, and beside the constant answer that it does not
     exceed.
     """
-    shown, metrics = BENCHMARKS[report["task"]].headline, report["metrics"]
+    shown, metrics = get_benchmark(report["task"]).headline, report["metrics"]
     width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
     lines = []
     for name in (one for one in shown if one in metrics):
@@ -291,6 +232,16 @@ def format_headline(report: Mapping[str, Any]) -> str:
     if report.get("rule_only"):
         lines.append(RULE_ONLY)
     return "\n".join(lines)
+
+
+def _check_options(benchmark: Benchmark, settings: Settings, judge: Judge | None) -> None:
+    benchmark.check_profile(settings.profile)
+    if judge is not None and not benchmark.judged:
+        raise ValueError(f"{benchmark.name} asks no judge: its rules decide every answer")
+    if settings.raw and settings.profile != "official":
+        raise ValueError(f"raw requires the profile official, not {settings.profile}")
+    if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
+        raise ValueError(f"{benchmark.name} has no random answers: fallback and seed are for MMMU")
 
 
 def _ask_judge(
@@ -336,16 +287,14 @@ def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
-def _drop_repeated(
-    paths: Sequence[Path], warnings: list[str]
-) -> tuple[list[Path], dict[Path, str]]:
-    """Return the files without those of equal content, with a warning, and their SHA-256."""
+def _drop_repeated(paths: Iterable[Path], warnings: list[str]) -> list[Path]:
+    """Return the files without those of equal content, with a warning."""
     kept: dict[str, Path] = {}
     for path in paths:
         first = kept.setdefault(hash_file(path) if path.is_file() else str(path), path)
         if first is not path:
             warnings.append(f"{path} has the content of {first} and was read once")
-    return list(kept.values()), {path: digest for digest, path in kept.items()}
+    return list(kept.values())
 
 
 def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "references"]) -> Table:
@@ -422,25 +371,16 @@ def _check_ids(
     )
 
 
-def _format_set_item(one: ScoredItem) -> dict[str, Any]:
-    sample = one.question.details["sample"]
-    return {
-        "question_id": one.question.question_id,
-        "category": one.question.tables.get("category", ""),
-        "question": get_text(sample),
-        "media": [{"kind": own.kind, "path": own.path} for own in sample.media],
-        "reference": one.question.answer,
-        "prediction": one.text,
-        "extracted": one.extracted,
-        "correct": one.score == 1.0,
-    }
-
-
 def _format_item(one: ScoredItem) -> dict[str, Any]:
-    extracted = one.extracted
+    extracted, sample = one.extracted, one.question.details.get("sample")
+    shown: dict[str, Any] = {}
+    if isinstance(sample, Sample):
+        media = [{"kind": own.kind, "path": own.path} for own in sample.media]
+        shown = {"question": get_text(sample), "media": media}
     return {
         "question_id": one.question.question_id,
         **({"category": one.question.category} if one.question.category else {}),
+        **shown,
         "prediction": one.text,
         "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
         "reference": one.question.answer,

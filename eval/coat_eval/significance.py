@@ -1,10 +1,7 @@
 """Bootstrap confidence intervals, McNemar's test and power for differences of headline metrics.
 
-:func:`compute_metrics` returns the headline metrics of a scored set that are sums over items.
-Others (GQA's distribution, SEED-Bench's macro averages) have a value but no interval.
-:func:`bootstrap_intervals` and :func:`mcnemar_p_value` compare models on the same items,
-:func:`compare_proportions` compares two numbers without their items, and
-:func:`find_detectable_difference` says which difference such a test could see at all.
+Metrics that are not sums over items (GQA's distribution, SEED-Bench's macro averages) have a value
+but no interval.
 """
 
 import math
@@ -76,8 +73,8 @@ def bootstrap_intervals(
 
     Args:
         pairs: pairs of groups of metrics over the same items in the same order.
-        seed: seed of the resamples.
-        resamples: number of resamples.
+        seed: seed of the random draws.
+        resamples: number of draws.
 
     Returns:
         (2.5th, 97.5th percentile) per pair, in percentage points.
@@ -99,18 +96,11 @@ def bootstrap_intervals(
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """Compute the two-sided p of McNemar's exact test on items that only one model gets right.
+    """Compute the two-sided p of McNemar's exact test on the numbers b, c of differing items.
 
     Under the null hypothesis each of these n items favors either model with probability 1/2:
     p = min(1, 2 sum_{k <= min(b, c)} C(n, k) / 2^n). Source: McNemar 1947, Psychometrika 12, in
     the exact (binomial) form; the chi-square form is an approximation for large n.
-
-    Args:
-        only_first: items that only the first model gets right, b.
-        only_second: items that only the second gets right, c.
-
-    Returns:
-        p; 1 if no item differs.
     """
     n, fewer = only_first + only_second, min(only_first, only_second)
     k = np.arange(1, fewer + 1)
@@ -137,11 +127,6 @@ def compare_proportions(
     Uses :func:`compute_binomial_error`. Answers of two models to the same questions are mostly
     correlated, so the interval is wider than a paired one.
 
-    Args:
-        first: percentage of the first model.
-        second: percentage of the second model.
-        items: number of questions.
-
     Returns:
         The 95% interval of second - first, the two-sided p of the z-test, and the difference that
         this test sees with 80% power, ``(z_0.975 + z_0.8) SE`` (Miller 2024, "Adding Error Bars to
@@ -165,10 +150,6 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
     This function solves that quadratic equation for d; psi is the observed share. Connor's test is
     the normal approximation of McNemar's, and the exact test needs a slightly larger difference.
 
-    Args:
-        discordant: number of items that only one model gets right.
-        items: number of items.
-
     Returns:
         d in percentage points; None if no difference can be seen, because d would exceed psi.
     """
@@ -181,10 +162,7 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
 
 
 def compute_metrics(scored: ScoredSet) -> dict[str, tuple[RatioMetric, Mask]]:
-    """Compute every headline metric that is a sum over items, with the mask of its items.
-
-    Returns:
-        By metric: the metric over all items, and a mask [items].
+    """Compute every headline metric that is a sum over items, with the mask [items] of its items.
 
     Raises:
         DataError: the items contradict the report, because one of them was changed.

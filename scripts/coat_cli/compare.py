@@ -79,7 +79,7 @@ def _compare(args: argparse.Namespace) -> int:
         )
     # Of runs without evaluation sets, such as text pretraining, only losses are compared.
     evaluated = not trained or args.html or args.json
-    evaluated = evaluated or any(next(path.glob("eval/*/items.jsonl"), None) for path in paths)
+    evaluated = evaluated or any(next(path.glob("eval/*/report.json"), None) for path in paths)
     if not evaluated:
         say("\nNo run is evaluated (coat-vlm eval --model RUN), so no items are compared.")
     elif len(paths) > 1 and (not args.other or len(paths) == 2):

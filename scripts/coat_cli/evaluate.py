@@ -301,24 +301,16 @@ def _eval_tasks(args: argparse.Namespace) -> int:
                         check=checks[adapter, name],
                     )
                     if world.is_main:
-                        _say_result(report, out, Path(adapter, name).as_posix(), own_set=own_set)
+                        _say_result(report, out, Path(adapter, name).as_posix())
     return 0
 
 
-def _say_result(report: Mapping[str, Any], out: Path, title: str, *, own_set: bool) -> None:
+def _say_result(report: Mapping[str, Any], out: Path, title: str) -> None:
     """Print the result of a task below ``title``, its folder below ``--to``."""
     from coat_eval.scoring import format_headline
 
     _warn(report, f"{title}: ")
-    if own_set:
-        say(f"{title}\n{json.dumps(report['metrics'], indent=2)}")
-        return
     say(f"{title}\n{format_headline(report)}")
-    if report["n_media_problems"]:
-        say(
-            f"{report['n_media_problems']} questions were skipped and count as wrong, because an "
-            f"image or video cannot be read; {out / 'media_problems.jsonl'} lists them"
-        )
     say(f"{out / 'report.json'} has all metrics and items\n")
 
 
@@ -408,40 +400,32 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
 
 def _score(args: argparse.Namespace) -> int:
     from coat_eval.benchmark import Settings
-    from coat_eval.scoring import format_headline, score_official, score_set
+    from coat_eval.scoring import format_headline, score_official
     from coat_eval.tasks import TASKS, get_benchmark, get_task
+    from coat_eval.tasks.question_set import QUESTIONS_FILE
 
     kind, equals, folder = args.name.partition("=")
-    if not equals:
-        if kind in TASKS:
-            raise ValueError(f"name the question set: {kind}=FOLDER")
-        chosen = {"profile": args.profile, "fallback": args.fallback}
-        report = score_official(
-            get_benchmark(kind),
-            args.predictions,
-            args.references,
-            settings=Settings(raw=args.raw, **{k: v for k, v in chosen.items() if v is not None}),
-            judge=_make_judge(args),
-            allow_missing=args.allow_missing,
-            with_items=args.items,
-            report_path=args.out,
-            submission_path=args.submission,
-        )
-        say(f"{format_headline(report)}\n{args.out} has all metrics")
-        _warn(report)
-        return 0
-    names = ("references", "profile", "raw", "fallback", "items", "submission", *_JUDGE)
-    check_effects(args, dict.fromkeys(names, "is for benchmarks, not for question sets"))
-    if len(args.predictions) != 1:
-        raise ValueError(f"--predictions: a question set has one file, not {len(args.predictions)}")
-    report = score_set(
-        get_task(kind),
-        Path(folder),
-        args.predictions[0],
-        args.out,
+    if equals:
+        task, references = get_task(kind), [Path(folder) / QUESTIONS_FILE]
+        names = ("references", "profile", "raw", "fallback", "submission", *_JUDGE)
+        check_effects(args, dict.fromkeys(names, "is for benchmarks, not for question sets"))
+    elif kind in TASKS:
+        raise ValueError(f"name the question set: {kind}=FOLDER")
+    else:
+        task, references = get_benchmark(kind), args.references
+    chosen = {"profile": args.profile, "fallback": args.fallback}
+    report = score_official(
+        task,
+        args.predictions,
+        references,
+        settings=Settings(raw=args.raw, **{k: v for k, v in chosen.items() if v is not None}),
+        judge=_make_judge(args),
         allow_missing=args.allow_missing,
+        with_items=args.items,
+        report_path=args.out,
+        submission_path=args.submission,
     )
-    say(json.dumps(report["metrics"], indent=2))
+    say(f"{format_headline(report)}\n{args.out} has all metrics")
     _warn(report)
     return 0
 

@@ -35,24 +35,31 @@ RECIPE: dict[str, Any] = {
 }
 
 
+def write_report(folder: Path, task: str, items: list[dict[str, Any]]) -> None:
+    """A report without metrics, which are then computed from the items."""
+    rules = {"task": task, "profile": "official", "follows": "x"}
+    report = {**rules, "metrics": {}, "standard_errors": {}, "items": items}
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps(report))
+
+
 def make_run(
     folder: Path, naming: list[bool], presence: list[tuple[str, str]], loss: float
 ) -> Path:
     """A run folder with items (correct), (said, labeled), and four training steps."""
-    for name in ("naming", "presence"):
-        (folder / "eval" / name).mkdir(parents=True)
+    folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    rows = [
-        {"question_id": f"n{i}", "correct": c, "extracted": "x", "reference": "x"}
+    rows: list[dict[str, Any]] = [
+        {"question_id": f"n{i}", "score": float(c), "extracted": "x", "reference": "x"}
         for i, c in enumerate(naming)
     ]
-    (folder / "eval/naming/items.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_report(folder / "eval" / "naming", "short_answer", rows)
     rows = [
-        {"question_id": f"p{i}", "correct": s == l, "extracted": s, "reference": l}
+        {"question_id": f"p{i}", "score": float(s == l), "extracted": s, "reference": l}
         for i, (s, l) in enumerate(presence)
     ]
     # Predictions come in the order of prompt length, so the files' orders differ.
-    (folder / "eval/presence/items.jsonl").write_text("\n".join(map(json.dumps, reversed(rows))))
+    write_report(folder / "eval" / "presence", "yes_no", rows[::-1])
     metrics = [
         {"kind": "step", "stage": "sft", "step": step, "loss": loss + 4 - step}
         for step in range(1, 5)
@@ -137,7 +144,7 @@ def test_other_items_do_not_compare(tmp_path: Path) -> None:
     (d / "metrics.jsonl").write_text(metrics.replace('"a"', '"other"'))
     with pytest.raises(ValueError, match="validation other"):
         compare_runs([a], [d])
-    (b / "eval/naming/items.jsonl").unlink()
+    (b / "eval/naming/report.json").unlink()
     with pytest.raises(FileNotFoundError, match="coat-vlm eval --model"):
         compare_runs([a], [b])
 

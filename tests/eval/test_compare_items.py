@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from PIL import Image
 from coat_cli.main import main
 from coat_eval.compare_models import compare_items, compute_headline_metrics, format_differences
 from coat_eval.scored_set import read_sets
-from coat_eval.scoring import score_official, score_set
+from coat_eval.scoring import score_official
 from coat_eval.significance import (
     RatioMetric,
     bootstrap_intervals,
@@ -141,10 +140,6 @@ def test_differences_of_pope_are_those_of_its_scorer(models: tuple[Path, Path]) 
     assert row.difference == pytest.approx(row.second - row.first)
     assert (row.only_first, row.only_second, row.items) == (6, 1, 12)
     assert row.p_value == pytest.approx(2 * (1 + 7) / 128)
-    older = json.loads((models[0] / "pope/report.json").read_text())["items"]
-    older = [{k: v for k, v in item.items() if k != "tables"} for item in older]
-    again = pope_report(models[0].parent / "older", ANSWERS["a"], items=older)
-    assert compare_items([again, models[1]]).differences[-1].interval == row.interval
     assert (rows["adversarial.f1"].only_first, rows["adversarial.f1"].items) == (2, 4)
     assert row.interval is not None
     assert row.interval[0] < row.difference < row.interval[1]
@@ -252,7 +247,13 @@ def test_texts_keep_their_line_separators(models: tuple[Path, Path], tmp_path: P
     )
     row = {"question_id": 1, "prediction": "no\u2028really\u0085"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False))
-    score_set(get_task("yes_no"), tmp_path, tmp_path / "p.jsonl", tmp_path / "report.json")
+    score_official(
+        get_task("yes_no"),
+        [tmp_path / "p.jsonl"],
+        [tmp_path / "questions.jsonl"],
+        with_items=True,
+        report_path=tmp_path / "report.json",
+    )
     (own,) = read_sets(tmp_path).values()
     assert (own.items[0]["question"], own.items[0]["prediction"]) == (question, row["prediction"])
     prompts = models[0] / "pope" / "prompts.jsonl"
@@ -286,17 +287,6 @@ def test_what_does_not_compare_is_an_error(
     assert "given twice" in fails(models[0], models[0])
     assert "is for --html FILE" in fails(*models, "--limit", 3)
     assert "is not a run folder, a report" in fails(models[0], tmp_path / "nothing")
-
-
-def test_ten_thousand_items_take_seconds() -> None:
-    rng = np.random.default_rng(0)
-    pairs = [
-        tuple(RatioMetric([(rng.random(10_000).round(), np.ones(10_000))]) for _ in range(2))
-        for _ in range(3)
-    ]
-    started = time.perf_counter()
-    bootstrap_intervals([([a], [b]) for a, b in pairs])
-    assert time.perf_counter() - started < 10
 
 
 DATA = os.environ.get("COAT_EVAL_DATA")

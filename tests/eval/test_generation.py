@@ -187,7 +187,7 @@ def test_answers_of_any_number_of_ranks_are_put_together(tmp_path: Path):
         resume(tmp_path, {"model": "b"})
     assert list(merge(tmp_path)) == [1, 2, 3, 5]
     assert resume(tmp_path, {"model": "b"}, overwrite=True) == set()
-    assert json.loads((tmp_path / "run.json").read_text()) == {"format_version": 2, "model": "b"}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"format_version": 1, "model": "b"}
 
 
 def test_a_damaged_line_is_named(tmp_path: Path):
@@ -212,7 +212,7 @@ def test_a_run_that_answered_nothing_does_not_stand_in_the_way(tmp_path: Path):
     merge(tmp_path)
     assert (tmp_path / "predictions.jsonl").read_bytes() == b""
     assert resume(tmp_path, {"model": "b"}) == set()
-    assert json.loads((tmp_path / "run.json").read_text()) == {"format_version": 2, "model": "b"}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"format_version": 1, "model": "b"}
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x"])

@@ -1,8 +1,8 @@
 """Predictions that lmms-eval and VLMEvalKit write, and tables: rows after their own writers."""
 
-import builtins
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,7 +178,7 @@ def test_result_tables_of_vlmevalkit(tmp_path: Path, seed: Path):
     ]  # only index and prediction
     assert score("seedbench", write(tmp_path / "p.jsonl", ids), seed)["metrics"]["all"] == 100
     unknown = [{"index": i, "prediction": "B"} for i in range(3)]
-    with pytest.raises(DataError, match="no question id of the references and no question"):
+    with pytest.raises(DataError, match=r"question None .* is not in the references"):
         score("seedbench", write(tmp_path / "p.jsonl", unknown), seed)
 
 
@@ -241,15 +241,7 @@ def test_a_damaged_table_names_its_line(tmp_path: Path):
 
 def test_xlsx_without_openpyxl_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "p.xlsx"
-    path.write_bytes(b"PK\x03\x04")
-    known = builtins.__import__
-
-    def refuse(name: str, *rest, **options):
-        if name == "openpyxl":
-            raise ImportError(name)
-        return known(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DataError, match="XLSX files need openpyxl") as error:
+    pytest.importorskip("openpyxl").Workbook().save(path)
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(DataError, match=r"XLSX files need openpyxl .*\.\[xlsx\]"):
         read_table(path)
-    assert ".[xlsx]" in str(error.value)

@@ -73,17 +73,3 @@ def test_batches_and_workers_do_not_change_answers(model_dir: Path, questions: P
         answers.append({row["question_id"]: row["prediction"] for row in rows})
     assert answers[0] == answers[1]
     assert len(set(answers[0].values())) > 5
-
-
-def test_a_truncated_image_names_the_row(model_dir: Path, questions: Path):
-    path = questions / "5.png"
-    path.write_bytes(path.read_bytes()[:100])
-    task, generation = get_task("short_answer"), Generation(num_workers=1)
-    with pytest.raises(ValueError, match=r"questions\.jsonl.*5\.png"):
-        run_benchmark(
-            load(model_dir),
-            EvalTask(benchmark=task),
-            questions,
-            questions / "out",
-            generation,
-        )

@@ -213,7 +213,7 @@ def other_length(_: Path) -> dict:
     ("change", "named"),
     [
         (other_model, "model_sha256"),
-        (other_questions, "questions_sha256"),
+        (other_questions, "prompts_sha256"),
         (other_length, "max_new_tokens"),
     ],
 )
@@ -233,18 +233,26 @@ def test_predictions_of_something_else_are_refused_or_replaced(
 
 
 class Unreadable(FirstTexts):
+    """Cannot read the image of the shortest question."""
+
     def encode(self, sample: Sample) -> str:
-        raise DataError("set/questions.jsonl:1", "the image is truncated", "replace it")
+        text = super().encode(sample)
+        if len(text) < 16:
+            raise DataError("set/questions.jsonl:1", "the image is truncated", "replace it")
+        return text
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_image_is_a_data_error_from_a_worker_too(
+def test_a_bad_image_is_skipped_counted_as_wrong_and_listed(
     folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ):
     monkeypatch.setattr(own_model, "PromptEncoder", Unreadable)
-    with pytest.raises(DataError, match="the image is truncated") as error:
-        go(folder, script, num_workers=num_workers)
-    assert error.value.where == "set/questions.jsonl:1"
+    report = go(folder, script, num_workers=num_workers)
+    assert (report["n"], report["n_media_problems"], report["n_missing"]) == (10, 1, 1)
+    assert report["metrics"]["accuracy"] == 90.0
+    assert "1 questions were skipped and count as wrong" in report["warnings"][0]
+    (row,) = map(json.loads, (folder / "out" / "media_problems.jsonl").read_text().splitlines())
+    assert (row["question_id"], row["problem"]) == ("q9", "the image is truncated")
 
 
 QUIET = Generation(max_new_tokens=16)

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -164,7 +163,7 @@ def test_references_of_another_benchmark_or_without_answers(
         (["gqa", "--fallback", "wrong"], "fallback and seed are for MMMU"),
         (["gqa"], "needs its reference files"),
         (["yes_no", "--references", "x"], "name the question set: yes_no=FOLDER"),
-        (["yes_no=.", "--items"], "--items has no effect: it is for benchmarks"),
+        (["yes_no=.", "--raw"], "--raw has no effect: it is for benchmarks"),
         (["yes=."], "unknown task 'yes'; allowed: yes_no"),
         (["x"], "unknown benchmark 'x'; allowed: pope"),
     ],
@@ -179,12 +178,27 @@ def test_options_that_do_not_fit(
 
 
 def test_a_set_of_ones_own(folder: Path):
-    row = {"question_id": "a", "text": "a?", "answer": "yes"}
+    row = {"question_id": "a", "image": "gone.png", "text": "a?", "answer": "yes", "category": "c"}
     (folder / "questions.jsonl").write_text(json.dumps(row))
-    (folder / "p.jsonl").write_text(json.dumps({"question_id": "a", "prediction": "Yes"}))
-    words = [f"yes_no={folder}", "--predictions", str(folder / "p.jsonl")]
+    llava = {"question_id": "a", "prompt": "a?", "text": "Well, yes", "category": "default"}
+    (folder / "p.jsonl").write_text(json.dumps(llava))
+    words = [f"yes_no={folder}", "--predictions", str(folder / "p.jsonl"), "--items"]
     assert main(["score", *words, "--out", str(folder / "report.json")]) == 0
-    assert report(folder)["metrics"]["accuracy"] == 100
+    found = report(folder)
+    assert (found["headline"], found["metrics"]["accuracy"]) == ("f1", 100)
+    assert found["counts"] == {"category.c": 1}
+    assert found["items"] == [
+        {
+            "question_id": "a",
+            "question": "a?",
+            "media": [{"kind": "image", "path": str(folder / "gone.png")}],
+            "prediction": "Well, yes",
+            "extracted": "yes",
+            "reference": "yes",
+            "score": 1.0,
+            "tables": {"category": "c"},
+        }
+    ]
 
 
 def test_scoring_imports_neither_torch_nor_transformers(folder: Path):
@@ -199,26 +213,6 @@ def test_scoring_imports_neither_torch_nor_transformers(folder: Path):
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
-
-
-def test_ten_thousand_predictions_take_less_than_two_seconds(folder: Path):
-    answers = [{"answer": f"a red-cup {i}", "answer_id": i} for i in range(10)]
-    rows = [
-        {
-            "question_id": i,
-            "image_id": i,
-            "question_type": f"what {i % 60}",
-            "answer_type": "other",
-            "answers": [{**one, "answer": f"{one['answer']} {i % 5000}"} for one in answers],
-        }
-        for i in range(10_000)
-    ]
-    (folder / "questions.json").write_text(json.dumps({"annotations": rows}))
-    predictions = [{"question_id": i, "answer": f"The red cup 3 {i}."} for i in range(10_000)]
-    start = time.process_time()
-    assert score(folder, predictions, task="vqav2") == 0
-    # Two on an idle core; processor time stretches on a shared one.
-    assert time.process_time() - start < 4
 
 
 def test_the_documented_example_of_a_benchmark_scores(tmp_path: Path):

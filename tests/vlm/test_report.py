@@ -17,7 +17,6 @@ from coat_vlm.report.evaluation import (
     build_sample_cards,
     choose,
     find_interval,
-    read_items,
 )
 from coat_vlm.report.plots import plot_stage
 from coat_vlm.report.run_folder import StageLog, read_run_folder
@@ -84,7 +83,6 @@ def run(tmp_path: Path) -> Path:
         item(number, correct=number % 3 > 0, image=str(tmp_path / "red.png"))
         for number in range(30)
     ]
-    (folder / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
     values = {"accuracy": 66.67, "f1": 60.0, "chance": 50.0, "majority": 55.0, "f1_chance": 47.0}
     metrics = {**values, **{f"near.{metric}": value for metric, value in values.items()}}
     report = {
@@ -95,7 +93,8 @@ def run(tmp_path: Path) -> Path:
         "n_unparsed": 2,
         "n_empty": 1,
         "standard_errors": {"accuracy": 8.0},
-        "categories": {"near": 30},
+        "counts": {"category.near": 30},
+        "items": items,
     }
     (folder / "report.json").write_text(json.dumps(report))
     (tmp_path / "eval.json").write_text(json.dumps({"precision": "bf16", "presence": metrics}))
@@ -114,13 +113,13 @@ def item(number: int, *, correct: bool, image: str) -> dict:
     said = "Yes" if correct else " " if number == 3 else "<script>alert(1)</script>"
     return {
         "question_id": str(number),
-        "category": "near",
+        "tables": {"category": "near"},
         "question": f"Question {number}?",
         "media": [{"kind": "image", "path": image}],
         "reference": "yes",
         "prediction": said,
         "extracted": "yes",
-        "correct": correct,
+        "score": float(correct),
     }
 
 
@@ -310,7 +309,8 @@ def test_questions_answered_in_training_are_drawn_and_the_last_are_named(run: Pa
 
 
 def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
-    cards = build_sample_cards(read_items(run / "eval" / "presence"))
+    items = json.loads((run / "eval" / "presence" / "report.json").read_text())["items"]
+    cards = build_sample_cards(items)
     assert [card["correct"] for card in cards] == [False] * 6 + [True] * 6
     picture = base64.b64decode(cards[0]["images"][0].partition(",")[2])
     assert Image.open(io.BytesIO(picture)).size == (256, 128)

@@ -65,10 +65,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 def get_task(name: str, media_root: Path | str | None = None, **access: Any) -> QuestionSet:
     """Return the kind of question set by name; ValueError with the allowed names.
 
-    Args:
-        name: one of :data:`TASKS`.
-        media_root: root of relative media paths, a folder or address; default: the set's folder.
-        access: ``network`` and ``limits`` of :class:`QuestionSet`.
+    ``media_root`` and ``access`` are the arguments of :class:`QuestionSet`.
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; allowed: {', '.join(TASKS)}")
@@ -76,7 +73,9 @@ def get_task(name: str, media_root: Path | str | None = None, **access: Any) -> 
 
 
 def get_benchmark(name: str) -> Benchmark:
-    """Return the official benchmark by name; ValueError with the allowed names."""
+    """Return a benchmark or kind of question set; ValueError with the names of the benchmarks."""
+    if name in TASKS:
+        return TASKS[name]()
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
     return BENCHMARKS[name]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_eval.benchmark import Question, Settings
-from coat_eval.data_folder import Layouts
+from coat_eval.data_folder import Layouts, Row
 from coat_eval.files import Table
 from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_llava, ask_vlmeval
 from coat_eval.tasks.mmstar import CATEGORIES as MMSTAR_CATEGORIES
@@ -53,7 +53,7 @@ class Ai2d(LetterBenchmark):
             return replace(found, answer=string.ascii_uppercase[int(found.answer)])
         return found
 
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return VLMEvalKit's prompt, or lmms-eval's, which has the form of LLaVA's."""
         return ask_llava(question) if variant == "lmms" else ask_vlmeval(question)
 

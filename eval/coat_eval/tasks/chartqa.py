@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Prompt, PromptOptions, Question, Settings
-from coat_eval.data_folder import DataFolder, Layouts, Row
+from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Question, Settings
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 SPLITS = ("test_human", "test_augmented")
@@ -46,35 +46,50 @@ class ChartQa(Benchmark):
             split in SPLITS or split in ("human_test", "augmented_test")
         )
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return all questions; files are read in the order of their names."""
-        rows = [
-            Row(row, table, index, DataFolder(table.path.parent, ()))
-            for table in sorted(references, key=lambda table: table.path)
-            for index, row in enumerate(table.rows)
-        ]
-        return [_make_question(row, split, number) for row, split, number in _number_rows(rows)]
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions; ids are ``index``, or split and position in it.
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the question with the suffix of VLMEvalKit, or of lmms-eval as a variant."""
-        end = "Answer the question with a single word." if options.variant else SHORT_ANSWER
-        tables = sorted(filter(self.is_reference, folder.tables), key=lambda table: table.path)
-        rows = [
-            Row(row, table, index, folder)
-            for table in tables
-            for index, row in enumerate(table.rows)
-        ]
-        for row, split, number in _number_rows(rows):
-            question = _make_question(row, split, number)
-            name = str(row.values.get("imgname"))
-            yield Prompt(
-                question_id=question.question_id,
-                text=f"{question.text}\n{end}",
-                media=(row.image(name, ("png", "test/png", "images", ".")),),
-                where=row.where,
-            )
+        Files are read in the order of their names.
+        """
+        numbers: dict[str, int] = dict.fromkeys(SPLITS, -1)
+        tables = filter(self.is_reference, folder.tables)
+        for table in sorted(tables, key=lambda table: table.path):
+            for row in folder.rows_of(table):
+                values = row.values
+                # lmms-lab/ChartQA writes human_test; the official lists have the split in their
+                # names.
+                named = values.get("split") or values.get("type") or table.path.name
+                found = [one for one in SPLITS if one.removeprefix("test_") in str(named).lower()]
+                if len(found) != 1:
+                    raise DataError(
+                        row.where,
+                        f"is neither human nor augmented: {named!r}",
+                        "name the files test_human.json and test_augmented.json, or add the field "
+                        "split",
+                    )
+                split = found[0]
+                numbers[split] += 1
+                answer = values.get("label", values.get("answer"))
+                yield (
+                    Question(
+                        question_id=str(values.get("index", f"{split}_{numbers[split]}")),
+                        answer=None if answer is None else str(answer),
+                        tables={"split": split},
+                        text=str(values.get("query", values.get("question")) or ""),
+                        cluster=str(values.get("imgname") or ""),
+                        where=row.where,
+                    ),
+                    row,
+                )
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the question with the suffix of VLMEvalKit, or of lmms-eval as a variant."""
+        end = "Answer the question with a single word." if variant else SHORT_ANSWER
+        return f"{question.text}\n{end}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in Parquet."""
+        return (row.image(str(row.values.get("imgname")), ("png", "test/png", "images", ".")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the text without blanks around it; lmms: the text itself."""
@@ -121,34 +136,3 @@ def _parse_list(text: str) -> list[str]:
         except (SyntaxError, ValueError):
             pass
     return [text]
-
-
-def _number_rows(rows: Sequence[Row]) -> Iterator[tuple[Row, str, int]]:
-    """Yield each row with its split, and its position in the split from 0."""
-    numbers: dict[str, int] = dict.fromkeys(SPLITS, -1)
-    for row in rows:
-        # lmms-lab/ChartQA writes human_test; the official lists have the split in their names.
-        named = row.values.get("split") or row.values.get("type") or row.table.path.name
-        found = [split for split in SPLITS if split.removeprefix("test_") in str(named).lower()]
-        if len(found) != 1:
-            raise DataError(
-                row.where,
-                f"is neither human nor augmented: {named!r}",
-                "name the files test_human.json and test_augmented.json, or add the field split",
-            )
-        numbers[found[0]] += 1
-        yield row, found[0], numbers[found[0]]
-
-
-def _make_question(row: Row, split: str, number: int) -> Question:
-    """Make a question; its id is the row's ``index``, or split and position."""
-    values = row.values
-    answer = values.get("label", values.get("answer"))
-    return Question(
-        question_id=str(values.get("index", f"{split}_{number}")),
-        answer=None if answer is None else str(answer),
-        tables={"split": split},
-        text=str(values.get("query", values.get("question")) or ""),
-        cluster=str(values.get("imgname") or ""),
-        where=row.where,
-    )

@@ -6,20 +6,11 @@ in the form of the challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which l
 published predictions with scores were found, so only the rule is checked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import (
-    SHORT_ANSWER,
-    Benchmark,
-    Prompt,
-    PromptOptions,
-    Question,
-    ScoredItem,
-    Settings,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Question, ScoredItem, Settings, pick
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 _THRESHOLD = 0.5
@@ -64,15 +55,13 @@ class DocVqa(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the question with LLaVA's suffix, as VLMEvalKit and lmms-eval ask it."""
-        for row in folder.rows("questionId", "question"):
-            yield Prompt(
-                question_id=str(row.values["questionId"]),
-                text=f"{row.values['question']}\n{SHORT_ANSWER}",
-                media=(row.image(get_image(row.values), self.folders),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the question with LLaVA's suffix, as VLMEvalKit and lmms-eval ask it."""
+        return f"{question.text}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the page, in a folder or in Parquet."""
+        return (row.image(get_image(row.values), self.folders),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the text; it is normalized in the comparison."""

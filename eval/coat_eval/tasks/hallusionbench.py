@@ -7,25 +7,20 @@ reproduced here. VLMEvalKit asks a judge about answers with both or none of yes 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
     Benchmark,
-    Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
     UnusableVerdictError,
-    find_prompt,
     need_question,
-    pick,
     to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
 
@@ -60,15 +55,6 @@ class HallusionBench(Benchmark):
             return any(table.has(name) for name in self.text_fields)
         return super().is_predictions(table)
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or those in the results."""
-        carrying = [table for table in predictions if self.is_reference(table)]
-        questions = super().questions(references or carrying, predictions)
-        # Results may repeat a question, which is then a repeated prediction.
-        return questions if references else list({one.key: one for one in questions}.values())
-
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; VLMEvalKit's index is the id, and questions without image do not count."""
         answer = _ANSWERS.get(str(row["gt_answer"]))
@@ -89,31 +75,18 @@ class HallusionBench(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
-        for row in folder.rows(*_PARTS, "gt_answer"):
-            if str(row.values["visual_input"]) != "0":
-                name = str(row.values.get("filename")).removeprefix("./")
-                yield Prompt(
-                    question_id=_make_id(row.values),
-                    text=str(row.values["question"]),
-                    media=(row.image(name, ("hallusion_bench", "images", ".")),),
-                    where=row.where,
-                )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
+        return question.text
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of official results, or of rows by id."""
-        if not table.has(*_PARTS):
-            return super().predictions(table, questions)
-        return [
-            Prediction(
-                question_id=_make_id(row),
-                text=pick(row, self.text_fields, table.where(index)),
-                prompt=find_prompt(row),
-                where=table.where(index),
-            )
-            for index, row in enumerate(table.rows)
-        ]
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in Parquet."""
+        name = str(row.values.get("filename")).removeprefix("./")
+        return (row.image(name, ("hallusion_bench", "images", ".")),)
+
+    def find_id(self, row: Mapping[str, Any], where: str) -> str:
+        """Return VLMEvalKit's index, made of the parts of official results."""
+        return _make_id(row) if all(name in row for name in _PARTS) else super().find_id(row, where)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return ``yes``, ``no`` or None: see :func:`coat_eval.extract.extract_yes_no_word`."""

@@ -6,21 +6,13 @@ and no scorer; the rule is lmms-eval's, which names the authors' as its source. 
 predictions with scores were found, so only the rule is checked.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    LETTER_ANSWER,
-    Benchmark,
-    Prompt,
-    PromptOptions,
-    Question,
-    Settings,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import LETTER_ANSWER, Benchmark, Question, Settings, pick
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import extract_first_letter, letter_choices
 from coat_eval.files import Table
 
@@ -76,17 +68,15 @@ class LongVideoBench(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the official prompt after the video, without subtitles between its frames."""
-        for row in folder.rows("id", "question", "video_path"):
-            lines = [f"{letter}. {text}" for letter, text in _read_choices(row.values).items()]
-            name = str(row.values["video_path"])
-            yield Prompt(
-                question_id=str(row.values["id"]),
-                text="\n".join((f"Question: {row.values['question']}", *lines, LETTER_ANSWER)),
-                media=(folder.file(name, ("videos", "."), kind="video"),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt, without subtitles between the frames."""
+        lines = [f"{letter}. {text}" for letter, text in question.details["choices"].items()]
+        return "\n".join((f"Question: {question.text}", *lines, LETTER_ANSWER))
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the video."""
+        name = str(pick(row.values, ("video_path",), row.where))
+        return (row.folder.file(name, ("videos", "."), kind="video"),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the first A to E after removing phrases; None where lmms-eval draws a letter."""

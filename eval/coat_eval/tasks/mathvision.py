@@ -12,7 +12,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,16 +20,9 @@ from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    SHORT_ANSWER,
-    Benchmark,
-    Prompt,
-    PromptOptions,
-    Question,
-    Settings,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Question, Settings, pick
+from coat_eval.data_folder import Layouts, MediaFile, Row
+from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 
 STRING = "string"
@@ -124,24 +117,20 @@ class MathVision(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts of models/Qwen-VL.py: a short answer, or steps as a variant.
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the prompt of models/Qwen-VL.py: a short answer, or steps as a variant.
 
         Options that are the letters themselves stand in the image and are not listed.
         """
-        for row in folder.rows("id", "question", "options"):
-            texts = list(row.values["options"] or ())
-            listed = "".join(
-                f"({letter}) {text}\n" for letter, text in zip(ascii_uppercase, texts, strict=False)
-            )
-            asked = f"{row.values['question']}\n{'' if ''.join(texts) == 'ABCDE' else listed}"
-            name = str(row.values.get("image")).rpartition("/")[2]
-            yield Prompt(
-                question_id=str(row.values["id"]),
-                text=f"{_STEPS}\n{asked}" if options.variant else f"{asked}\n{SHORT_ANSWER}",
-                media=(row.image(name, ("images", "."), column="decoded_image"),),
-                where=row.where,
-            )
+        texts = list(row.values["options"] or ())
+        listed = "".join(f"({letter}) {one}\n" for letter, one in letter_choices(texts).items())
+        asked = f"{question.text}\n{'' if ''.join(texts) == 'ABCDE' else listed}"
+        return f"{_STEPS}\n{asked}" if variant else f"{asked}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the figure, in a folder or in Parquet."""
+        name = str(row.values.get("image")).rpartition("/")[2]
+        return (row.image(name, ("images", "."), column="decoded_image"),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the model's answer in lower case without LaTeX's layout; may be empty."""

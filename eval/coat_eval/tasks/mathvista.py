@@ -10,22 +10,12 @@ AI4Math/MathVista has the prompts (``query``).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    Benchmark,
-    Prediction,
-    Prompt,
-    PromptOptions,
-    Question,
-    Settings,
-    find_prompt,
-    need_question,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import Benchmark, Question, Settings, need_question, pick
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.tasks.docvqa import compute_distance
 
@@ -54,7 +44,7 @@ class MathVista(Benchmark):
     headline = ("overall", "question_type.free_form", "question_type.multi_choice")
     sizes: ClassVar[Mapping[str, int]] = {"testmini": 1000}
     id_fields = ("question_id", "pid")
-    text_fields = ("response", "prediction", "text")
+    text_fields = ("response", "prediction", "text", "extraction")
     carries_answers = True
     judged = True
     layouts: ClassVar[Layouts] = {
@@ -70,13 +60,6 @@ class MathVista(Benchmark):
         if self.is_reference(table):
             return table.has("response") or table.has("extraction")
         return super().is_predictions(table)
-
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or those in the results."""
-        carrying = [table for table in predictions if self.is_reference(table)]
-        return super().questions(references or carrying, predictions)
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; a question may have several ``skills``."""
@@ -97,31 +80,14 @@ class MathVista(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the published query, or build it for annotations without it."""
-        for row in folder.rows(*TABLES, "question", "image"):
-            question = self.question(row.values, row.table, row.where)
-            name = str(row.values["image"]).rpartition("/")[2]
-            yield Prompt(
-                question_id=question.question_id,
-                text=str(row.values.get("query") or _build_query(row.values, row.where)),
-                media=(row.image(name, ("images", "."), column="decoded_image"),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the published query, or build it for annotations without it."""
+        return str(row.values.get("query") or _build_query(row.values, row.where))
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the responses; results that only have the extractions give these."""
-        if not self.is_reference(table):
-            return super().predictions(table, questions)
-        return [
-            Prediction(
-                question_id=str(pick(row, self.id_fields, table.where(index))),
-                text=pick(row, ("response", "extraction"), table.where(index)),
-                prompt=find_prompt(row),
-                where=table.where(index),
-            )
-            for index, row in enumerate(table.rows)
-        ]
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the figure, in a folder or in Parquet."""
+        name = str(row.values["image"]).rpartition("/")[2]
+        return (row.image(name, ("images", "."), column="decoded_image"),)
 
     def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
         """Return the saved extractions, which may be numbers."""

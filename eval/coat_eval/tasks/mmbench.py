@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from coat_eval.benchmark import LETTER_ANSWER, Question
-from coat_eval.data_folder import Layouts
+from coat_eval.data_folder import Layouts, Row
 from coat_eval.files import Table
 from coat_eval.letter_choices import (
     VLMEVALKIT,
@@ -70,7 +70,7 @@ class MmBench(CircularBenchmark):
         """A table with rotations whose first category is not one of CCBench."""
         return has_rotations(table) and table.rows[0].get("category") not in CATEGORIES
 
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return LLaVA's prompt, or that of VLMEvalKit or lmms-eval."""
         if variant == "vlmeval":
             return ask_vlmeval(question)
@@ -93,7 +93,7 @@ class CcBench(CircularBenchmark):
         """A table with rotations whose first category is one of the seven."""
         return has_rotations(table) and table.rows[0].get("category") in CATEGORIES
 
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return VLMEvalKit's prompt, or lmms-eval's in Chinese."""
         if variant != "lmms":
             return ask_vlmeval(question)

@@ -5,7 +5,9 @@ its eval_tool/calculation.py. A task's score is 100 times the accuracy plus 100 
 share of images with both questions right, so the sums are at most 2000 and 800.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -13,8 +15,6 @@ from coat_eval.benchmark import (
     SHORT_ANSWER,
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -22,7 +22,7 @@ from coat_eval.benchmark import (
     pick,
     to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
 
@@ -80,11 +80,9 @@ class Mme(Benchmark):
         Raises:
             DataError: also if an image does not have two questions.
         """
-        carrying = [table for table in predictions if self.is_reference(table)]
-        questions = super().questions(references or carrying, predictions)
-        seen: dict[str, int] = {}
-        for one in questions:
-            seen[one.question_id] = seen.get(one.question_id, 0) + 1
+        folder = DataFolder(Path(), references or predictions)
+        questions = [one for one, _ in self.pairs(folder)]
+        seen = Counter(one.question_id for one in questions)
         for one in questions:
             if seen[one.question_id] != 2:
                 raise DataError(
@@ -121,19 +119,15 @@ class Mme(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt (llava_mme.jsonl), or MME's own for the variant ``vlmeval``."""
-        for row in folder.rows("question_id", "question", "category"):
-            question = str(row.values["question"])
-            if options.variant != "vlmeval":
-                question = f"{question.strip().replace(_INSTRUCTION, '')}\n{SHORT_ANSWER}"
-            name = str(row.values["question_id"])
-            yield Prompt(
-                question_id=f"{row.values['category']}/{name.rpartition('/')[2]}",
-                text=question,
-                media=(row.image(name, ("images", ".")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt (llava_mme.jsonl), or MME's own for the variant ``vlmeval``."""
+        if variant == "vlmeval":
+            return question.text
+        return f"{question.text.strip().replace(_INSTRUCTION, '')}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in a table."""
+        return (row.image(str(pick(row.values, ("question_id",), row.where)), ("images", ".")),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of official results, or of rows by id."""

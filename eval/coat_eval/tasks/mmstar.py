@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_eval.benchmark import LETTER_ANSWER, Question, ScoredItem, Settings
-from coat_eval.data_folder import Layouts
+from coat_eval.data_folder import Layouts, Row
 from coat_eval.extract import extract_ranked_letter
 from coat_eval.files import Table
 from coat_eval.letter_choices import LetterBenchmark, ask_vlmeval, list_choices, read_choices
@@ -50,7 +50,7 @@ class MmStar(LetterBenchmark):
         """Convert a row; the Hub's has its options in the question."""
         return super().question(_split_options(row), table, where)
 
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return VLMEvalKit's prompt; lmms: the Hub's question with its options and a request."""
         if variant != "lmms":
             return ask_vlmeval(question)

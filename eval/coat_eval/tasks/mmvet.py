@@ -10,15 +10,13 @@ comparable with published ones.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -28,8 +26,14 @@ from coat_eval.benchmark import (
     pick,
     to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
+
+_REASONING = (
+    "First please perform reasoning, and think step by step to provide best answer to the "
+    "following question: \n\n"
+)
+"""Beginning of lmms-eval's prompts."""
 
 
 class MmVet(Benchmark):
@@ -56,13 +60,6 @@ class MmVet(Benchmark):
         by_id = table.form == "mapping" and table.has("value")
         return by_id or _has_grades(table) or super().is_predictions(table)
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or the ids of the grades."""
-        carrying = [table for table in predictions if _has_grades(table)]
-        return super().questions(references or carrying, predictions)
-
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; a question may need several capabilities."""
         named = row.get("capability") or ()
@@ -76,22 +73,13 @@ class MmVet(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the question alone, as LLaVA and VLMEvalKit ask it, or lmms-eval's prompt."""
-        before = ""
-        if options.variant:
-            before = (
-                "First please perform reasoning, and think step by step to provide best answer to "
-                "the following question: \n\n"
-            )
-        for row in folder.rows("question", "answer", "capability"):
-            name = str(row.values.get("imagename"))
-            yield Prompt(
-                question_id=str(pick(row.values, self.id_fields, row.where)),
-                text=f"{before}{row.values['question']}",
-                media=(row.image(name, ("images", ".")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the question alone, as LLaVA and VLMEvalKit ask it, or lmms-eval's prompt."""
+        return f"{_REASONING if variant else ''}{question.text}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in Parquet."""
+        return (row.image(str(row.values.get("imagename")), ("images", ".")),)
 
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]

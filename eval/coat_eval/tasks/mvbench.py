@@ -17,16 +17,8 @@ from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    Benchmark,
-    Prompt,
-    PromptOptions,
-    Question,
-    ScoredItem,
-    Settings,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts, MediaFile, VideoClip
+from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, pick
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row, VideoClip
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 
@@ -97,60 +89,41 @@ class MvBench(Benchmark):
         names = (table.path.name.split(".")[0], *(one.name for one in table.path.parents))
         return next((name for name in names if name in TASKS), "")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the questions; an id is ``<task>/<position in the task, from 0>``."""
-        return [one for one, _ in self.number_questions(references)]
-
-    def number_questions(
-        self, tables: Sequence[Table]
-    ) -> Iterator[tuple[Question, Mapping[str, Any]]]:
-        """Yield each question with its row."""
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions; an id is ``<task>/<position in the task, from 0>``."""
         counts: Counter[str] = Counter()
-        for table in tables:
-            for index, row in enumerate(table.rows):
-                task, where = self.find_task(row, table), table.where(index)
-                choices, answer = read_candidates(row, where)
-                yield (
-                    Question(
-                        question_id=f"{task}/{counts[task]}",
-                        answer=answer,
-                        tables={"task": task},
-                        details={"choices": choices},
-                        text=str(pick(row, ("question",), where)),
-                        cluster=str(pick(row, ("video", "video_name"), where)),
-                        where=where,
-                    ),
-                    row,
+        for table in filter(self.is_reference, folder.tables):
+            for row in folder.rows_of(table):
+                task = self.find_task(row.values, table)
+                choices, answer = read_candidates(row.values, row.where)
+                question = Question(
+                    question_id=f"{task}/{counts[task]}",
+                    answer=answer,
+                    tables={"task": task},
+                    details={"choices": choices},
+                    text=str(pick(row.values, ("question",), row.where)),
+                    cluster=str(pick(row.values, ("video", "video_name"), row.where)),
+                    where=row.where,
                 )
                 counts[task] += 1
+                yield question, row
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the official prompt, whose last line begins the answer."""
-        tables = [table for table in folder.tables if self.is_reference(table)]
-        for one, row in self.number_questions(tables):
-            choices = one.details["choices"].items()
-            lines = [f"({letter}) {text}" for letter, text in choices]
-            head = [self.system, f"Question: {one.text}", *(["Options:"] if lines else [])]
-            yield Prompt(
-                question_id=one.question_id,
-                text="\n".join((*head, *lines, _REQUEST, self.answer_start)),
-                media=(self.find_video(folder, one, row),),
-                where=one.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt, whose last line begins the answer."""
+        lines = [f"({letter}) {text}" for letter, text in question.details["choices"].items()]
+        head = [self.system, f"Question: {question.text}", *(["Options:"] if lines else [])]
+        return "\n".join((*head, *lines, _REQUEST, self.answer_start))
 
-    def find_video(
-        self, folder: DataFolder, question: Question, row: Mapping[str, Any]
-    ) -> MediaFile:
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the video, or the part of it between ``start`` and ``end``."""
         task = question.tables["task"]
-        places = [folder.path / one / TASKS[task] / question.cluster for one in _PARENTS]
+        places = [row.folder.path / one / TASKS[task] / question.cluster for one in _PARENTS]
         path = next((one for one in places if one.exists()), places[0])
         if task not in (*_CLIPS, _FRAMES):
-            return MediaFile(path, "video")
-        start, end = (float(pick(row, (name,), question.where)) for name in ("start", "end"))
-        return VideoClip(path, "video", start=start, end=end, fps=3 if task == _FRAMES else None)
+            return (MediaFile(path, "video"),)
+        start, end = (float(pick(row.values, (name,), row.where)) for name in ("start", "end"))
+        fps = 3 if task == _FRAMES else None
+        return (VideoClip(path, "video", start=start, end=end, fps=fps),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the first word of the text's first line, in lower case, after ``(``."""
@@ -235,9 +208,7 @@ class Mlvu(MvBench):
         """Return the task that the row names."""
         return str(row.get("question_type") or row.get("task_type") or "")
 
-    def find_video(
-        self, folder: DataFolder, question: Question, row: Mapping[str, Any]
-    ) -> MediaFile:
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the video: in a folder per task as in MLVU/MVLU, or in one folder."""
         task = question.tables["task"]
         places = (
@@ -250,7 +221,7 @@ class Mlvu(MvBench):
             "video",
             ".",
         )
-        return folder.file(question.cluster, places, kind="video")
+        return (row.folder.file(question.cluster, places, kind="video"),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the character before the first parenthesis that closes, else the whole text."""

@@ -5,21 +5,13 @@ doc-doc/NExT-QA eval_mc.py. Its models are classifiers that give an index from 0
 language model's answer is found by lmms-eval's rule.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    Benchmark,
-    Prediction,
-    Prompt,
-    PromptOptions,
-    Question,
-    Settings,
-    pick,
-)
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import Benchmark, Prediction, Question, Settings, pick
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 from coat_eval.tasks.mmmu import parse_choice
@@ -67,17 +59,15 @@ class NextQa(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield lmms-eval's prompt: the question and five lettered choices."""
-        for row in folder.rows("video", "qid", "question", *_CHOICES):
-            lines = [f"{letter}. {text}" for letter, text in _read_choices(row.values).items()]
-            name = str(row.values["video"])
-            yield Prompt(
-                question_id=f"{name}_{row.values['qid']}",
-                text="\n".join((str(row.values["question"]).strip(), *lines)),
-                media=(folder.file(name, ("NExTVideo", "videos", "."), (".mp4",), "video"),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return lmms-eval's prompt: the question and five lettered choices."""
+        lines = [f"{letter}. {text}" for letter, text in question.details["choices"].items()]
+        return "\n".join((question.text.strip(), *lines))
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the video."""
+        folders = ("NExTVideo", "videos", ".")
+        return (row.folder.file(question.cluster, folders, (".mp4",), "video"),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions; an index from 0 to 4 is the letter of its choice.

@@ -12,8 +12,6 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -21,7 +19,7 @@ from coat_eval.benchmark import (
     group_by_table,
     pick,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 RECOGNITION = "Text Recognition"
@@ -71,20 +69,17 @@ class OcrBench(Benchmark):
             return table.has("predict")
         return super().is_predictions(table)
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or those in the results."""
-        carrying = [table for table in predictions if self.is_reference(table)]
-        questions = super().questions(references or carrying, predictions)
-        if references or not carrying:
-            return [replace(one, question_id=str(i)) for i, one in enumerate(questions)]
-        # Results may repeat a question, which is then a repeated prediction.
-        unique = {one.details["official_id"]: one for one in questions}.values()
-        return [replace(one, question_id=str(i)) for i, one in enumerate(unique)]
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions; an id is the position, of a repeated question the first one."""
+        places: dict[str, int] = {}
+        repeats = any(table.has("predict") for table in folder.tables)
+        for number, (one, row) in enumerate(super().pairs(folder)):
+            official = one.details["official_id"]
+            place = places.setdefault(official, len(places)) if repeats else number
+            yield replace(one, question_id=str(place)), row
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Convert a row; its id is its position, set by :meth:`questions`."""
+        """Convert a row; its id is its position, set by :meth:`pairs`."""
         kind = str(pick(row, ("type", "question_type", "category"), where))
         if kind not in _TYPES:
             raise DataError(where, f"type {kind!r} is unknown", f"allowed: {', '.join(_TYPES)}")
@@ -99,18 +94,14 @@ class OcrBench(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
-        tables = list(filter(self.is_reference, folder.tables))
-        rows = (row for row in folder.rows("question") if row.table in tables)
-        for number, row in enumerate(rows):
-            name = str(row.values.get("image_path"))
-            yield Prompt(
-                question_id=str(number),
-                text=str(row.values["question"]),
-                media=(row.image(name, ("OCRBench_Images", "images", ".")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
+        return question.text
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in a table."""
+        name = str(row.values.get("image_path"))
+        return (row.image(name, ("OCRBench_Images", "images", ".")),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of official results by data set and id, or of rows."""

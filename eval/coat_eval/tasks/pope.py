@@ -239,39 +239,26 @@ def _pair_labels(asked: Table, labels: Sequence[Table]) -> list[Question]:
         splits.setdefault(_get_split(asked, index), []).append(index)
     questions: dict[int, Question] = {}
     for split, rows in splits.items():
-        table = _find_label_table(asked, split, rows, labels)
+        wanted = [(_get_text(asked, index), asked.rows[index].get("image")) for index in rows]
+        named = [table for table in labels if _split_from_name(table) == split]
+        found = [table for table in (*named, *labels) if _asks(table, wanted)]
+        if named and not found:
+            raise DataError(
+                str(named[0].path),
+                f"does not ask the {len(rows)} {split} questions of {asked.path} in their order",
+                "take the label files that belong to it (LLaVA: RUCAIBox/POPE output/coco "
+                "@e3e3926)",
+            )
         for place, index in enumerate(rows):
-            label = None if table is None else _get_label(table, place)
+            label = _get_label(found[0], place) if found else None
             questions[index] = _make_question(asked, index, split, label)
     return [one for _, one in sorted(questions.items())]
 
 
-def _find_label_table(
-    asked: Table, split: str, rows: Sequence[int], labels: Sequence[Table]
-) -> Table | None:
-    texts = [_get_text(asked, index) for index in rows]
-    images = [asked.rows[index].get("image") for index in rows]
-    for table in sorted(labels, key=lambda table: _split_from_name(table) != split):
-        same = texts == [_get_text(table, place) for place in range(len(table.rows))]
-        if same and (not table.has("image") or images == [row["image"] for row in table.rows]):
-            return table
-    named = [table for table in labels if _split_from_name(table) == split]
-    if not named:
-        return None
-    table = named[0]
-    if len(table.rows) != len(rows):
-        raise DataError(
-            str(table.path),
-            f"{len(table.rows)} labels for the {len(rows)} {split} questions of {asked.path}",
-            "take the label files that belong to it (LLaVA: RUCAIBox/POPE output/coco @e3e3926)",
-        )
-    place = next(
-        (i for i, text in enumerate(texts) if text != _get_text(table, i)),
-        next((i for i, image in enumerate(images) if image != table.rows[i].get("image")), 0),
-    )
-    raise DataError(
-        table.where(place),
-        f"asks {_get_text(table, place)!r}, but row {rows[place] + 1} of {asked.path} asks "
-        f"{texts[place]!r} (images {table.rows[place].get('image')}, {images[place]})",
-        "take the label files that belong to it (LLaVA: RUCAIBox/POPE output/coco @e3e3926)",
-    )
+def _asks(table: Table, wanted: Sequence[tuple[str, Any]]) -> bool:
+    """Return whether a file has these questions with their images, if it names images."""
+    images = table.has("image")
+    found = [(_get_text(table, i), row.get("image")) for i, row in enumerate(table.rows)]
+    return [one if images else one[0] for one in found] == [
+        one if images else one[0] for one in wanted
+    ]

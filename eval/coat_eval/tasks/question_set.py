@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, ClassVar
 
 from coat_data.containers.remote_file import is_url
 from coat_data.limits import Limits, Network
@@ -39,11 +39,12 @@ from coat_eval.benchmark import (
     Settings,
     group_by_table,
 )
-from coat_eval.data_folder import DataFolder, MediaFile
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile
 from coat_eval.files import Table, read_json_lines
 from coat_eval.tasks.pope import compute_metrics
 
 QUESTIONS_FILE = "questions.jsonl"
+_REMEDY = "write one JSON object per line"
 MEDIA_KEYS = ("image", "images", "video", "videos")
 
 
@@ -59,6 +60,7 @@ class QuestionSet(Benchmark):
 
     source = "coat_eval/tasks/question_set.py"
     headline = ("accuracy",)
+    layouts: ClassVar[Layouts] = {"": ((QUESTIONS_FILE,),)}
 
     def __init__(
         self,
@@ -101,39 +103,24 @@ class QuestionSet(Benchmark):
 
         Raises:
             FileNotFoundError: the folder has no questions.jsonl.
-            DataError: a row is not an object (names file and line), or there is no row.
+            DataError: a row is not an object; names file and line.
         """
         path = Path(folder) / QUESTIONS_FILE
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; an evaluation folder needs that file")
-        remedy = "write one JSON object per line"
-        rows = list(read_json_lines(path, remedy))
-        if not rows:
-            raise DataError(str(path), "there is no question", remedy)
-        lines, objects = zip(*rows, strict=True)
-        return DataFolder(Path(folder), [Table(path=path, rows=list(objects), lines=lines)])
+        rows = list(read_json_lines(path, _REMEDY))
+        table = Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
+        return DataFolder(Path(folder), [table])
 
-    def load(self, folder: Path, *, check_media: bool = True) -> list[Question]:
-        """Load the questions of a folder in file order.
-
-        Args:
-            folder: evaluation folder.
-            check_media: whether every image and video must exist (scoring needs none).
+    def load(self, folder: Path) -> list[Question]:
+        """Load the questions of a folder in file order; every image and video must exist.
 
         Raises:
             FileNotFoundError: the folder has no questions.jsonl.
             DataError: the first bad row (names file and line), or there is no row.
         """
-        tables = self.open(folder).tables
-        questions = self.questions(tables, [])
-        media = [(own, one.where) for one in questions for own in one.details["sample"].media]
-        for own, where in media if check_media else ():
-            if own.path is not None and not (is_url(own.path) or Path(own.path).exists()):
-                raise DataError(
-                    where,
-                    f"the {own.kind} {own.path} does not exist",
-                    "correct the path or the media root",
-                )
+        questions = self.questions(self.open(folder).tables, [])
+        _check_media(questions)
         return questions
 
     def is_reference(self, table: Table) -> bool:
@@ -143,8 +130,10 @@ class QuestionSet(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Convert the rows of the table; a repeated id is an error."""
+        """Convert the rows of the table; a repeated id, or no row, is an error."""
         questions = super().questions(references, predictions)
+        if not questions:
+            raise DataError(str(references[0].path), "there is no question", _REMEDY)
         first: dict[str, str] = {}
         for one in questions:
             earlier = first.setdefault(one.question_id, one.where)
@@ -187,13 +176,16 @@ class QuestionSet(Benchmark):
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
         """Yield the conversations without the answers; every medium must exist."""
-        for one in self.load(folder.path):
+        questions = self.questions(folder.tables, [])
+        _check_media(questions)
+        for one in questions:
             sample: Sample = one.details["sample"]
             yield Prompt(
                 question_id=one.question_id,
                 text=get_text(sample),
                 media=tuple(MediaFile(own.path or "", own.kind) for own in sample.media),
                 where=one.where,
+                fingerprint=one.text,
                 sample=sample,
             )
 
@@ -330,6 +322,18 @@ class ShortAnswer(QuestionSet):
     def chance(self, questions: Sequence[Question]) -> float:
         """Return 100 / number of distinct reference answers."""
         return _percent(1, len({one.answer for one in questions}))
+
+
+def _check_media(questions: Sequence[Question]) -> None:
+    """Raise DataError if an image or video does not exist; those at addresses are not looked up."""
+    for one in questions:
+        for own in one.details["sample"].media:
+            if own.path is not None and not (is_url(own.path) or Path(own.path).exists()):
+                raise DataError(
+                    one.where,
+                    f"the {own.kind} {own.path} does not exist",
+                    "correct the path or the media root",
+                )
 
 
 def group_by_category(scored: Sequence[ScoredItem]) -> dict[str, list[ScoredItem]]:

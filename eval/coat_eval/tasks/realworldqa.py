@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Question, Settings
-from coat_eval.data_folder import Layouts
+from coat_eval.data_folder import Layouts, Row
 from coat_eval.extract import extract_ranked_letter
 from coat_eval.files import Table
 from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_vlmeval
@@ -37,7 +37,7 @@ class RealWorldQa(LetterBenchmark):
         plain = table.has("index", "answer") and not table.has("category")
         return plain and last.isdecimal() and int(last) < ROTATION and not table.has("prediction")
 
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return VLMEvalKit's prompt; lmms: the Hub's question, which contains its request."""
         if variant != "lmms":
             return ask_vlmeval(question)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions, Question, ScoredItem, Settings, to_percent
+from coat_eval.benchmark import Question, ScoredItem, Settings, to_percent
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_llava, ask_vlmeval
@@ -59,18 +59,16 @@ class ScienceQa(LetterBenchmark):
         skill = str(table.rows[0].get("category")) if table.rows else ""
         return last.isdecimal() and int(last) < ROTATION and skill[:1].isupper()
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the questions; of problems.json those of the split test count.
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions; of problems.json those of the split test count.
 
         The split is that of pid_splits.json, else the field ``split`` of each problem.
         """
-        tables = [table for table in references if not _is_splits(table)]
-        listed = [row for table in references if _is_splits(table) for row in table.rows]
+        listed = [row for table in folder.tables if _is_splits(table) for row in table.rows]
         test = {str(one) for row in listed if row["question_id"] == "test" for one in row["value"]}
-        found = super().questions(tables, predictions)
-        return [replace(one, counted=one.question_id in test) for one in found] if test else found
+        tables = [table for table in folder.tables if not _is_splits(table)]
+        for one, row in super().pairs(DataFolder(folder.path, tables)):
+            yield replace(one, counted=one.question_id in test) if test else one, row
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row of any of the files; Parquet rows all have an image."""
@@ -105,14 +103,7 @@ class ScienceQa(LetterBenchmark):
             cluster="",
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts of the counted questions."""
-        counted = {one.question_id for one in self.questions(folder.tables, []) if one.counted}
-        for one in super().prompts(folder, options):
-            if one.question_id in counted:
-                yield one
-
-    def ask(self, question: Question, variant: str) -> str:
+    def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return LLaVA's prompt, which is also lmms-eval's; vlmeval: VLMEvalKit's."""
         if variant == "vlmeval":
             return ask_vlmeval(question)
@@ -120,13 +111,13 @@ class ScienceQa(LetterBenchmark):
         details = {**question.details, "hint": hint and f"Context: {hint}"}
         return ask_llava(replace(question, details=details))
 
-    def find_media(self, row: Row, question_id: str) -> tuple[MediaFile, ...]:
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image if there is one; of problems.json ``images/test/PID/image.png``."""
         if "choices" not in row.values or row.in_parquet:
-            return super().find_media(row, question_id)
+            return super().media(question, row)
         name = row.values.get("image")
         folders = ("images/test", "test", "images", ".")
-        return (row.folder.file(f"{question_id}/{name}", folders),) if name else ()
+        return (row.folder.file(f"{question.question_id}/{name}", folders),) if name else ()
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the letter of LLaVA's rule on the raw text, or None.

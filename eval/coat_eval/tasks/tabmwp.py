@@ -6,11 +6,12 @@ Reasoning"; lupantech/PromptPG run_t5/eval.py. Runs of GPT-3 are extracted by an
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Question, Settings, pick
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.benchmark import Benchmark, Question, Settings, pick
+from coat_eval.data_folder import Layouts, Row
+from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 
 _UNREADABLE = re.compile("[{}^\\\\`\u2047<]")
@@ -54,26 +55,19 @@ class TabMwp(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield PromptPG's prompt without examples (run_gpt3/base_prompt.py, format TQ-A)."""
-        for row in folder.rows("question", "table", "choices", "unit"):
-            values = row.values
-            title = f"[TITLE]: {values['table_title']}\n" if values.get("table_title") else ""
-            unit = f" (Unit: {values['unit']})" if values["unit"] else ""
-            listed = " ".join(
-                f"({letter}) {one}"
-                for letter, one in zip("ABCDEF", values["choices"] or (), strict=False)
-            )
-            text = (
-                f"Table: {title}{values['table']}\nQuestion: {values['question']}{unit}"
-                + (f"\nOptions: {listed}" if listed else "")
-                + "\nAnswer:"
-            )
-            yield Prompt(
-                question_id=str(values["question_id"]),
-                text=text.replace("  ", " ").strip(),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return PromptPG's prompt without examples (run_gpt3/base_prompt.py, format TQ-A)."""
+        values = row.values
+        title = f"[TITLE]: {values['table_title']}\n" if values.get("table_title") else ""
+        unit = f" (Unit: {values['unit']})" if values["unit"] else ""
+        choices = letter_choices(values["choices"] or ()).items()
+        listed = " ".join(f"({letter}) {one}" for letter, one in choices)
+        text = (
+            f"Table: {title}{pick(values, ('table',), row.where)}\nQuestion: {question.text}{unit}"
+            + (f"\nOptions: {listed}" if listed else "")
+            + "\nAnswer:"
+        )
+        return text.replace("  ", " ").strip()
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the normalized answer: the most similar choice, or the last time or number."""

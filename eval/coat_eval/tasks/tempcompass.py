@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -24,7 +22,7 @@ from coat_eval.benchmark import (
     pick,
     to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 ASPECTS = ("action", "direction", "speed", "order", "attribute_change")
@@ -36,8 +34,8 @@ _INSTRUCTIONS = {
 _FILES = (f"{CHOICE}.json", f"{YES_NO}.json")
 _PARQUET = (f"{CHOICE}/test-*.parquet", f"{YES_NO}/test-*.parquet")
 
-Found = tuple[str, str, str, Mapping[str, Any], str]
-"""Kind, id, aspect, question with its answer, and position in the file."""
+Found = tuple[str, str, str, Mapping[str, Any], int]
+"""Kind, id, aspect, question with its answer, and index of the row."""
 
 
 class TempCompass(Benchmark):
@@ -63,37 +61,31 @@ class TempCompass(Benchmark):
             return any(_has_text(row) for _, _, _, row, _ in _iterate_questions(table))
         return super().is_predictions(table)
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or those in the predictions."""
-        carrying = [table for table in predictions if self.is_reference(table)]
-        return [
-            Question(
-                question_id=name,
-                category=kind,
-                answer=str(row["answer"]),
-                tables={"type": kind, kind: aspect},
-                text=str(row.get("question") or ""),
-                cluster=name.split("/")[0].removesuffix("_reverse"),
-                where=where,
-            )
-            for table in references or carrying
-            for kind, name, aspect, row, where in _iterate_questions(table)
-        ]
-
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the official prompt: the question, and an instruction on a line of its own."""
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions of each video, aspect after aspect."""
         for table in filter(self.is_reference, folder.tables):
-            for kind, name, _, row, where in _iterate_questions(table):
-                video = name.split("/")[0]
-                yield Prompt(
+            for kind, name, aspect, values, index in _iterate_questions(table):
+                row = Row(values, table, index, folder)
+                question = Question(
                     question_id=name,
                     category=kind,
-                    text=f"{pick(row, ('question',), where)}\n{_INSTRUCTIONS[kind]}",
-                    media=(folder.file(video, ("videos", "."), (".mp4",), "video"),),
-                    where=where,
+                    answer=str(values["answer"]),
+                    tables={"type": kind, kind: aspect},
+                    text=str(values.get("question") or ""),
+                    cluster=name.split("/")[0].removesuffix("_reverse"),
+                    where=row.where,
                 )
+                yield question, row
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt: the question, and an instruction on a line of its own."""
+        asked = pick(row.values, ("question",), row.where)
+        return f"{asked}\n{_INSTRUCTIONS[question.category]}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the video."""
+        video = question.question_id.split("/")[0]
+        return (row.folder.file(video, ("videos", "."), (".mp4",), "video"),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of the official layout, or of rows by id and category."""
@@ -103,11 +95,11 @@ class TempCompass(Benchmark):
             Prediction(
                 question_id=name,
                 category=kind,
-                text=pick(row, ("prediction", "response"), where),
+                text=pick(row, ("prediction", "response"), table.where(index)),
                 prompt=find_prompt(row),
-                where=where,
+                where=table.where(index),
             )
-            for kind, name, _, row, where in _iterate_questions(table)
+            for kind, name, _, row, index in _iterate_questions(table)
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
@@ -167,4 +159,4 @@ def _iterate_questions(table: Table) -> Iterator[Found]:
         for video, aspect, one in found:
             kind = YES_NO if str(pick(one, ("answer",), where)) in ("yes", "no") else CHOICE
             place = numbers[kind, video, aspect] = numbers.get((kind, video, aspect), 0) + 1
-            yield kind, f"{video}/{aspect}/{place}", aspect, one, where
+            yield kind, f"{video}/{aspect}/{place}", aspect, one, index

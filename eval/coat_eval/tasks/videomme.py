@@ -26,7 +26,7 @@ from coat_eval.benchmark import (
     pick,
     to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts, MediaFile
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import (
     PREFIXES_20240603,
     extract_first_letter,
@@ -78,39 +78,32 @@ class VideoMme(Benchmark):
             return any("response" in asked for _, asked, _ in _iterate_questions(table))
         return super().is_predictions(table)
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """Return the references' questions, or those in the results."""
-        carrying = [table for table in predictions if self.is_reference(table)]
-        questions = [
-            _make_question(*found)
-            for table in references or carrying
-            for found in _iterate_questions(table)
-        ]
-        # Results may repeat a question, which is then a repeated prediction.
-        return questions if references else list({one.key: one for one in questions}.values())
+    def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
+        """Yield the questions of each video."""
+        for table in filter(self.is_reference, folder.tables):
+            for video, asked, index in _iterate_questions(table):
+                row = Row({**video, **asked}, table, index, folder)
+                yield _make_question(video, asked, row.where), row
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
         """Yield the official prompt; options contain their letters. Videos may lack subtitles."""
         subtitles: dict[str, tuple[str, str]] = {}
-        for table in filter(self.is_reference, folder.tables):
-            for video, asked, where in _iterate_questions(table):
-                name = str(video.get("videoID") or pick(video, ("video_id",), where))
-                shown = folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video")
-                if options.variant == "subtitles" and name not in subtitles:
-                    subtitles[name] = _format_subtitles(folder, name, shown, options.frame_times)
-                question = str(pick(asked, ("question",), where))
-                choices = "\n".join(map(str, pick(asked, ("options",), where)))
-                spoken, sha256 = subtitles.get(name, ("", ""))
-                task = f"{_TASK}\n{question}\n{choices}\n{_END}"
-                yield Prompt(
-                    question_id=str(pick(asked, ("question_id",), where)),
-                    text=f"{spoken}{task}",
-                    media=(shown,),
-                    where=where,
-                    fingerprint=f"{sha256}{task}",
-                )
+        for one, row in self.pairs(folder):
+            name = str(row.values.get("videoID") or pick(row.values, ("video_id",), row.where))
+            shown = folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video")
+            if options.variant == "subtitles" and name not in subtitles:
+                subtitles[name] = _format_subtitles(folder, name, shown, options.frame_times)
+            question = str(pick(row.values, ("question",), row.where))
+            choices = "\n".join(map(str, pick(row.values, ("options",), row.where)))
+            spoken, sha256 = subtitles.get(name, ("", ""))
+            task = f"{_TASK}\n{question}\n{choices}\n{_END}"
+            yield Prompt(
+                question_id=one.question_id,
+                text=f"{spoken}{task}",
+                media=(shown,),
+                where=row.where,
+                fingerprint=f"{sha256}{task}",
+            )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of official results, without missing videos, or of rows by id."""
@@ -118,12 +111,12 @@ class VideoMme(Benchmark):
             return super().predictions(table, questions)
         return [
             Prediction(
-                question_id=str(pick(asked, ("question_id",), where)),
+                question_id=str(pick(asked, ("question_id",), table.where(index))),
                 text=asked["response"],
                 prompt=find_prompt(asked),
-                where=where,
+                where=table.where(index),
             )
-            for video, asked, where in _iterate_questions(table)
+            for video, asked, index in _iterate_questions(table)
             if "response" in asked and not video.get("missing")
         ]
 
@@ -214,11 +207,11 @@ def _format_subtitles(
     return f"This video's subtitles are listed below:\n{spoken}\n" if spoken else "", sha256
 
 
-def _iterate_questions(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:
-    """Yield every question with its video and its position; a flat row is both."""
+def _iterate_questions(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], int]]:
+    """Yield every question with its video and the index of its row; a flat row is both."""
     for index, row in enumerate(table.rows):
         for asked in row.get("questions", (row,)):
-            yield row, asked, table.where(index)
+            yield row, asked, index
 
 
 def _make_question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> Question:
