@@ -266,13 +266,13 @@ class Benchmark(ABC):
         return f"{found.partition(' @')[0]} @{commit}" if commit else found
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts of the counted questions, without opening images or videos.
+        """Yield the prompts of the counted questions with a text, without opening media.
 
         Overridden if a prompt depends on other rows; default: :meth:`ask` and :meth:`media`.
         DataError names file and row of a question that cannot be asked.
         """
         for one, row in self.pairs(folder):
-            if one.counted:
+            if one.counted and one.text:
                 yield Prompt(
                     question_id=one.question_id,
                     category=one.category,
@@ -282,10 +282,8 @@ class Benchmark(ABC):
                 )
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the text of a prompt."""
-        raise ValueError(
-            f"{self.name} has no prompts and no layouts: answers can be scored, not generated"
-        )
+        """Return the text of a prompt; default: the question alone."""
+        return question.text
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the images and videos of a prompt."""

@@ -9,10 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scoring_helpers import prompts_of, refuse, score, write
 
-from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions, Settings
-from coat_eval.data_folder import DataFolder
 from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 from coat_eval.tasks.chartqa import is_relaxed_match
@@ -20,33 +18,6 @@ from coat_eval.tasks.docvqa import compute_anls, compute_distance
 from coat_eval.tasks.tabmwp import compute_similarity, normalize_answer
 
 SHORT = "Answer the question using a single word or phrase."
-
-
-def write(path: Path, content: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        content = "".join(json.dumps(row) + "\n" for row in content)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-def score(name: str, predictions: Path, *references: Path, **options: Any) -> dict[str, Any]:
-    settings = Settings(profile=options.pop("profile", "official"))
-    return score_official(
-        get_benchmark(name), [predictions], references, settings=settings, **options
-    )
-
-
-def refuse(name: str, predictions: Path, *references: Path, **options: Any) -> str:
-    with pytest.raises(DataError) as error:
-        score(name, predictions, *references, **options)
-    return error.value.problem
-
-
-def prompts_of(folder: Path, name: str, **options: Any) -> list[Prompt]:
-    benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts, options.pop("split", ""))
-    return list(benchmark.prompts(data, PromptOptions(**options)))
 
 
 # MME: two images of one task per part; (gold, prediction) of their two questions.

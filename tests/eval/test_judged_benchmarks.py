@@ -1,6 +1,5 @@
 """MathVista, MATH-V and MM-Vet on made-up files in their official layouts; scores by hand."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scoring_helpers import prompts_of, write
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions, Settings
-from coat_eval.data_folder import DataFolder
+from coat_eval.benchmark import Settings
 from coat_eval.scoring import SAVED_VERDICTS, format_headline, score_official
 from coat_eval.tasks import get_benchmark, mathvision
 from coat_eval.tasks.mathvision import extract_answer, is_equal, is_same_text
@@ -22,23 +21,10 @@ from coat_eval.tasks.mathvision import extract_answer, is_equal, is_same_text
 SHORT = "Answer the question using a single word or phrase."
 
 
-def write(path: Path, content: Any) -> Path:
-    if path.suffix == ".jsonl":
-        content = "".join(json.dumps(row) + "\n" for row in content)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
 def score(name: str, *predictions: Path, references: tuple[Path, ...] = (), **options: Any) -> dict:
     settings = Settings(profile=options.pop("profile", "official"))
     given = {"allow_missing": True, "with_items": True, **options}
     return score_official(get_benchmark(name), predictions, references, settings=settings, **given)
-
-
-def prompts_of(folder: Path, name: str, variant: str = "") -> list[Prompt]:
-    benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts)
-    return list(benchmark.prompts(data, PromptOptions(variant=variant)))
 
 
 def problem(pid: str, answer: str, kind: str = "integer", **fields: Any) -> dict[str, Any]:
@@ -241,7 +227,7 @@ def test_mathvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     listed = "Which <image1>?\n(A) 3\n(B) 4\n(C) 5\n(D) 6\n(E) 7\n"
     assert second.text == f"{listed}\n{SHORT}"
     assert Path(third.media[0].path) == tmp_path / "images" / "1.jpg"
-    steps = prompts_of(tmp_path, "mathvision", "steps")[1].text
+    steps = prompts_of(tmp_path, "mathvision", variant="steps")[1].text
     assert steps.startswith("Please solve the problem step by step")
     assert steps.endswith(listed)
     broken = [mathvision_rows()[1] | {"answer": "F"}]
@@ -283,6 +269,6 @@ def test_prompts_of_mmvet(tmp_path: Path):
     (plain,) = prompts_of(tmp_path, "mmvet")
     assert (plain.text, plain.question_id) == ("What is x?", "v1_0")
     assert Path(plain.media[0].path) == tmp_path / "images" / "v1_0.png"
-    (lmms,) = prompts_of(tmp_path, "mmvet", "lmms")
+    (lmms,) = prompts_of(tmp_path, "mmvet", variant="lmms")
     assert lmms.text.startswith("First please perform reasoning")
     assert lmms.text.endswith("question: \n\nWhat is x?")

@@ -4,7 +4,6 @@ The scores and prompts are worked out by hand from the upstream rules.
 """
 
 import base64
-import csv
 import io
 import json
 from pathlib import Path
@@ -15,31 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from official_files import encoded, noise
 from PIL import Image
+from scoring_helpers import pixels, prompts_of, score, write
 
 from coat_cli.main import main
 from coat_data.media.image import open_image
 from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions, Settings
-from coat_eval.data_folder import DataFolder
+from coat_eval.benchmark import Settings
 from coat_eval.extract import infer_letter, infer_letter_c03bc048
 from coat_eval.runner import make_eval_task
-from coat_eval.scoring import RULE_ONLY, format_headline, score_official
-from coat_eval.tasks import get_benchmark
+from coat_eval.scoring import RULE_ONLY, format_headline
 
 LETTER = "Answer with the option's letter from the given choices directly."
 SELECT = "Please select the correct answer from the options above. \n"
 FRUIT = {"A": "a red apple", "B": "a pear", "C": "two plums", "D": "nothing"}
 C03BC048 = "vlmeval@c03bc048"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write a TSV as pandas does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter="\t", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def answers(path: Path, texts: dict[str, str] | list[str]) -> Path:
@@ -49,27 +37,8 @@ def answers(path: Path, texts: dict[str, str] | list[str]) -> Path:
     return path
 
 
-def score(name: str, predictions: Path, *references: Path, **options: Any) -> dict[str, Any]:
-    profile = options.pop("profile", "official")
-    settings = Settings(profile=profile)
-    return score_official(
-        get_benchmark(name), [predictions], references, settings=settings, **options
-    )
-
-
-def prompts_of(folder: Path, name: str, variant: str = "", split: str = "") -> list[Prompt]:
-    benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts, split)
-    return list(benchmark.prompts(data, PromptOptions(variant=variant)))
-
-
 def base64_image(seed: int) -> str:
     return base64.b64encode(encoded(seed)["bytes"]).decode()
-
-
-def pixels(prompt: Prompt) -> bytes:
-    (shown,) = prompt.media
-    return open_image(shown.load()).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +134,7 @@ def test_images_and_prompts_of_the_table(tmp_path: Path):
         f'Question: Which "fruit",\nof 3?\nOptions:\nA. a red apple\nC. two plums\n{SELECT}'
     )
     assert [pixels(one) for one in prompts] == [noise(i).tobytes() for i in (0, 1, 0, 3)]
-    (lmms, *_) = prompts_of(tmp_path, "mmstar", "lmms")
+    (lmms, *_) = prompts_of(tmp_path, "mmstar", variant="lmms")
     listed = "A: a red apple, B: a pear, C: two plums, D: nothing"
     assert lmms.text == f'Which "fruit",\nof 0?\nOptions: {listed}\n{LETTER[:-1]}'
 
@@ -183,7 +152,7 @@ def test_the_hubs_mmstar_asks_the_same(tmp_path: Path):
     (tmp_path / "hub").mkdir()
     pq.write_table(pa.Table.from_pylist(hub), tmp_path / "hub" / "mmstar.parquet")
     for variant in ("", "lmms"):
-        own, other = (prompts_of(tmp_path / at, "mmstar", variant) for at in ("own", "hub"))
+        own, other = (prompts_of(tmp_path / at, "mmstar", variant=variant) for at in ("own", "hub"))
         assert [one.text for one in own] == [one.text for one in other]
         assert [pixels(one) for one in own] == [pixels(one) for one in other]
     said = answers(tmp_path / "p.jsonl", ["B", "B", "two plums"])
@@ -202,7 +171,7 @@ def test_realworldqa(tmp_path: Path):
     lmms = score("realworldqa", said, table, profile="lmms")["metrics"]
     assert lmms == {"overall": pytest.approx(200 / 3)}
     with pytest.raises(DataError, match="lmms-eval asks the Hub's questions"):
-        prompts_of(tmp_path, "realworldqa", "lmms")
+        prompts_of(tmp_path, "realworldqa", variant="lmms")
 
 
 def test_the_hubs_realworldqa_is_for_the_profile_lmms(tmp_path: Path):
@@ -216,7 +185,7 @@ def test_the_hubs_realworldqa_is_for_the_profile_lmms(tmp_path: Path):
     pq.write_table(pa.Table.from_pylist(rows), path)
     said = answers(tmp_path / "p.jsonl", ["(B)", "4."])
     assert score("realworldqa", said, path, profile="lmms")["metrics"]["overall"] == 100
-    (first, second) = prompts_of(tmp_path, "realworldqa", "lmms")
+    (first, second) = prompts_of(tmp_path, "realworldqa", variant="lmms")
     assert (first.text, second.question_id) == (question, "1")
     for attempt in (
         lambda: score("realworldqa", said, path),
@@ -312,7 +281,7 @@ def test_scienceqas_prompts(tmp_path: Path):
     assert prompts["71"].text == f"q71?\n{listed}\n{LETTER}"
     assert pixels(prompts["5"]) == noise(7).tobytes()
     assert [len(one.media) for one in prompts.values()] == [1, 1, 0, 0]
-    (first, *_) = prompts_of(tmp_path, "scienceqa", "vlmeval")
+    (first, *_) = prompts_of(tmp_path, "scienceqa", variant="vlmeval")
     assert first.text == f"Hint: Read this.\nQuestion: q5?\nOptions:\n{listed}\n{SELECT}"
 
 
@@ -442,7 +411,7 @@ def test_tables_that_are_not_circular(tmp_path: Path):
 def test_mmbenchs_prompts(tmp_path: Path):
     write(tmp_path / "mmbench_dev_20230712.tsv", mmbench_rows())
     asked = {
-        variant: {one.question_id: one for one in prompts_of(tmp_path, "mmbench", variant)}
+        variant: {one.question_id: one for one in prompts_of(tmp_path, "mmbench", variant=variant)}
         for variant in ("", "vlmeval", "lmms")
     }
     assert asked[""]["241"].text == f"Look closely.\nWhich?\nA. red\nB. blue\n{LETTER}"
@@ -469,7 +438,7 @@ def test_ccbench(tmp_path: Path):
     report = score("ccbench", answers(tmp_path / "p.jsonl", said), table)
     assert report["metrics"]["overall"] == 50
     assert report["metrics"]["category.cultural_relic"] == 0
-    (first, *_) = prompts_of(tmp_path, "ccbench", "lmms")
+    (first, *_) = prompts_of(tmp_path, "ccbench", variant="lmms")
     assert first.text.splitlines()[1:3] == ["A. \u5929\u575b", "B. \u6545\u5bab"]
     with pytest.raises(DataError, match="looks like references for ccbench"):
         score("mmbench", answers(tmp_path / "p.jsonl", said), table)
@@ -508,7 +477,7 @@ def test_ai2d_says_that_only_its_rule_is_known(tmp_path: Path):
     said = answers(tmp_path / "p.jsonl", ["A", "(b)", " C. two"])
     assert score("ai2d", said, path, profile="lmms")["metrics"]["overall"] == 100
     for variant in ("", "lmms"):
-        own, other = (prompts_of(tmp_path / at, "ai2d", variant) for at in ("own", "hub"))
+        own, other = (prompts_of(tmp_path / at, "ai2d", variant=variant) for at in ("own", "hub"))
         assert [(one.text, pixels(one)) for one in own] == [
             (one.text, pixels(one)) for one in other
         ]

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from scoring_helpers import write
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
@@ -14,12 +15,6 @@ from coat_eval.tasks.mmmu import DOMAINS, SUBJECTS, is_open_correct, parse_choic
 
 MMMU = get_benchmark("mmmu")
 CHOICES = {"A": "red car", "B": "bicycle", "C": "green", "D": "red"}
-
-
-def write(path: Path, value: object) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(value))
-    return path
 
 
 def chosen(row_id: str, answer: str, response: str) -> dict:

@@ -5,48 +5,14 @@ skipped.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scoring_helpers import ROUNDING, agree, expected, find, needs_official_files, score_files
 
-from coat_eval.benchmark import Settings
-from coat_eval.scoring import score_official
-from coat_eval.tasks import get_benchmark
-
-DATA = os.environ.get("COAT_EVAL_DATA")
-pytestmark = pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
-# The files carry six decimals.
-ROUNDING = 1e-6
+pytestmark = needs_official_files
 VILA = "pred_vila1.5-8b.jsonl"
-
-
-def find(name: str) -> Path:
-    folder = Path(DATA or ".") / name
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is missing")
-    return folder
-
-
-def score(name: str, predictions: str, references: str | Path, **settings: Any) -> dict[str, Any]:
-    folder = find(name)
-    return score_official(
-        get_benchmark(name),
-        [folder / predictions],
-        [folder / references],
-        settings=Settings(**settings),
-        with_items=True,
-    )
-
-
-def expected(name: str, predictions: str) -> dict[str, Any]:
-    return json.loads((find(name) / "expected.dev.json").read_text())[predictions]
-
-
-def agree(metrics: dict[str, float], wanted: dict[str, float]) -> None:
-    found = {name: metrics[name] for name in wanted}
-    assert found == pytest.approx(wanted, abs=ROUNDING, rel=0)
 
 
 def check_categories(report: dict[str, Any], wanted: dict[str, dict[str, float]]) -> None:
@@ -65,7 +31,7 @@ def check_categories(report: dict[str, Any], wanted: dict[str, dict[str, float]]
 )
 def test_one_choice_per_row(name: str, predictions: str, references: str):
     wanted = expected(name, predictions)
-    report = score(name, predictions, references, profile="vlmeval@c03bc048")
+    report = score_files(name, predictions, references, profile="vlmeval@c03bc048")
     official = wanted["official"]
     agree(report["metrics"], {"overall": official["accuracy"]})
     agree(report["metrics"], {"overall": wanted["published"]["accuracy"]})
@@ -74,14 +40,14 @@ def test_one_choice_per_row(name: str, predictions: str, references: str):
     assert sum(item["score"] for item in report["items"]) == official["correct"]
     categories = official.get("per_category", {})
     check_categories(report, categories)
-    first = score(name, predictions, references, profile="first_letter")
+    first = score_files(name, predictions, references, profile="first_letter")
     agree(first["metrics"], {"overall": wanted["exact_first_letter"]})
     if name == "mmstar":
         means = [report["metrics"][f"category.{one}"] for one in categories]
         average = wanted["lmms_eval_style_average_of_categories"]
         assert sum(means) / len(means) == pytest.approx(average, abs=ROUNDING)
     if name != "scienceqa":  # whose official rule is LLaVA's
-        assert score(name, predictions, references)["metrics"] == report["metrics"]
+        assert score_files(name, predictions, references)["metrics"] == report["metrics"]
 
 
 def test_scienceqa_by_llava(tmp_path: Path):
@@ -101,7 +67,7 @@ def test_scienceqa_by_llava(tmp_path: Path):
     references = tmp_path / "problems.json"
     references.write_text(json.dumps(problems))
     wanted = expected("scienceqa", predictions)["official"]
-    report = score("scienceqa", predictions, references)
+    report = score_files("scienceqa", predictions, references)
     agree(report["metrics"], {"image": wanted["accuracy"], "overall": wanted["accuracy"]})
     assert report["n"] == wanted["n"]
     assert sum(item["score"] for item in report["items"]) == wanted["correct"]
@@ -120,7 +86,7 @@ def test_scienceqa_by_llava(tmp_path: Path):
 )
 def test_circular(name: str, predictions: str, references: str):
     wanted = expected(name, predictions)
-    report = score(name, predictions, references)
+    report = score_files(name, predictions, references)
     official = wanted["official"]
     agree(
         report["metrics"],

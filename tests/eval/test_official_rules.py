@@ -5,54 +5,22 @@ skipped.
 """
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from scoring_helpers import agree, expected, find, needs_official_files, score_files
 
-from coat_eval.benchmark import Settings
 from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
-DATA = os.environ.get("COAT_EVAL_DATA")
-pytestmark = pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
-# The files carry six decimals.
-ROUNDING = 1e-6
+pytestmark = needs_official_files
 VILA = "pred_vila1.5-8b.jsonl"
 AUGUST_2024 = "vlmeval@c03bc048"
 
 
-def find(name: str) -> Path:
-    folder = Path(DATA or ".") / name
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is missing")
-    return folder
-
-
-def score(name: str, predictions: str, *references: str, **settings: Any) -> dict[str, Any]:
-    folder = find(name)
-    return score_official(
-        get_benchmark(name),
-        [folder / predictions],
-        [folder / file for file in references],
-        settings=Settings(**settings),
-        with_items=True,
-    )
-
-
-def expected(name: str, predictions: str) -> dict[str, Any]:
-    return json.loads((find(name) / "expected.dev.json").read_text())[predictions]
-
-
-def agree(metrics: dict[str, float], wanted: dict[str, float], tolerance: float = ROUNDING) -> None:
-    found = {name: metrics[name] for name in wanted}
-    assert found == pytest.approx(wanted, abs=tolerance, rel=0)
-
-
 def test_mme():
     wanted = expected("mme", "results_vila1.5-8b")
-    report = score("mme", "results_vila1.5-8b")
+    report = score_files("mme", "results_vila1.5-8b")
     official = wanted["official"]
     agree(report["metrics"], {part: official[part] for part in ("perception", "cognition")})
     for task, row in official["per_task"].items():
@@ -60,7 +28,7 @@ def test_mme():
         agree(report["metrics"], {f"{name}.{task}": value for name, value in names.items()})
         assert report["counts"][f"task.{task}"] == row["n"]
     for profile in ("vlmeval", AUGUST_2024):
-        metrics = score("mme", "results_vila1.5-8b", profile=profile)["metrics"]
+        metrics = score_files("mme", "results_vila1.5-8b", profile=profile)["metrics"]
         scores = wanted["vlmevalkit"]["per_task_score"]
         agree(metrics, {f"score.{task}": value for task, value in scores.items()})
         for part in ("perception", "cognition"):
@@ -74,7 +42,7 @@ def test_mme():
 )
 def test_chartqa(profile: str, key: str):
     wanted = expected("chartqa", VILA)
-    metrics = score("chartqa", VILA, "test.jsonl", profile=profile)["metrics"]
+    metrics = score_files("chartqa", VILA, "test.jsonl", profile=profile)["metrics"]
     for name in (key, "published"):
         splits = {f"split.{k}": wanted[name][k] for k in ("test_human", "test_augmented")}
         agree(metrics, splits | {"overall": wanted[name]["overall"]})
@@ -82,7 +50,7 @@ def test_chartqa(profile: str, key: str):
 
 def test_the_rows_of_chartqa_where_the_order_of_gold_and_prediction_decides():
     first, second = (
-        score("chartqa", VILA, "test.jsonl", profile=profile)["items"]
+        score_files("chartqa", VILA, "test.jsonl", profile=profile)["items"]
         for profile in ("official", AUGUST_2024)
     )
     pairs = zip(first, second, strict=True)
@@ -92,7 +60,7 @@ def test_the_rows_of_chartqa_where_the_order_of_gold_and_prediction_decides():
 
 def test_ocrbench():
     wanted = expected("ocrbench", VILA)
-    report = score("ocrbench", VILA, "OCRBench.json")
+    report = score_files("ocrbench", VILA, "OCRBench.json")
     official = wanted["official"]
     assert official["final_score"] == wanted["against_official_OCRBench.json"]
     agree(report["metrics"], {"final_score": official["final_score"]})
@@ -109,7 +77,7 @@ def test_ocrbench():
 def test_hallusionbench():
     file = "HallusionBench_result_vila1.5-8b.json"
     wanted = expected("hallusionbench", file)
-    report = score("hallusionbench", file)
+    report = score_files("hallusionbench", file)
     official = wanted["official"]
     assert report["n_needs_judge"] == official.pop("unknown_counted_wrong")
     assert report["n_unparsed"] == 0
@@ -127,16 +95,16 @@ def test_hallusionbench():
 def test_okvqa():
     file = "pred_pica_gpt3_VinVL.1000.json"
     wanted = expected("okvqa", file)
-    report = score("okvqa", file, "okvqa_val.1000.jsonl")
+    report = score_files("okvqa", file, "okvqa_val.1000.jsonl")
     agree(report["metrics"], {"overall": wanted["official"]["accuracy"]})
-    pica = score("okvqa", file, "okvqa_val.1000.jsonl", profile="pica")
+    pica = score_files("okvqa", file, "okvqa_val.1000.jsonl", profile="pica")
     agree(pica["metrics"], {"overall": wanted["pica_rule_min(1,0.3*count)"]})
 
 
 def test_nextqa():
     file = "HGA-bert-ft-h256-val.json"
     wanted = expected("nextqa", file)
-    report = score("nextqa", file, "val.csv")
+    report = score_files("nextqa", file, "val.csv")
     names = {"Acc_C": "group.causal", "Acc_T": "group.temporal", "Acc_D": "group.descriptive"}
     names["all"] = "overall"
     for key, row in wanted["official"].items():
@@ -151,7 +119,7 @@ def test_nextqa():
 @pytest.mark.parametrize("kind", ["multi-choice", "yes_no"])
 def test_tempcompass(kind: str):
     wanted = expected("tempcompass", f"video-llava.{kind}.json")
-    report = score("tempcompass", f"video-llava.{kind}.json")
+    report = score_files("tempcompass", f"video-llava.{kind}.json")
     metrics = report["metrics"]
     counts = [report[name] for name in ("n", "n_unparsed", "n_needs_judge")]
     assert counts == [wanted["n"], 0, 0]
@@ -167,7 +135,7 @@ def test_tempcompass(kind: str):
 def test_tabmwp():
     file = "t5_large.test1k.json"
     wanted = expected("tabmwp", file)
-    report = score("tabmwp", file, "problems_test1k.min.json")
+    report = score_files("tabmwp", file, "problems_test1k.min.json")
     tables = [name for name in report["metrics"] if "." in name]
     names = {name.partition(".")[2].replace("-", "_"): name for name in tables}
     names |= {"all": "overall", "grade_1_6": "grade.1-6", "grade_7_8": "grade.7-8"}
@@ -184,7 +152,7 @@ def test_tabmwp():
 def test_mathvista():
     file = "output_llavar.json"
     wanted = expected("mathvista", file)
-    report = score("mathvista", file)
+    report = score_files("mathvista", file)
     official = wanted["official"]
     agree(report["metrics"], {"overall": official.pop("average")["accuracy"]})
     assert float(wanted["published"]["accuracy"]) == report["metrics"]["overall"]
@@ -209,7 +177,7 @@ def test_mathvision(tmp_path: Path, file: str, profile: str):
     rows = map(json.loads, (find("mathvision") / "test.min.jsonl").read_text().splitlines())
     references = tmp_path / "test.jsonl"
     references.write_text("\n".join(json.dumps(row) for row in rows if row["id"] in theirs))
-    report = score("mathvision", file, str(references), profile=profile)
+    report = score_files("mathvision", file, str(references), profile=profile)
     right = sum(item["score"] for item in report["items"])
     for item in report["items"]:
         assert item["extracted"] == theirs[item["question_id"]]["model_answer"]
@@ -234,7 +202,7 @@ def test_mmvet():
     grades = "llava-v1.5-7b_gpt-4-grade-1runs.json"
     wanted = expected("mmvet", grades)
     official = wanted["official"]
-    report = score("mmvet", grades)
+    report = score_files("mmvet", grades)
     agree(report["metrics"], {"total": official["total"], "run.1": official["runs"][0]})
     printed = [round(report["metrics"][name], 1) for name in ("total", "std")]
     assert printed == [official["total_printed"], official["std_printed"]]

@@ -1,17 +1,15 @@
 """Predictions that lmms-eval and VLMEvalKit write, and tables: rows after their own writers."""
 
-import csv
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from scoring_helpers import score, write, write_lines
 
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.files import read_table
-from coat_eval.scoring import score_official
-from coat_eval.tasks import get_benchmark
 
 GQA = {
     str(20 + i): {"question": f"Is door {i} open?", "answer": answer, "imageId": f"n{i}"}
@@ -48,24 +46,6 @@ def seed(tmp_path: Path) -> Path:
     return path
 
 
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_table(path: Path, rows: list[dict]) -> Path:
-    with path.open("w", newline="") as file:
-        delimiter = "\t" if path.suffix == ".tsv" else ","
-        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-def score(task: str, predictions: Path, references: Path, **options) -> dict:
-    return score_official(get_benchmark(task), [predictions], [references], **options)
-
-
 def sample_log(*, with_doc: bool) -> list[dict]:
     """Rows as lmms_eval/loggers/evaluation_tracker.py writes them; later versions drop ``doc``."""
     rows = []
@@ -90,7 +70,7 @@ def sample_log(*, with_doc: bool) -> list[dict]:
 
 @pytest.mark.parametrize("with_doc", [True, False])
 def test_sample_logs_of_lmms_eval(tmp_path: Path, gqa: Path, with_doc: bool):
-    log = write(tmp_path / "20260101_000000_samples_gqa.jsonl", sample_log(with_doc=with_doc))
+    log = write_lines(tmp_path / "20260101_000000_samples_gqa.jsonl", sample_log(with_doc=with_doc))
     report = score("gqa", log, gqa)
     assert (report["n"], report["metrics"]["accuracy"]) == (3, 100)
 
@@ -105,7 +85,7 @@ def test_sample_logs_of_lmms_eval_0_1(tmp_path: Path, gqa: Path):
 def test_a_log_without_ids_in_another_order_is_refused(tmp_path: Path, gqa: Path):
     rows = sample_log(with_doc=False)
     rows[0]["doc_id"], rows[1]["doc_id"] = 1, 0
-    log = write(tmp_path / "x_samples_gqa.jsonl", rows)
+    log = write_lines(tmp_path / "x_samples_gqa.jsonl", rows)
     with pytest.raises(DataError, match="prompts contradict the references"):
         score("gqa", log, gqa)
 
@@ -135,15 +115,15 @@ def test_popes_log_names_its_split(tmp_path: Path):
         for with_doc in (True, False)
         for number, (row, said) in enumerate(zip(labels, ["No", "Yes"], strict=True))
     ]
-    references = write(tmp_path / "labels.jsonl", labels)
+    references = write_lines(tmp_path / "labels.jsonl", labels)
     for part in (rows[:2], rows[2:]):
-        metrics = score("pope", write(tmp_path / "log.jsonl", part), references)["metrics"]
+        metrics = score("pope", write_lines(tmp_path / "log.jsonl", part), references)["metrics"]
         assert (metrics["popular.accuracy"], metrics["adversarial.accuracy"]) == (100, 0)
 
 
 def test_a_log_of_likelihoods_has_no_text(tmp_path: Path, gqa: Path):
     rows = [row | {"filtered_resps": [[-1.5, False]]} for row in sample_log(with_doc=False)]
-    log = write(tmp_path / "x_samples_gqa.jsonl", rows)
+    log = write_lines(tmp_path / "x_samples_gqa.jsonl", rows)
     with pytest.raises(DataError, match=r"the response is -1\.5, not a text"):
         score("gqa", log, gqa)
 
@@ -168,7 +148,7 @@ def result_rows() -> list[dict]:
 
 def test_result_tables_of_vlmevalkit(tmp_path: Path, seed: Path):
     for name in ("m_SEEDBench_IMG.csv", "m_SEEDBench_IMG.tsv"):
-        path = write_table(tmp_path / name, result_rows()[::-1])
+        path = write(tmp_path / name, result_rows()[::-1])
         words = ["--predictions", str(path), "--references", str(seed), "--profile", "vlmeval"]
         assert main(["score", "seedbench", *words, "--out", str(tmp_path / "r.json")]) == 0
         report = json.loads((tmp_path / "r.json").read_text())
@@ -176,28 +156,28 @@ def test_result_tables_of_vlmevalkit(tmp_path: Path, seed: Path):
     ids = [
         {"index": row["question_id"], "prediction": "B"} for row in SEED
     ]  # only index and prediction
-    assert score("seedbench", write(tmp_path / "p.jsonl", ids), seed)["metrics"]["all"] == 100
+    assert score("seedbench", write_lines(tmp_path / "p.jsonl", ids), seed)["metrics"]["all"] == 100
     unknown = [{"index": i, "prediction": "B"} for i in range(3)]
     with pytest.raises(DataError, match=r"question None .* is not in the references"):
-        score("seedbench", write(tmp_path / "p.jsonl", unknown), seed)
+        score("seedbench", write_lines(tmp_path / "p.jsonl", unknown), seed)
 
 
 def test_a_result_table_of_other_references_is_refused(tmp_path: Path, seed: Path):
     rows = result_rows()
     rows[2]["answer"] = "C"
-    path = write_table(tmp_path / "p.csv", rows)
+    path = write(tmp_path / "p.csv", rows)
     with pytest.raises(DataError, match=r"the row's answer is 'C', that of question '1002'"):
         score("seedbench", path, seed)
     rows = result_rows()
     rows[2]["B"] = "A glass"
     with pytest.raises(DataError, match=r"'A glass'.* is not in the references") as error:
-        score("seedbench", write_table(path, rows), seed)
+        score("seedbench", write(path, rows), seed)
     assert error.value.where == f"{path}:4"
 
 
 def test_csv_and_xlsx_of_ids_and_predictions(tmp_path: Path, gqa: Path):
     rows = [{"question_id": key, "prediction": one["answer"]} for key, one in GQA.items()]
-    assert score("gqa", write_table(tmp_path / "p.csv", rows), gqa)["metrics"]["accuracy"] == 100
+    assert score("gqa", write(tmp_path / "p.csv", rows), gqa)["metrics"]["accuracy"] == 100
     openpyxl = pytest.importorskip("openpyxl")
     book = openpyxl.Workbook()
     for cells in (list(rows[0]), *([int(row["question_id"]), row["prediction"]] for row in rows)):
@@ -228,7 +208,7 @@ def test_the_tables_answer_may_be_written_otherwise(tmp_path: Path, gqa: Path):
          "answer": f" {one['answer'].capitalize()}", "prediction": one["answer"]}
         for i, (question_id, one) in enumerate(GQA.items())
     ]  # fmt: skip
-    assert score("gqa", write_table(tmp_path / "m_GQA.tsv", rows), gqa)["n"] == 3
+    assert score("gqa", write(tmp_path / "m_GQA.tsv", rows), gqa)["n"] == 3
 
 
 def test_a_damaged_table_names_its_line(tmp_path: Path):

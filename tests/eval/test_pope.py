@@ -1,9 +1,9 @@
 """POPE on made-up files in the official formats; scores worked out by hand."""
 
-import json
 from pathlib import Path
 
 import pytest
+from scoring_helpers import write_lines as write
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
@@ -16,11 +16,6 @@ LABELS = {
     "popular": [("a.jpg", "Is there a cup?", "yes"), ("a.jpg", "Is there a person?", "no")],
     "random": [("a.jpg", "Is there a cup?", "yes"), ("a.jpg", "Is there a boat?", "no")],
 }
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def label_files(folder: Path) -> list[Path]:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scoring_helpers import pixels, prompts_of
 
 from coat_data.media.image import open_image
 from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions
 from coat_eval.data_folder import DataFolder, find_tables
 from coat_eval.runner import find_folder
 from coat_eval.tasks import get_benchmark
@@ -24,17 +24,6 @@ from coat_eval.tasks.videomme import read_subtitles
 
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
-
-
-def prompts_of(folder: Path, name: str, **options: Any) -> list[Prompt]:
-    benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts, options.get("split", ""))
-    return list(benchmark.prompts(data, PromptOptions(**options)))
-
-
-def pixels(prompt: Prompt) -> bytes:
-    (shown,) = prompt.media
-    return open_image(shown.load()).tobytes()
 
 
 FIRST = {

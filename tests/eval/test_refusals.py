@@ -5,19 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
+from scoring_helpers import refusal, score
+from scoring_helpers import write_lines as write
 
 from coat_cli.main import main
-from coat_data.sample import DataError
-from coat_eval.scoring import score_official
-from coat_eval.tasks import get_benchmark
 
 OBJECTS = {"popular": ("cup", "person"), "adversarial": ("cup", "fork")}
 """The first object is in the image."""
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def pope_rows(split: str) -> list[dict]:
@@ -35,16 +29,6 @@ def pope_rows(split: str) -> list[dict]:
 
 def pope_labels(folder: Path, split: str) -> Path:
     return write(folder / f"coco_pope_{split}.json", pope_rows(split))
-
-
-def score(task: str, predictions: Path, *references: Path, **options) -> dict:
-    return score_official(get_benchmark(task), [predictions], references, **options)
-
-
-def refusal(task: str, predictions: Path, *references: Path, **options) -> DataError:
-    with pytest.raises(DataError) as error:
-        score(task, predictions, *references, **options)
-    return error.value
 
 
 # Questions and labels in the layouts that LLaVA and the benchmarks publish.

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from scoring_helpers import write_lines as write
 
 from coat_eval.benchmark import UPSTREAM, Question, Settings
 from coat_eval.extract import infer_letter
@@ -14,11 +15,6 @@ from coat_eval.ratios import compute_standard_error
 from coat_eval.reliability import get_official_size
 from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_the_formula_of_miller_2024_written_out_over_pairs():

@@ -1,7 +1,6 @@
 """MVBench, MLVU and LongVideoBench on made-up rows in their official layouts."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scoring_helpers import prompts_of, write
 
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError
-from coat_eval.benchmark import Prompt, PromptOptions
-from coat_eval.data_folder import DataFolder
 from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import get_benchmark
-
-
-def write(path: Path, content: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
-    return path
 
 
 def score(name: str, said: dict[str, str], *references: Path) -> dict[str, Any]:
@@ -30,12 +22,6 @@ def score(name: str, said: dict[str, str], *references: Path) -> dict[str, Any]:
     return score_official(
         get_benchmark(name), [predictions], references, allow_missing=True, with_items=True
     )
-
-
-def prompts_of(folder: Path, name: str) -> list[Prompt]:
-    benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts)
-    return list(benchmark.prompts(data, PromptOptions()))
 
 
 def row(video: str, answer: str = "a dog", **further: Any) -> dict[str, Any]:

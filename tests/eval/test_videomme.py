@@ -1,9 +1,9 @@
 """Video-MME on made-up results in the official format; scores worked out by hand."""
 
-import json
 from pathlib import Path
 
 import pytest
+from scoring_helpers import write
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
@@ -43,11 +43,6 @@ RESULTS = [
     ),
     video("002", "long", "Knowledge", [("OCR Problems", "D", "So it is D")]),
 ]
-
-
-def write(path: Path, value: object) -> Path:
-    path.write_text(json.dumps(value))
-    return path
 
 
 def run(path: Path, *references: Path, profile: str = "official", **options) -> dict:

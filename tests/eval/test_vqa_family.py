@@ -7,24 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scoring_helpers import score, write
 
 from coat_data.sample import DataError
 from coat_eval import vqa_text
-from coat_eval.benchmark import Settings
 from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
-
-
-def write(path: Path, value: object) -> Path:
-    path.write_text(json.dumps(value))
-    return path
-
-
-def run(name: str, predictions: Path, *references: Path, **options) -> dict:
-    settings = Settings(**{k: options.pop(k) for k in ("profile", "raw") if k in options})
-    return score_official(
-        get_benchmark(name), [predictions], references, settings=settings, **options
-    )
 
 
 def ten(*pairs: tuple[str, int]) -> list[str]:
@@ -139,7 +127,7 @@ RESULTS = [
 def test_vqav2(tmp_path: Path, ids: bool):
     """Also without answer_id, where vqaEval.py would drop all equal answers together."""
     files = vqa_files(tmp_path, ids=ids)
-    report = run("vqav2", write(tmp_path / "results.json", RESULTS), *files)
+    report = score("vqav2", write(tmp_path / "results.json", RESULTS), *files)
     # Processed: "2" has one match (0.3), "yes" ten (1), "t shirt" three (0.9).
     assert report["metrics"] == pytest.approx(
         {
@@ -152,9 +140,9 @@ def test_vqav2(tmp_path: Path, ids: bool):
         }
     )
     # Untouched: where all annotators agree "Yes." is compared as it is.
-    raw = run("vqav2", tmp_path / "results.json", *files, raw=True)
+    raw = score("vqav2", tmp_path / "results.json", *files, raw=True)
     assert raw["metrics"]["overall"] == pytest.approx(40)
-    lmms = run("vqav2", tmp_path / "results.json", *files, profile="lmms")
+    lmms = score("vqav2", tmp_path / "results.json", *files, profile="lmms")
     assert lmms["metrics"]["overall"] == pytest.approx(220 / 3)
 
 
@@ -163,8 +151,8 @@ def test_vqav2_submission_covers_all_questions(tmp_path: Path):
     out = tmp_path / "upload.json"
     answers = write(tmp_path / "some.json", [{"question_id": 1, "text": "McDonald's."}])
     with pytest.raises(DataError, match="no prediction for question '3'"):
-        run("vqav2", answers, questions, submission_path=out)
-    report = run("vqav2", answers, questions, submission_path=out, allow_missing=True)
+        score("vqav2", answers, questions, submission_path=out)
+    report = score("vqav2", answers, questions, submission_path=out, allow_missing=True)
     assert json.loads(out.read_text()) == [
         {"question_id": 3, "answer": ""},
         {"question_id": 1, "answer": "mcdonald 's"},
@@ -189,7 +177,7 @@ def textvqa_file(folder: Path) -> Path:
 
 def test_textvqa_by_question_id(tmp_path: Path):
     rows = [{"question_id": i, "answer": a} for i, a in ((9, "1"), (8, "HP."), (7, "DELL"))]
-    report = run("textvqa", write(tmp_path / "p.json", rows), textvqa_file(tmp_path))
+    report = score("textvqa", write(tmp_path / "p.json", rows), textvqa_file(tmp_path))
     # "the one" is "1": two matches. No shortcut for the unanimous: "HP." is right.
     assert report["metrics"] == pytest.approx({"accuracy": 100 * (0.6 + 1 + 1) / 3})
 
@@ -204,7 +192,7 @@ def test_textvqa_joins_llavas_answers_by_image_and_prompt(tmp_path: Path):
     rows = [{"question_id": i, "prompt": p, "text": t} for i, p, t in prompts]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    report = run("textvqa", path, textvqa_file(tmp_path), with_items=True)
+    report = score("textvqa", path, textvqa_file(tmp_path), with_items=True)
     # Questions 7 and 8 have the same key; as in eval_textvqa.py the last one's answers count.
     assert [item["score"] for item in report["items"]] == [1, 0, 1]
     chunks = [write(tmp_path / f"chunk{number}.json", [row]) for number, row in enumerate(rows)]
@@ -213,14 +201,14 @@ def test_textvqa_joins_llavas_answers_by_image_and_prompt(tmp_path: Path):
     assert chunked["items"] == report["items"]
     path.write_text(json.dumps({"question_id": "img1", "prompt": "a\nb\nc", "text": "x"}))
     with pytest.raises(DataError, match="cannot parse the question in the prompt"):
-        run("textvqa", path, textvqa_file(tmp_path))
+        score("textvqa", path, textvqa_file(tmp_path))
 
 
 def test_textvqa_wants_ten_answers(tmp_path: Path):
     row = {"question_id": 1, "image_id": "i", "question": "?", "answers": ["a"] * 9}
     path = write(tmp_path / "val.json", {"data": [row]})
     with pytest.raises(DataError, match="has 9 answers"):
-        run("textvqa", write(tmp_path / "p.json", [{"question_id": 1, "prediction": "a"}]), path)
+        score("textvqa", write(tmp_path / "p.json", [{"question_id": 1, "prediction": "a"}]), path)
 
 
 # ---- VizWiz
@@ -249,7 +237,7 @@ def test_vizwiz_compares_with_raw_answers(tmp_path: Path):
     said = ["Unanswerable.", "the box", "ten"]
     rows = [{"image": f"VizWiz_val_0000000{i}.jpg", "answer": t} for i, t in enumerate(said)]
     path = write(tmp_path / "p.json", rows[::-1])
-    report = run("vizwiz", path, vizwiz_file(tmp_path))
+    report = score("vizwiz", path, vizwiz_file(tmp_path))
     # "the box" becomes "box" and meets two raw answers, "ten" becomes "10" and meets one.
     assert report["metrics"] == pytest.approx(
         {
@@ -260,7 +248,7 @@ def test_vizwiz_compares_with_raw_answers(tmp_path: Path):
             "unanswerable_rate": 100 / 3,
         }
     )
-    lmms = run("vizwiz", path, vizwiz_file(tmp_path), profile="lmms")
+    lmms = score("vizwiz", path, vizwiz_file(tmp_path), profile="lmms")
     assert lmms["metrics"]["overall"] == pytest.approx(100)
 
 
@@ -268,12 +256,12 @@ def test_vizwiz_ids_without_suffix_and_llavas_own(tmp_path: Path):
     ids = [f"VizWiz_val_0000000{i}" for i in range(3)]
     rows = [{"question_id": i, "prediction": "box"} for i in ids]
     references = vizwiz_file(tmp_path)
-    by_name = run("vizwiz", write(tmp_path / "p.json", rows), references)["metrics"]
+    by_name = score("vizwiz", write(tmp_path / "p.json", rows), references)["metrics"]
     assert by_name["overall"] == pytest.approx(200 / 9)
     asked = [{"question_id": n, "image": f"{i}.jpg", "text": "?"} for n, i in enumerate(ids)]
     llava = write(tmp_path / "llava_test.json", asked)
     answers = [{"question_id": n, "prompt": "?", "text": "box"} for n in range(3)]
-    by_number = run("vizwiz", write(tmp_path / "a.json", answers), llava, references)["metrics"]
+    by_number = score("vizwiz", write(tmp_path / "a.json", answers), llava, references)["metrics"]
     assert by_number == by_name
 
 
@@ -283,9 +271,9 @@ def test_vizwiz_submission_of_a_test_split(tmp_path: Path):
     rows = [{"image": one["image"], "answer": "The Two."} for one in asked]
     path, out = write(tmp_path / "p.json", rows), tmp_path / "upload.json"
     with pytest.raises(DataError, match=r"VizWiz_test_00000000' has no answer") as error:
-        run("vizwiz", path, references)
+        score("vizwiz", path, references)
     assert error.value.where == f"{references}, row 1"
-    report = run("vizwiz", path, references, submission_path=out)
+    report = score("vizwiz", path, references, submission_path=out)
     assert report["metrics"] == {}
     assert json.loads(out.read_text()) == [
         {"image": "VizWiz_test_00000000.jpg", "answer": "2"},

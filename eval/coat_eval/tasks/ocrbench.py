@@ -94,10 +94,6 @@ class OcrBench(Benchmark):
             where=where,
         )
 
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
-        return question.text
-
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image, in a folder or in a table."""
         name = str(row.values.get("image_path"))

@@ -51,11 +51,9 @@ MEDIA_KEYS = ("image", "images", "video", "videos")
 class QuestionSet(Benchmark):
     """Accuracy over all questions and per category, with the accuracy of guessing.
 
-    Args:
-        media_root: root of relative media paths, a folder or an address; default: the folder of
-            questions.jsonl.
-        network: ``deny`` makes addresses in questions errors.
-        limits: limits of media at addresses.
+    ``media_root`` is the root of relative media paths, a folder or an address; default: the folder
+    of questions.jsonl. ``network`` (``deny``: addresses are errors) and ``limits`` are for media at
+    addresses.
     """
 
     source = "coat_eval/tasks/question_set.py"
@@ -214,7 +212,7 @@ class QuestionSet(Benchmark):
         root = MediaRoot(start if is_url(start) else Path(start).absolute(), follow_links=True)
         media = {key: row[key] for key in MEDIA_KEYS if key in row}
         said = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
-        place = Place(source=str(path), row=int(where.rpartition(":")[2]) - 1, root=root)
+        place = Place(source=str(path), row=0, root=root)
         try:
             fields = {"id": str(row["question_id"]), **media, "conversations": said}
             sample = to_sample(fields, place)
