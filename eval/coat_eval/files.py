@@ -33,9 +33,8 @@ _LONGEST_NAME = 64
 """Longer cells of the image column are images; others name the row with the image (VLMEvalKit,
 ``ImageBaseDataset``)."""
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
-_LISTS = ("annotations", "questions", "data", "logs")
-"""Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second), TextVQA, and of the
-sample logs of lmms-eval 0.1."""
+_LISTS = ("annotations", "questions", "data")
+"""Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second) and TextVQA."""
 _ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
 """A JSON object with one of these keys is itself a row: JSON lines with a single line."""
 _MAPPINGS = ("results",)

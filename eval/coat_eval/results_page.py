@@ -274,12 +274,10 @@ def _make_card(
     """Make the template's fields of one item; images are ``data:`` addresses."""
     first, second = one.items[index], other.items[index]
     owner, scored = (first, one) if first.get("media") else (second, other)
-    entries = owner.get("media") or []
-    if not isinstance(entries, list):
-        entries = [entries]
     where = f"{scored.path}, item {scored.ids[index]}"
     # For a video that is stored as a list of frames, the model got the middle one (SEED-Bench).
     pick = "middle" if first.get("kind") == "video" else "first"
+    entries = owner.get("media") or ()
     loaded = [_load_media(_resolve_media(entry, media_root, where), pick) for entry in entries]
     shown = [entry for entry in loaded if not isinstance(entry, str)]
     images, problems = render_media(shown, str(media_root or ""))
@@ -295,22 +293,15 @@ def _make_card(
 
 
 def _resolve_media(entry: object, media_root: Path | str | None, where: str) -> dict[str, Any]:
-    """Convert ``{"kind", "path"}`` or ``{"kind", "name"}`` to the fields of :class:`Media`.
+    """Convert ``{"kind", "path"}`` to the fields of :class:`Media`.
 
-    A string is the path of an image, or of a video according to its suffix. A name may end in
-    ``#t=START,END``, a part of a video in seconds. A video of which the model got a single frame
-    has the kind ``image`` and is shown as a video.
+    A path may end in ``#t=START,END``, a part of a video in seconds. A video of which the model got
+    a single frame has the kind ``image`` and is shown as a video.
     """
-    if isinstance(entry, str):
-        entry = {"kind": "image", "path": entry}
-    named = entry.get("path", entry.get("name")) if isinstance(entry, Mapping) else None
-    if not isinstance(entry, Mapping) or not isinstance(named, str) or "kind" not in entry:
-        raise DataError(
-            where,
-            f"the medium {entry!r} has no kind and path",
-            'write {"kind": "image", "path": "a.jpg"}, or the path of an image alone',
-        )
-    name, part, seconds = named.partition("#t=")
+    if not (isinstance(entry, Mapping) and {"kind", "path"} <= entry.keys()):
+        problem = f"the medium {entry!r} has no kind and path"
+        raise DataError(where, problem, 'write {"kind": "image", "path": "a.jpg"}')
+    name, part, seconds = str(entry["path"]).partition("#t=")
     times: dict[str, float] = {}
     if part:
         times = dict(zip(("start", "end"), map(float, seconds.split(",")), strict=True))

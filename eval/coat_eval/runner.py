@@ -314,7 +314,7 @@ def _prepare_output(
             **get_key_fields(prompt),
             "prompt": prompt.text,
             **({"choices": prompt.choices} if prompt.choices else {}),
-            "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
+            "media": [{"kind": one.kind, "path": one.name} for one in prompt.media],
         }
         for prompt in asked
     ]

@@ -27,7 +27,7 @@ ROUNDING = 1e-6
 def write(path: Path, content: Any) -> Path:
     """Write JSON lines, CSV or TSV of rows, a text, or JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix in (".csv", ".tsv"):
+    if path.suffix in (".csv", ".tsv") and not isinstance(content, str):
         with path.open("w", newline="", encoding="utf-8") as file:
             form: Any = {"delimiter": "\t" if path.suffix == ".tsv" else ","}
             writer = csv.DictWriter(file, list(content[0]), lineterminator="\n", **form)

@@ -53,7 +53,7 @@ def pope_report(folder: Path, answers: list[str], **changes: Any) -> Path:
             media = [{"kind": "image", "path": "red.png"}]
             rows[-1] |= {"question": "Is there a <dog>?", "media": media}
         else:
-            media = [{"kind": "image", "name": str(folder / "red.png")}]
+            media = [{"kind": "image", "path": str(folder / "red.png")}]
             prompts.append({**ids, "prompt": "Is there a <dog>?", "media": media})
     for name, content in (("predictions", rows), ("labels", questions), ("prompts", prompts)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
@@ -193,12 +193,10 @@ def test_the_page_shows_paths_and_parquet_cells_and_names_other_media(
             path.write_text("\n".join(json.dumps(row) for row in rows))
         return main(["compare", *map(str, models), "--html", str(html), "--limit", "2"])
 
-    assert page([str(folder / "red.png")]) == 0
-    assert pixels(html.read_text()) == [(200, 30, 30)] * 2
-    assert page([{"kind": "image", "name": f"{tmp_path}/x.parquet, row 2, image"}]) == 0
+    assert page([{"kind": "image", "path": f"{tmp_path}/x.parquet, row 2, image"}]) == 0
     assert pixels(html.read_text()) == [(0, 0, 255)] * 2
     for name in ("x.parquet, row 9, image", "x.parquet, row 1, picture", "y.parquet, row 1, image"):
-        assert page([{"kind": "image", "name": f"{tmp_path}/{name}"}]) == 0
+        assert page([{"kind": "image", "path": f"{tmp_path}/{name}"}]) == 0
         assert (pixels(html.read_text()), name in html.read_text()) == ([], True)
     capsys.readouterr()
     for entry in ({"path": "a.jpg"}, {"kind": "image"}, 7):

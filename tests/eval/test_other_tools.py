@@ -75,13 +75,6 @@ def test_sample_logs_of_lmms_eval(tmp_path: Path, gqa: Path, with_doc: bool):
     assert (report["n"], report["metrics"]["accuracy"]) == (3, 100)
 
 
-def test_sample_logs_of_lmms_eval_0_1(tmp_path: Path, gqa: Path):
-    """One object per task with its ``logs`` (lmms_eval/__main__.py, print_results)."""
-    log = tmp_path / "gqa.json"
-    log.write_text(json.dumps({"args": {}, "model_configs": {}, "logs": sample_log(with_doc=True)}))
-    assert score("gqa", log, gqa)["metrics"]["accuracy"] == 100
-
-
 def test_a_log_without_ids_in_another_order_is_refused(tmp_path: Path, gqa: Path):
     rows = sample_log(with_doc=False)
     rows[0]["doc_id"], rows[1]["doc_id"] = 1, 0

@@ -258,7 +258,7 @@ def test_one_table_in_two_places_is_refused(benchmarks: Path, tmp_path: Path):
 
 def test_folders_of_other_benchmarks_are_not_searched(benchmarks: Path):
     pope = get_benchmark("pope")
-    with pytest.raises(DataError, match=r"no questions of pope.*--out .*benchmarks\d*$"):
+    with pytest.raises(DataError, match=r"no questions of pope.*--to .*benchmarks\d*$"):
         find_tables(benchmarks, "pope", pope.layouts, others=set(NUMBERS))
     found = find_tables(benchmarks, "pope", pope.layouts, others=set(NUMBERS) - {"pope"})
     assert {path.parent.name for path in found} == {"pope"}

@@ -21,8 +21,6 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
-    find_asked,
-    find_prompt,
     pick,
     to_percent,
 )
@@ -149,22 +147,26 @@ class TextVqa(Benchmark):
         places: dict[tuple[str, str], list[str]] = {}
         for one in questions:
             places.setdefault(_join_key(one), []).append(one.question_id)
-        predictions = []
-        for table in tables:
-            asked = find_asked(table, questions)
-            for index, row in enumerate(table.rows):
-                where = table.where(index)
-                question_id = str(pick(row, self.id_fields, where))
-                if question_id not in known and "prompt" in row:
-                    place = (question_id, parse_question(str(row["prompt"]), where))
-                    ids = places.get(place, [f"{question_id}: {place[1]}"])
-                    question_id = ids.pop(0) if len(ids) > 1 else ids[0]
-                text = self.pick_text(row, where, asked.get(question_id, ""))
-                prompt = find_prompt(row)
-                predictions.append(
-                    Prediction(question_id=question_id, text=text, prompt=prompt, where=where)
-                )
-        return predictions
+
+        def find(row: Mapping[str, Any], where: str) -> str:
+            question_id = self.find_id(row, where)
+            if question_id in known or "prompt" not in row:
+                return question_id
+            place = (question_id, parse_question(str(row["prompt"]), where))
+            ids = places.get(place, [f"{question_id}: {place[1]}"])
+            return ids.pop(0) if len(ids) > 1 else ids[0]
+
+        tables = [
+            replace(
+                table,
+                rows=[
+                    {**row, "question_id": find(row, table.where(index))}
+                    for index, row in enumerate(table.rows)
+                ],
+            )
+            for table in tables
+        ]
+        return super().all_predictions(tables, questions)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Process the text; this is part of the scorer, so ``raw`` has no effect."""
