@@ -1,14 +1,9 @@
-"""Compares models on the same items, and groups of runs of one recipe.
+"""Compares models on the same items, and groups of runs of one recipe that differ in their seed.
 
-A comparison of models contains metric differences, confidence intervals, and the number of items
-that only one model answers correctly. Whole benchmarks are listed next to published results
-(published.yaml).
-
-A comparison of groups, whose runs differ in their seed, contains metrics, standard deviations over
-seeds, intervals and loss curves. The difference between the groups' mean headline metrics has a 95%
-interval *paired by item* (bootstrap, Efron and Tibshirani 1993, chapter 13): every resample uses
-the same items for all runs of both groups, so the common difficulty of an item cancels. The
-interval measures the uncertainty from the choice of items, the standard deviation that from seeds.
+Differences of metrics have a 95% interval *paired by item* (bootstrap, Efron and Tibshirani 1993,
+chapter 13): every resample uses the same items for all models or runs, so the common difficulty of
+an item cancels. The interval measures the uncertainty from the choice of items, a group's standard
+deviation that from seeds. Whole benchmarks stand next to published results (published.yaml).
 """
 
 import logging

@@ -152,12 +152,8 @@ def find_tables(
 ) -> list[Path]:
     """Find the tables of a split without opening them.
 
-    Args:
-        path: the benchmark's folder.
-        name: the benchmark, for messages.
-        layouts: tables by split.
-        split: one of the layouts' keys; the first when empty.
-        others: names of folders to skip, such as those of other benchmarks.
+    ``split`` is one of the layouts' keys, the first when empty; ``others`` are names of folders to
+    skip, such as those of other benchmarks.
 
     Raises:
         FileNotFoundError: the folder does not exist.

@@ -219,13 +219,8 @@ class _EncodedBatches:
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
     """Prepare a folder for answers; one rank calls this before the others continue.
 
-    Args:
-        out_dir: the benchmark's output folder.
-        identity: dependencies of the answers as plain JSON.
-        overwrite: delete answers with other dependencies instead of refusing them.
-
-    Returns:
-        Indices of the answered questions.
+    ``identity`` are the dependencies of the answers as plain JSON; answers with other ones are
+    refused, or deleted with ``overwrite``. Returns the indices of the answered questions.
 
     Raises:
         ValueError: the folder has answers (not only empty files) with other dependencies, or has

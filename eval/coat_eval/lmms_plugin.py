@@ -49,16 +49,10 @@ class CoatVlmForLmmsEval(lmms):
         batch_size: int = 1,
         max_batch_size: int | None = None,
     ) -> None:
-        """Load the model; the arguments are those of ``--model_args`` and of the command line.
+        """Load the model of :func:`coat_eval.runner.load_adapter`.
 
-        Args:
-            pretrained: run folder, model folder or name, see
-                :func:`coat_eval.runner.load_adapter`.
-            precision: precision of this project's checkpoints; default: that of the run folder.
-            device: default: this process's GPU, or the CPU.
-            batch_size: prompts per forward pass. In FP8 a batch shares scales, so answers depend on
-                it.
-            max_batch_size: not supported.
+        The arguments are those of ``--model_args`` and of the command line. In FP8 a batch shares
+        scales, so answers depend on ``batch_size``.
 
         Raises:
             ValueError: a size of batches is not supported, or the model cannot be loaded.
@@ -80,9 +74,8 @@ class CoatVlmForLmmsEval(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answer the requests, in their order.
 
-        Args:
-            requests: instances of lmms-eval with the arguments (context, function from row to
-                messages, generation options, row number, task, split).
+        Their arguments are context, function from row to messages, generation options, row number,
+        task and split.
 
         Raises:
             ValueError: a task asks for sampling or beam search.

@@ -75,10 +75,8 @@ def load_run_or_model(
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
     """Load a model folder, or the last stage of a run folder in the run's precision.
 
-    ``precision`` replaces that of the run.
-
-    Returns:
-        The model, its processor, its folder and its precision (None: the dtype of the weights).
+    ``precision`` replaces that of the run. Returns the model, its processor, its folder and its
+    precision (None: the dtype of the weights).
 
     Raises:
         FileNotFoundError: there is no model.

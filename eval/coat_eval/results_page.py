@@ -1,9 +1,9 @@
-"""Writes the results page: a table and a plot of runs, precisions and published models.
+"""Writes the results page: plots and a table of models and published results, and items.
 
-Every metric of the compared models is one plot of dots with 95% intervals, own models filled,
-published ones hollow. The table adds the differences from the first model: paired by item between
-the compared models; from the binomial variance against published numbers, whose answers are not
-known. The page also shows cards of the items that only one of two models answers correctly.
+Every metric is one plot of dots with 95% intervals, own models filled, published ones hollow. The
+differences are paired by item between the compared models; against published numbers, whose answers
+are not known, they are from the binomial variance. Cards show the items that only one of two models
+answers correctly.
 """
 
 import mimetypes

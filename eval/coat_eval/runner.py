@@ -65,14 +65,10 @@ _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 def load_adapter(
     model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
-    """Load the model adapter for a folder or a Hub name.
+    """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name.
 
-    Args:
-        model: a run folder or stage model folder of this project, a folder of a Hugging Face model,
-            or a name on the Hub.
-        device: device of the model.
-        precision: precision of this project's checkpoints; default: that of the run folder.
-        num_frames: frames per video for other models; this project's checkpoints store their own.
+    ``precision`` is for this project's checkpoints (default: that of the run folder), the number of
+    frames per video for other models: this project's checkpoints store their own.
 
     Raises:
         FileNotFoundError: a run folder has no finished model.
@@ -188,10 +184,10 @@ def run_benchmark(
             benchmark.
         out_dir: folder of the files that the module docstring lists.
         generation: batch size, length, workers.
-        world: this process among the ranks; all ranks call this function.
+        world: all ranks call this function.
         model_name: name of the model in the report.
-        judge: is asked by rank 0, see :func:`coat_eval.scoring.score_tables`.
-        check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
+        judge: is asked by rank 0.
+        check: raises an error if the caller's lock on ``out_dir`` is lost.
 
     Returns:
         On rank 0, the report of :func:`coat_eval.scoring.score_tables` with model, variant, split,
@@ -353,13 +349,8 @@ def evaluate_run(
     ``run_dir/eval.json`` is written: ``{"precision": ..., set: {metric: percent}}``. The next
     call continues an interrupted one; predictions of an earlier model are replaced.
 
-    Args:
-        run_dir: run folder.
-        generation: batch size and length; the recipe sets the number of workers.
-        device: default: the first GPU if there is one, else the CPU.
-        limit: use the first ``limit`` questions of each set only.
-        world: this process among the ranks; all ranks call this function.
-        check: as in :func:`run_benchmark`.
+    All ranks call this function; the recipe sets the number of workers, and ``limit`` the number of
+    questions of each set.
 
     Returns:
         A message for each ``require`` entry that the model does not reach; empty on other ranks

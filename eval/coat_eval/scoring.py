@@ -41,7 +41,6 @@ from coat_eval.reliability import (
 )
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 from coat_eval.tasks.question_set import get_text
-from coat_eval.tasks.videomme import format_duration_table
 
 SCORER_VERSION = "1"
 """Increased with every change that can change a metric."""
@@ -224,8 +223,6 @@ def format_headline(report: Mapping[str, Any]) -> str:
         always = ("n", "n_empty", "n_unparsed", "n_needs_judge")
         if name in always or (name.startswith("n_") and value):
             lines.append(f"{name.ljust(width)}  {value:5d}")
-    if table := format_duration_table(metrics) if report["task"] == "videomme" else "":
-        lines += ["", table]
     lines.append(f"profile {report['profile']}: rules of {report['follows']}")
     if report.get("judge"):
         lines.append(f"judge: {report['judge']}")

@@ -40,11 +40,8 @@ def load_language_model(
     """Load the causal language model of a checkpoint in evaluation mode, and its tokenizer.
 
     The model is on the first GPU in the checkpoint's dtype, or without a GPU on the CPU in FP32.
-
-    Args:
-        folder: a model folder of this project, or the folder of a language model (such as the one
-            that a recipe started from, to measure the effect of training).
-        precision: precision of the computation; default: the dtype of the weights.
+    ``folder`` is a model folder of this project, or that of a language model (such as the one that
+    a recipe started from, to measure the effect of training).
 
     Raises:
         FileNotFoundError: there is no config.json.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from coat_cli.main import main
-from coat_eval.compare_models import compare_runs, draw_curves, format_comparison
+from coat_eval.compare_models import compare_runs
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
@@ -214,18 +214,3 @@ def test_losses_of_runs_that_are_not_evaluated(
     (runs[1] / "metrics.jsonl").write_text("")
     assert main(["compare", *arguments]) == 2
     assert "has no steps yet" in capsys.readouterr().err
-
-
-def test_a_single_group_has_no_interval(
-    runs: tuple[list[Path], list[Path], dict[str, Any]],
-) -> None:
-    table = format_comparison(compare_runs(runs[0]))
-    assert "interval" not in table
-    assert "naming accuracy" in table
-
-
-def test_curves_need_a_known_ending(
-    runs: tuple[list[Path], list[Path], dict[str, Any]], tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="xyz"):
-        draw_curves(runs[0], [], ("a", "b"), tmp_path / "loss.xyz")

@@ -21,7 +21,6 @@ def question(answer: str, kind: str, group: str | None, text: str, steps: list, 
         "types": {"structural": kind, "semantic": "rel" if kind == "query" else "obj"},
         "groups": {"global": group, "local": "x"},
         "semantic": [{"operation": op, "argument": argument} for op, argument in steps],
-        "entailed": [],
         **more,
     }
 
@@ -71,7 +70,6 @@ def test_all_tables(tmp_path: Path, references: list[Path]):
     assert metrics["words.3"] == 100
     assert report["counts"]["words.2"] == 3
     assert report["n"] == 5
-    assert "consistency" not in metrics
 
 
 def test_raw_text_is_compared_as_it_is(tmp_path: Path, references: list[Path]):
@@ -99,27 +97,6 @@ def test_llavas_answers_in_any_order_and_predictions_for_unbalanced_questions(
     path.write_text("\n".join(map(json.dumps, rows)))
     report = score_official(GQA, [path], references)
     assert (report["n"], report["metrics"]["accuracy"]) == (5, pytest.approx(60))
-
-
-@pytest.mark.parametrize(
-    "entailed",
-    [["1", "2", "3"], "['1', '2', '3']", "['1' '2'\n '3']"],
-    ids=["list", "text", "array"],
-)
-def test_consistency_needs_all_entailed_questions(tmp_path: Path, entailed: list[str] | str):
-    questions = {
-        "1": question("yes", "verify", None, "a", [], entailed=entailed),
-        "2": question("yes", "verify", None, "b", [], isBalanced=False),
-        "3": question("no", "verify", None, "c", [], isBalanced=False),
-        "4": question("no", "verify", None, "d", [], entailed=["2"]),
-    }
-    path = tmp_path / "all.json"
-    path.write_text(json.dumps(questions))
-    texts = {"1": "yes", "2": "yes", "3": "yes", "4": "yes"}
-    metrics = score_official(GQA, official(tmp_path, texts), [path])["metrics"]
-    # Only question 1 is right; of what it entails one of two is.
-    assert metrics["consistency"] == 50
-    assert metrics["accuracy"] == 50
 
 
 def test_fields_that_the_score_does_not_need_may_be_absent(tmp_path: Path):

@@ -212,18 +212,6 @@ def test_answers_before_a_failure_are_in_the_cache(tmp_path: Path):
     assert Judge(None, cache).answer(["one", "two"]) == {"one": "yes"}
 
 
-def test_requests_run_side_by_side(server: Server, monkeypatch: pytest.MonkeyPatch):
-    together = threading.Barrier(4)
-
-    def ask(self: HttpJudge, prompt: str) -> str:
-        together.wait(timeout=20)
-        return prompt
-
-    monkeypatch.setattr(HttpJudge, "_ask", ask)
-    prompts = list("abcd")
-    assert dict(HttpJudge(server.address, "m").answer(prompts)) == {one: one for one in prompts}
-
-
 def test_options_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NO_KEY", raising=False)
     place = "http://localhost:1/v1"

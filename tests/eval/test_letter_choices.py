@@ -534,38 +534,6 @@ def test_a_profile_asks_with_its_own_prompt(tmp_path: Path):
     assert named.name == "mmbench_lmms"
 
 
-def test_from_tables_to_reports(tmp_path: Path, speaking_model: Path):
-    write(tmp_path / "data" / "mmbench" / "mmbench_dev_20230712.tsv", mmbench_rows())
-    write(tmp_path / "data" / "mmstar" / "MMStar.tsv", mmstar_rows())
-    make_scienceqa(tmp_path / "data" / "scienceqa")
-    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "scienceqa" / "x.png")
-    words = ["--model", str(speaking_model), "--tasks", "mmbench", "mmstar", "scienceqa"]
-    words += ["--data", str(tmp_path / "data"), "--to", str(tmp_path / "out")]
-    assert main(["eval", *words, "--max-new-tokens", "1", "--batch-size", "4"]) == 0
-    reports = {
-        name: json.loads((tmp_path / "out" / name / "report.json").read_text())
-        for name in ("mmbench", "mmstar", "scienceqa")
-    }
-    said = {
-        row["question_id"]: row["prediction"]
-        for row in map(
-            json.loads, (tmp_path / "out/mmbench/predictions.jsonl").read_text().splitlines()
-        )
-    }
-    # The model says single words: a letter, or the text of an option.
-    right = [
-        said[str(row["index"])] in (row["answer"], row[row["answer"]]) for row in mmbench_rows()
-    ]
-    assert reports["mmbench"]["metrics"]["rows"] == pytest.approx(100 * sum(right) / 9)
-    assert {name: report["n"] for name, report in reports.items()} == {
-        "mmbench": 3,
-        "mmstar": 4,
-        "scienceqa": 4,
-    }
-    # The images of two questions are missing: they count as wrong.
-    assert reports["scienceqa"]["n_media_problems"] == 2
-
-
 def test_a_broken_image_cell(tmp_path: Path):
     rows = mmstar_rows()
     rows[1]["image"] = "?" * 65

@@ -76,33 +76,6 @@ def test_pope(file: str, reference: str):
     agree(lmms, {f"pooled.{n}": 100 * v for n, v in wanted["lmms_eval_pooled"].items()})
 
 
-def test_pope_with_llavas_questions_and_unnamed_label_files(tmp_path: Path):
-    """LLaVA's question file (unique ids, no labels) beside the three label files."""
-    questions, answers, labels = [], [], []
-    for number, split in enumerate(("adversarial", "popular", "random")):
-        text = (ROOT / "pope" / f"coco_pope_{split}.json").read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
-        labels.append(tmp_path / f"{number}.json")
-        labels[-1].write_text(text)
-        for row in rows:
-            row_id = 10_000 * number + row["question_id"]
-            prompt = f"{row['text']}\nAnswer the question using a single word or phrase."
-            questions.append(
-                {"question_id": row_id, "image": row["image"], "text": prompt, "category": split}
-            )
-            answers.append({"question_id": row_id, "text": row["label"].capitalize()})
-    lines = {"questions": questions, "answers": answers[::-1]}
-    for name, rows in lines.items():
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = score_official(
-        get_benchmark("pope"),
-        [tmp_path / "answers"],
-        [labels[1], tmp_path / "questions", labels[2], labels[0]],
-    )
-    assert report["n"] == 2910 + 3000 + 3000
-    assert report["metrics"]["mean_f1"] == 100
-
-
 GQA_TABLES = {
     "accuracyPerStructuralType": "structural",
     "accuracyPerSemanticType": "semantic",

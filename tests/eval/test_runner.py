@@ -178,14 +178,6 @@ def test_a_line_cut_off_in_the_middle_is_asked_again(folder: Path, script: Scrip
     assert [len(batch) for batch in script.asked] == [1]
 
 
-def test_a_finished_run_is_scored_again_without_asking(folder: Path, script: Script):
-    first = go(folder, script)
-    script.asked = []
-    again = go(folder, script)
-    assert script.asked == []
-    assert first["metrics"] == again["metrics"]
-
-
 def test_a_limit_can_be_raised_later(folder: Path, script: Script):
     assert go(folder, script, limit=4)["n"] == 4
     assert sorted(ids(folder)) == ["q0", "q1", "q2", "q3"]

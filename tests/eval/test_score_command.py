@@ -23,7 +23,6 @@ QUESTIONS = {
         "types": {"structural": "verify", "semantic": "obj"},
         "groups": {"global": "g"},
         "semantic": [{"operation": "select", "argument": "x"}],
-        "entailed": [],
     }
     for i in range(3)
 }

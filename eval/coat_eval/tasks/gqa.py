@@ -3,10 +3,10 @@
 Source: Hudson and Manning, "GQA: A New Dataset for Real-World Visual Reasoning", section 4; eval.py
 of GQA v1.2, which compares strings without normalization; LLaVA scripts/convert_gqa_for_eval.py,
 which prepares the predictions. Validity and plausibility need choice files that v1.2 does not ship
-for testdev, and grounding needs attention maps: these three are not computed.
+for testdev, grounding needs attention maps, and consistency needs answers to all questions: these
+four are not computed.
 """
 
-import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,14 +62,11 @@ class Gqa(Benchmark):
             steps = [f"{step['operation']}: {step['argument']}" for step in row["semantic"]]
             whole = [step for step in steps if not any(last in step for last in _LAST_STEPS)]
             tables["steps"] = str(len(whole))
-        entailed = row.get("entailed") or ()
-        if isinstance(entailed, str):  # Parquet files of lmms-lab/GQA: Python text, "['1', '2']"
-            entailed = re.findall(r"[^][\s,'\"]+", entailed)
         return Question(
             question_id=str(pick(row, ("question_id", "id"), where)),
             answer=row.get("answer"),
             tables={**tables, "words": str(len(text.split()))},
-            details={"group": (row.get("groups") or {}).get("global"), "entailed": entailed},
+            details={"group": (row.get("groups") or {}).get("global")},
             counted=row.get("isBalanced", True) is not False,
             text=str(text),
             cluster=str(row.get("imageId") or ""),
@@ -114,10 +111,7 @@ class Gqa(Benchmark):
         return float(extracted == self.extract(question.answer, question, settings))
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute percentages; ``distribution`` is the official statistic, lower is better.
-
-        ``consistency`` requires references and predictions for every entailed question.
-        """
+        """Compute percentages; ``distribution`` is the official statistic, lower is better."""
         counted = [one for one in scored if one.question.counted]
         metrics = {"accuracy": to_percent([one.score for one in counted])}
         for name, is_open in (("binary", False), ("open", True)):
@@ -129,11 +123,8 @@ class Gqa(Benchmark):
             ]
             if part:
                 metrics[name] = to_percent(part)
-        found = {
-            "distribution": compute_distribution(counted),
-            "consistency": compute_consistency(scored),
-        }
-        metrics |= {name: value for name, value in found.items() if value is not None}
+        distribution = compute_distribution(counted)
+        metrics |= {} if distribution is None else {"distribution": distribution}
         return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))
 
     def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, str]]:
@@ -166,24 +157,6 @@ def compute_distribution(scored: Sequence[ScoredItem]) -> float | None:
         score = sum((said[group][answer] - n) ** 2 / n for answer, n in counts.items())
         weighted += score * counts.total()
     return weighted / total / 100
-
-
-def compute_consistency(scored: Sequence[ScoredItem]) -> float | None:
-    """Compute the mean accuracy, in percent, over the questions entailed by each right answer.
-
-    None if an entailed question is missing. Source: ``updateConsistency`` of GQA's eval.py.
-    """
-    scores = {one.question.question_id: one.score for one in scored}
-    means = []
-    for one in scored:
-        entailed = [i for i in one.question.details["entailed"] if i != one.question.question_id]
-        if not one.question.counted or not entailed:
-            continue
-        if any(i not in scores for i in entailed):
-            return None
-        if one.score:
-            means.append(sum(scores[i] for i in entailed) / len(entailed))
-    return to_percent(means) if means else None
 
 
 def _table_sort_key(entry: tuple[str, float]) -> tuple[str, int, str]:

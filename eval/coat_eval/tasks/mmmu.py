@@ -36,23 +36,15 @@ DOMAINS = {
     "Business": ("Accounting", "Economics", "Finance", "Manage", "Marketing"),
     "Science": ("Biology", "Chemistry", "Geography", "Math", "Physics"),
     "Health and Medicine": (
-        "Basic_Medical_Science",
-        "Clinical_Medicine",
-        "Diagnostics_and_Laboratory_Medicine",
-        "Pharmacy",
-        "Public_Health",
+        "Basic_Medical_Science", "Clinical_Medicine", "Diagnostics_and_Laboratory_Medicine",
+        "Pharmacy", "Public_Health",
     ),
     "Humanities and Social Science": ("History", "Literature", "Sociology", "Psychology"),
     "Tech and Engineering": (
-        "Agriculture",
-        "Architecture_and_Engineering",
-        "Computer_Science",
-        "Electronics",
-        "Energy_and_Power",
-        "Materials",
-        "Mechanical_Engineering",
+        "Agriculture", "Architecture_and_Engineering", "Computer_Science", "Electronics",
+        "Energy_and_Power", "Materials", "Mechanical_Engineering",
     ),
-}
+}  # fmt: skip
 SUBJECTS = tuple(sorted(subject for subjects in DOMAINS.values() for subject in subjects))
 """In the official order (the values of CAT_SHORT2LONG), which is alphabetical."""
 _DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects}

@@ -163,21 +163,6 @@ class VideoMme(Benchmark):
         return answered | {f"unanswered_wrong.{name}": value for name, value in wrong.items()}
 
 
-def format_duration_table(metrics: Mapping[str, float]) -> str:
-    """Format the accuracies of each domain by duration as aligned lines; "-" without questions."""
-    domains = [name for name in metrics if name.startswith("domain.") and name.count(".") == 1]
-    if not domains:
-        return ""
-    width = max(map(len, domains)) - len("domain.")
-    lines = [" " * width + "".join(f"{name:>9}" for name in (*DURATIONS, "overall"))]
-    for name in domains:
-        values = [metrics.get(f"{name}.{duration}") for duration in DURATIONS]
-        cells = ["-" if one is None else f"{one:.2f}" for one in (*values, metrics[name])]
-        row = name.removeprefix("domain.").ljust(width)
-        lines.append(row + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(lines)
-
-
 def _format_subtitles(
     folder: DataFolder, name: str, video: MediaFile, frame_times: FrameTimes
 ) -> tuple[str, str]:
