@@ -71,7 +71,7 @@ class ModelAdapter(ABC):
     def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:
         """Return this adapter of the same model with another identity."""
         other = copy(self)
-        other.__dict__.pop("identity", None)
+        vars(other).pop("identity", None)
         other._describe = describe
         return other
 

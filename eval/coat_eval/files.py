@@ -41,6 +41,7 @@ _MAPPINGS = ("results",)
 """Keys of the rows by id in files of TabMWP."""
 _COLUMNS = _ROW_FIELDS | {"index", "qid"}
 """One of these is in the header line of a CSV or TSV file."""
+_File = IO[bytes] | gzip.GzipFile
 _REWRITE = "write the table again, for example with pandas"
 
 
@@ -93,7 +94,7 @@ def read_table(path: Path) -> Table:
         raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
 
 
-def _read(path: Path, file: IO[bytes]) -> Table:
+def _read(path: Path, file: _File) -> Table:
     line = file.readline(1 << 16)
     file.seek(0)
     if line.startswith(_PARQUET):
@@ -116,7 +117,7 @@ def _read(path: Path, file: IO[bytes]) -> Table:
     return _parse_json(path, text)
 
 
-def _read_delimited(path: Path, file: IO[bytes], **form: Any) -> Table:
+def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
     """Read CSV or TSV record by record, so that only one image is in memory."""
     csv.field_size_limit(sys.maxsize)
     rows, lines = [], []
@@ -139,7 +140,7 @@ def _read_delimited(path: Path, file: IO[bytes], **form: Any) -> Table:
     return Table(path=path, rows=rows, lines=lines)
 
 
-def _read_workbook(path: Path, file: IO[bytes]) -> Table:
+def _read_workbook(path: Path, file: _File) -> Table:
     """Read the first sheet of an XLSX file; every cell becomes a text."""
     import pandas as pd
 
@@ -157,7 +158,7 @@ def _read_workbook(path: Path, file: IO[bytes]) -> Table:
     return Table(path=path, rows=[row for _, row in found], lines=[line for line, _ in found])
 
 
-def _read_parquet(path: Path, file: IO[bytes]) -> Table:
+def _read_parquet(path: Path, file: _File) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -204,6 +204,7 @@ def run_benchmark(
     prompts = _make_prompts(adapter, eval_task, folder)
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}
+    answers: dict[int, dict[str, Any]] = {}
     if world.is_main:
         identity = _make_identity(adapter, eval_task, prompts, generation)
     done = world.gather(

@@ -40,7 +40,7 @@ def write(path: Path, content: Any) -> Path:
     return path
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_lines(path: Path, rows: Any) -> Path:
     """Write JSON lines under any name, as POPE's files are."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -82,7 +82,9 @@ def find(name: str) -> Path:
     return folder
 
 
-def score_files(name: str, predictions: str, *references: str, **options: Any) -> dict[str, Any]:
+def score_files(
+    name: str, predictions: str, *references: str | Path, **options: Any
+) -> dict[str, Any]:
     """Score official files by name."""
     files = [find(name) / file for file in (predictions, *references)]
     return score(name, *files, **{"with_items": True, **options})
