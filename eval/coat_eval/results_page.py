@@ -230,19 +230,13 @@ def build_sections(
 ) -> list[dict[str, Any]]:
     """Build a section per set and pair of models, with cards of the items behind the differences.
 
-    Args:
-        comparison: of at least two models.
-        per_set: maximum number of items per set and pair of models, evenly spaced over the set,
-            half of them per direction if possible. Images are scaled down to about 20 kB per item.
-        media_root: root of relative media paths, a folder or an address; default: the working
-            directory.
+    There are at most ``per_set`` items per set and pair of models, evenly spaced over the set, half
+    of them per direction if possible. Images are scaled down to about 20 kB per item. Relative
+    paths are below ``media_root``, a folder or an address; default: the working directory.
 
     Raises:
-        ValueError: ``per_set`` is negative.
         DataError: an item's media are not images or videos with a path; names the item.
     """
-    if per_set < 0:
-        raise ValueError(f"flips={per_set}: give 0 or more items per set")
     first_name, *other_names = comparison.sets
     sections: list[dict[str, Any]] = []
     for second_name, (set_name, one) in product(other_names, comparison.sets[first_name].items()):
