@@ -178,6 +178,3 @@ def test_video_mme_by_duration_and_category(tmp_path: Path):
     assert metrics["unanswered_wrong.domain.Knowledge.long"] == pytest.approx(100 / 3)
     assert metrics["sub_category.Art.long"] == 80
     assert "domain.Knowledge.medium" not in metrics
-    lines = format_headline(report).split("\n")
-    [knowledge] = [line.split() for line in lines if line.startswith("Knowledge")]
-    assert knowledge == ["Knowledge", "66.67", "-", "50.00", "60.00"]
