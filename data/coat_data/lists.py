@@ -99,8 +99,7 @@ def _llama_factory(name: str, entry: Mapping[str, Any], where: str) -> dict[str,
         raise DataError(where, "the data set is on a hub, not in a file", remedy)
     formatting = entry.get("formatting", "alpaca")
     if formatting not in _FORMATTINGS:
-        remedy = f"use one of {', '.join(_FORMATTINGS)}"
-        raise DataError(where, f"formatting is {formatting!r}", remedy)
+        raise DataError(where, f"formatting is {formatting!r}", f"use one of {[*_FORMATTINGS]}")
     reader, fields = _FORMATTINGS[formatting]
     columns = entry.get("columns") or {}
     # With columns LlamaFactory reads only the named fields, without it the defaults.

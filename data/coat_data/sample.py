@@ -208,11 +208,7 @@ class Sample:
         return self
 
     def only_last_supervised(self) -> "Sample":
-        """Return the sample with labels on its last answer alone.
-
-        Raises:
-            DataError: the row itself turns the loss of that answer off.
-        """
+        """Return the sample with labels on its last answer alone."""
         last = max(n for n, turn in enumerate(self.turns) if turn.role == "assistant")
         turns = (
             *(replace(turn, supervised=False) for turn in self.turns[:last]),

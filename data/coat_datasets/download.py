@@ -155,9 +155,6 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
 
     Args:
         name: one of :func:`known_mixtures`, or the path of a mixture file.
-
-    Returns:
-        The mixture file, and further steps for the user.
     """
     if name.endswith((".yaml", ".yml")):
         mixture = read_mixture(Path(name))

@@ -1,6 +1,5 @@
 """Batches, written out by hand."""
 
-import pytest
 import torch
 
 from coat_data.load.collate import collate
@@ -37,10 +36,3 @@ def test_a_token_equal_to_the_pad_token_is_still_attended():
     batch = collate([encoded([5, 2]), encoded([2, 2, 2])], pad_token_id=2)
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [[-100, 2, -100], [-100, 2, 2]]
-
-
-def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="at least one sample"):
-        collate([], pad_token_id=0)
-    with pytest.raises(ValueError, match=r"'up'; allowed: left, right"):
-        collate([encoded([1])], pad_token_id=0, padding_side="up")  # pyright: ignore[reportArgumentType]

@@ -124,20 +124,6 @@ def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path, image
     assert [path.name for path in dataset.paths] == names
 
 
-def test_vqa_annotations_without_their_questions_are_named(tmp_path: Path) -> None:
-    picture(tmp_path / "COCO_train2014_000000458752.jpg")
-    lost = [{**VQA_ANNOTATIONS[0], "question_id": 7}, VQA_ANNOTATIONS[1]]
-    path = write_vqa(tmp_path, annotations=lost)
-    found = problems(path)
-    (problem,) = found
-    assert problem.startswith(f"{path}:0: question_id is 7, which is not in")
-
-    questions = tmp_path / "v2_OpenEnded_mscoco_train2014_questions.json"
-    assert "holds questions without their answers" in problems(questions)[0]
-    questions.unlink()
-    assert f"there is no {questions.name} in the folder" in problems(path)[0]
-
-
 def test_ok_vqa_has_no_chosen_answer(tmp_path: Path) -> None:
     """The most frequent answer is chosen, the first of equally frequent ones."""
     picture(tmp_path / "COCO_train2014_000000051606.jpg")

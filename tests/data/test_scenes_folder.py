@@ -35,14 +35,3 @@ def test_bad_settings_are_named(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         make_scenes(tmp_path / "out", **(SIZES | setting))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error):
-    def fail(*arguments):
-        raise error
-
-    monkeypatch.setattr("coat_datasets.scenes.make.write_questions", fail)
-    with pytest.raises((KeyboardInterrupt, OSError)):
-        make_scenes(tmp_path / "out", **SIZES)
-    assert not list(tmp_path.iterdir())

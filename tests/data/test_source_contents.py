@@ -1,10 +1,8 @@
 """What a tar's JSON, a folder's file names and the first rows say about a source."""
 
 import json
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet as pq
@@ -12,7 +10,6 @@ import pytest
 from datasets import config
 
 from coat_data.load.dataset import SampleDataset
-from coat_data.readers.catalogue import find_reader
 from coat_data.sample import DataError
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
@@ -84,26 +81,3 @@ def test_a_folder_of_several_splits_is_no_source(tar: Tar, tmp_path: Path) -> No
         assert [getattr(one, "id", None) for one in SampleDataset(advised).stream()] == ids
     (tars / "set-validation-0.tar").unlink()
     assert len(SampleDataset(tars)) == 2  # a contest is no test
-
-
-def test_no_more_rows_are_taken_than_it_needs_to_know_them() -> None:
-    taken: list[weakref.ref[Any]] = []
-
-    class Row(dict):
-        """A row that tells whether it is still held."""
-
-    def rows() -> Iterator[Any]:
-        for number in range(100):
-            row = Row({"conversations": []} if number == 50 else {"unknown": number})
-            taken.append(weakref.ref(row))
-            yield row
-            del row
-            assert sum(one() is not None for one in taken) <= 1
-
-    reader = find_reader(rows(), "a")
-    assert reader is not None
-    assert reader.name == "llava"
-    assert len(taken) == 51
-    assert find_reader([], "a") is None
-    with pytest.raises(DataError, match="fields: unknown"):
-        find_reader([5, {"unknown": 1}, {"other": 2}], "a")

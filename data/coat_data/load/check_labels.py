@@ -68,11 +68,7 @@ def verify_template(encoder: Encoder) -> None:
 def verify_rows(
     datasets: Sequence[Rows], encoder: Encoder, rows_per_source: int = ROWS_PER_SOURCE
 ) -> int:
-    """Check the first rows of each source; bad rows are left to the loader. Returns their number.
-
-    Raises:
-        DataError: other tokens than the answers and their ends are supervised; names the row.
-    """
+    """Check the first rows of each source, and count them; bad rows are left to the loader."""
     checked = 0
     for dataset in datasets:
         for row in range(min(rows_per_source, len(dataset))):

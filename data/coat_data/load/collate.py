@@ -55,10 +55,6 @@ def collate(
         samples: at least one; images of one size, or of a published model, which are padded.
         padding_side: ``right`` for training, ``left`` for generation.
     """
-    if not samples:
-        raise ValueError("a batch needs at least one sample, got none")
-    if padding_side not in ("left", "right"):
-        raise ValueError(f"padding_side is {padding_side!r}; allowed: left, right")
     samples = [*samples, *(sample.rejected for sample in samples if sample.rejected is not None)]
     if padding_side == "right":
         samples = _fill(samples)
@@ -123,8 +119,6 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
     The padding is a separate sequence without labels. The first token of each sequence is not
     supervised, as nothing predicts it.
     """
-    if not samples:
-        raise ValueError("a batch needs at least one sample, got none")
     lengths = [len(sample.input_ids) for sample in samples]
     used = sum(lengths)
     padding = -used % align

@@ -40,16 +40,13 @@ class SampleDataset:
     Attributes:
         media_root: absolute folder, or address, that relative media paths start from; for a list
             the deepest folder above those of all sources.
-        container: the raw rows; for a list an empty container.
         paths: the files of the rows, and the list itself; a folder stands for all files below it.
             Media files that rows refer to are not included.
 
     Args:
         media_root: folder or address; default: the file's folder, or the one in the manifest or
             list says.
-        follow_links: allow links below the media root that lead out of it.
         ignore_fields: fields that may be left out although they look like media or loss weights.
-        supervise: ``last`` supervises the last answer of each conversation alone.
         in_order: open for a full read by :meth:`stream` only: also accept truncated files, and
             ignore a list's weights.
         without_weights: ignore a list's weights, which are shares of an epoch, to read every row
@@ -58,7 +55,6 @@ class SampleDataset:
     Raises:
         DataError: ``path`` or ``media_root`` does not exist, the file does not parse, or its rows
             are of an unknown format.
-        ValueError: there is no such format or column name.
     """
 
     def __init__(

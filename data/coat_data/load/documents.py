@@ -69,7 +69,6 @@ class DocumentChunks(SelectedRows):
     """The chunks of the rows of a source.
 
     Args:
-        dataset: the source.
         chunks: (n, 3) int64 of :func:`split_rows`: row, first character, last character + 1.
     """
 
@@ -99,10 +98,6 @@ def get_chunk(sample: Sample, start: int, end: int) -> Sample:
 
 def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     """Split a document; return the first character and last character + 1 of each chunk.
-
-    Args:
-        sample: a document.
-        encoder: the encoder with the tokenizer, template and ``max_length``.
 
     Raises:
         DataError: the template alone fills ``max_length``.
@@ -157,17 +152,8 @@ def split_rows(
     A row that fits, is no document, or is bad, is one chunk; errors of a bad row are reported in
     training.
 
-    Args:
-        dataset: the source.
-        encoder: see :func:`split_document`.
-        rows: the rows to split, in order.
-        num_workers: worker processes; 0 splits in the main process.
-
     Yields:
         (n, 3) int64: row, first character, last character + 1 (-1: the whole row).
-
-    Raises:
-        DataError: as :func:`split_document`.
     """
     work = partial(_split_each, dataset, encoder)
     return in_workers(work, in_batches(rows, _ROWS_PER_REQUEST), num_workers)

@@ -70,7 +70,6 @@ class Encoder:
     """Encodes samples; an instance can be pickled.
 
     Attributes:
-        media: reads images and videos, and plans their tiles from headers alone.
         shows_media: whether the model has a vision tower.
         preferences: whether every sample must be a preference pair (True) or an ordinary sample
             (False); None encodes both.
@@ -96,7 +95,6 @@ class Encoder:
         """Prepare the tokenizer.
 
         Args:
-            tokens_per_image: image tokens per tile.
             image_token_id: id of the image token; None for a language model without vision, which
                 rejects samples with media.
         """
@@ -217,9 +215,6 @@ class Encoder:
 
         Args:
             sample: a conversation; if it ``continues``, nothing follows its last text.
-
-        Raises:
-            DataError: as for a call, except for the answer.
         """
         segments = (
             self._render(sample, add_generation_prompt=True)
@@ -236,9 +231,6 @@ class Encoder:
 
         The tokens are a prefix of those of the whole conversation, up to the token that ends the
         answer, with the same labels for the answer. The media are read once.
-
-        Raises:
-            DataError: as for :meth:`prompt`, or the sequence with an answer is too long.
         """
         prompt = self.prompt(sample, rng)
         turns, media = _asked(sample)
@@ -300,9 +292,6 @@ class Encoder:
         Returns:
             The text of each medium's tokens; ``pixel_values``, and for models that have them
             ``image_grids`` and ``frame_groups``, as in :class:`EncodedSample`.
-
-        Raises:
-            DataError: a medium cannot be read, or the model has no vision tower.
         """
         if media and not self.shows_media:
             self._check_media(Sample(id="prompt", turns=(), source="prompt"), media, [])

@@ -37,10 +37,6 @@ def measure_rows(
 
     Yields:
         (rows, 2) int32: tokens and images.
-
-    Raises:
-        UnreachableError: a medium cannot be reached.
-        DataError: a row is bad and ``skip_bad`` is False.
     """
     work = partial(_measure, dataset, measure, max_images, skip_bad)
     return in_workers(work, in_batches(rows, _ROWS_PER_REQUEST), num_workers)

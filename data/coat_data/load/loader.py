@@ -82,7 +82,6 @@ class TrainLoader:
     Args:
         batch_size: batch rows per optimizer step, over all ranks and micro-batches.
         micro_batch_size: batch rows per forward pass on one rank.
-        replace_bad: replace and list bad rows, instead of raising their errors.
         packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed; None
             does not pack.
         costs: estimated work of the rows of each source, by which rows that are not packed are
@@ -90,9 +89,6 @@ class TrainLoader:
         unpad: collate micro-batches that are not packed with
             :func:`coat_data.load.collate.collate_unpadded`, with rows of a multiple of this number
             of tokens; None pads all.
-
-    Raises:
-        ValueError: ``batch_size`` is not divisible, or the mixture is of other datasets.
     """
 
     def __init__(
@@ -115,12 +111,6 @@ class TrainLoader:
         unpad: int | None = None,
     ) -> None:
         check_batch_sizes(batch_size, micro_batch_size, rank, world_size)
-        rows = [share.rows for share in mixture.accounting()]
-        if rows != [len(dataset) for dataset in datasets]:
-            raise ValueError(
-                f"the mixture is of sources with {rows} rows, the datasets have "
-                f"{[len(dataset) for dataset in datasets]}; build the mixture from these datasets"
-            )
         self.sampler: Sampler = packing or PlainSampler(mixture, batch_size, costs)
         self._datasets = datasets
         self._mixture = mixture
@@ -142,9 +132,6 @@ class TrainLoader:
 
         Earlier samples are not read. ``close()`` of the generator ends the worker processes. The
         state after a step is ``sampler.step(state)[1]``.
-
-        Yields:
-            ``batch_size / (micro_batch_size * world_size)`` micro-batches.
 
         Raises:
             DataError: a row is bad; with ``replace_bad``, all its replacements are bad as well; or
@@ -217,14 +204,7 @@ class TrainLoader:
     def _first_good(
         self, position: int, bad: list[BadSample], tokens: float, images: float
     ) -> tuple[EncodedSample | None, list[DataError]]:
-        """Return the first good row for a position, and the errors of the rows tried before it.
-
-        Args:
-            position: position to fill; it also seeds the augmentation.
-            bad: bad rows are appended here.
-            tokens: maximum tokens of the sample.
-            images: maximum images (tiles, frames) of the sample.
-        """
+        """Return the first good row for a position, and the errors of the rows tried before it."""
         errors: list[DataError] = []
         for place in self._tried(position, tokens, images):
             source, index = self._mixture.locate(place)

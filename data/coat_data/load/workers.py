@@ -43,7 +43,6 @@ def in_workers(
 
     Args:
         num_workers: 0 works in this process.
-        timeout_s: time limit on waiting for one result of a worker; 0 for none.
         describe: names the rows of a request, for the errors below.
 
     Raises:

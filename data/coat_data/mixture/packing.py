@@ -178,9 +178,6 @@ class PackedSampler:
         sizes: measured tokens and images of the rows of each source, (rows, 2); 0 tokens mark a row
             that cannot be used.
         costs: estimated work of the rows of each source, (rows,); None balances ranks by images.
-
-    Raises:
-        ValueError: no row can be used.
     """
 
     def __init__(

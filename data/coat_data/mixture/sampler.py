@@ -136,11 +136,6 @@ class Mixture:
         ]
 
     def _check(self, repeats: Sequence[float | None], weights: Sequence[float | None]) -> None:
-        if not len(self._names) == len(self._sizes) == len(repeats) == len(weights) > 0:
-            raise ValueError(
-                f"{len(self._sizes)} sizes, {len(self._names)} names, {len(repeats)} repeats and "
-                f"{len(weights)} weights; give one of each for every source (at least one)"
-            )
         if self._seed < 0:
             raise ValueError(f"seed={self._seed} is negative; choose 0 or greater")
         if None in weights and set(weights) != {None}:

@@ -51,11 +51,7 @@ class ChatTemplate(Protocol):
 
 
 def get_template(name: str, tokenizer: TokenizerLike) -> ChatTemplate:
-    """Return the chat template plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own).
-
-    Raises:
-        ValueError: the name is unknown, or the tokenizer lacks what the template needs.
-    """
+    """Return the chat template plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own)."""
     makers: dict[str, Callable[[TokenizerLike], ChatTemplate]] = {
         "plain": PlainTemplate,
         "vicuna_v1": VicunaTemplate,

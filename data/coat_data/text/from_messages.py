@@ -28,11 +28,7 @@ _ROLES = ("system", "user", "assistant")
 def messages_to_sample(
     messages: Sequence[Message], images: Sequence[Picture] = (), *, continues: bool = False
 ) -> Sample:
-    """Convert a conversation; ``continues``: nothing is to follow its last text.
-
-    Raises:
-        ValueError: a role or part is unknown, or the image parts do not match ``images``.
-    """
+    """Convert a conversation; ``continues``: nothing is to follow its last text."""
     turns, sources = parse_messages(messages)
     remaining = iter(images)
     media: list[Media] = []
@@ -58,11 +54,7 @@ def messages_to_sample(
 def parse_messages(
     messages: Sequence[Message],
 ) -> tuple[tuple[Turn, ...], list[tuple[MediaKind, Any]]]:
-    """Return the turns of a conversation, and the kind and source (or None) of each medium.
-
-    Raises:
-        ValueError: a role or part is unknown.
-    """
+    """Return the turns of a conversation, and the kind and source (or None) of each medium."""
     turns: list[Turn] = []
     sources: list[tuple[MediaKind, Any]] = []
     for message in messages:

@@ -93,11 +93,7 @@ class SegmentTokenizer:
         self.hides_first_space = self._plain.decode(spaced) == "a"
 
     def text(self, text: str) -> list[int]:
-        """Return the ids of a user's text; none is a control token.
-
-        Raises:
-            DataError: the tokenizer can only encode the text with a control token.
-        """
+        """Return the ids of a user's text; none is a control token."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return ids if self._control_ids.isdisjoint(ids) else self._cut_text(text)
 
