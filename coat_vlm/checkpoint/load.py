@@ -197,7 +197,7 @@ def _set_weights(
     rounded, low_bits = split_master(values.float())
     master.copy_(rounded)
     if not state:  # no gradient yet
-        state = new_state(master, "a saved partition", group["codec"], group["master"])
+        state = new_state(master, "a saved partition", group["master"])
     return {**state, LOW_BITS: low_bits.to(master.device)}
 
 
@@ -215,7 +215,7 @@ def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any])
                 continue  # no gradient yet, so the state is zero
             sources.append(saved)
             read = partial(saved.read, device=master.device)  # dequantizing is faster on a GPU
-            parts = decode(saved.keys, saved.elements, read, first, first + count, group)
+            parts = decode(saved.keys, saved.elements, read, first, first + count)
             for key, part in parts.items():
                 if key not in values:
                     values[key] = torch.zeros(
@@ -226,7 +226,7 @@ def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any])
         return _set_weights(master, weights, {}, group)
     # Step counts differ if some parameters had no gradient at first.
     state = {key: max(s.numbers[key] for s in sources) for key in sources[0].numbers}
-    for key, value in encode(values, sources[0].keys, group).items():
+    for key, value in encode(values, sources[0].keys).items():
         state[key] = value.view(master.shape) if key in values else value
     for key in sources[0].others - state.keys():
         newest = torch.stack([s.tensor(key) for s in sources]).amax(0)
@@ -238,5 +238,5 @@ def _move_to_device(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[st
     """Move a state that is not per element, such as a step count, to the optimizer's device."""
     # CoatAdamW and torch's fused and capturable optimizers count steps on the device, others on the
     # CPU.
-    counts_on_device = group.get("fused") or group.get("capturable") or group.get("codec")
+    counts_on_device = group.get("fused") or group.get("capturable") or group.get("master")
     return tensor if on_cpu and not counts_on_device else tensor.to(master.device)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.partitions import get_persistent_buffers, map_parameter_groups
-from coat_vlm.optim.state import codec
+from coat_vlm.optim.state import describe_states
 
 CONTENTS = "contents.json"
 TRAINER = "trainer.json"
@@ -71,7 +71,7 @@ class Contents:
     buffers: dict[str, tuple[int, ...]]
     """Shapes of the persistent buffers."""
     groups: list[dict[str, Any]]
-    """For each parameter group ``lr`` and the ``codec`` of the optimizer states."""
+    """For each parameter group ``lr`` and ``states``, how the optimizer states are stored."""
 
     def check(self, model: "Contents", where: str) -> None:
         """Check that the checkpoint, called ``where``, fits the model and optimizer of a run.
@@ -103,16 +103,16 @@ class Contents:
                 f"{len(model.groups)}; {remedy}"
             )
         for number, (saved, ours) in enumerate(zip(self.groups, model.groups, strict=True)):
-            if _moments(saved["codec"]) != _moments(ours["codec"]):
+            if _moments(saved["states"]) != _moments(ours["states"]):
                 first = next(n for n, p in model.parameters.items() if p.group == number)
                 raise ValueError(
                     f"{where}: the optimizer states of {first} and its parameter group were saved "
-                    f"by {saved['codec']}, this run has {ours['codec']}; {remedy}"
+                    f"by {saved['states']}, this run has {ours['states']}; {remedy}"
                 )
 
 
 def _moments(states: str) -> str:
-    """Return the optimizer and codec: low bits and FP32 copies are converted into each other."""
+    """Return the optimizer: low bits and FP32 copies are converted into each other."""
     return states.replace(" bf16_low_bits", " fp32")
 
 
@@ -139,7 +139,7 @@ def describe_contents(engine: DeepSpeedEngine) -> Contents:
         parameters=parameters,
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
         groups=[
-            {"codec": codec(optimizer, group), "lr": float(group["lr"])}
+            {"states": describe_states(optimizer, group), "lr": float(group["lr"])}
             for group in optimizer.param_groups
         ],
     )

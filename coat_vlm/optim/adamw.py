@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from coat_kernels import (
-    MASTER_WEIGHTS,
-    OLD_NAMES,
-    AdamwItem,
-    AdamwTable,
-    adamw_step,
-    get_codec,
-)
+from coat_kernels import MASTER_WEIGHTS, AdamwItem, AdamwTable, adamw_step
 from coat_kernels.adamw import Rates
 from coat_vlm.optim.state import (
     LOW_BITS,
@@ -49,11 +42,11 @@ class CoatAdamW(torch.optim.Optimizer):
     lr as a tensor on the GPU if lr changes.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq`` are FP8 data of the parameter's shape. Their
-    ``_amax`` (FP32) and, if the codec expands, ``_k`` (FP16) have one entry per 128 elements.
-    ``step`` is FP32 (), on the parameter's device. The state takes 2.094 bytes per element.
-    ``coat_kernels.decode_moment`` and ``encode_moment`` convert moments to values and back. With
-    ``master="bf16_low_bits"``, BF16 parameters also have ``master_low_bits``, int16 of their
-    shape: ``coat_kernels.join_master`` returns the FP32 master weight.
+    ``_amax`` (FP32) and ``_k`` (FP16) have one entry per 128 elements. ``step`` is FP32 (), on the
+    parameter's device. The state takes 2.094 bytes per element. ``coat_kernels.decode_moment`` and
+    ``encode_moment`` convert moments to values and back. With ``master="bf16_low_bits"``, BF16
+    parameters also have ``master_low_bits``, int16 of their shape: ``coat_kernels.join_master``
+    returns the FP32 master weight.
 
     Args:
         params: parameters or groups of them; FP32, BF16 or FP16, contiguous.
@@ -61,18 +54,13 @@ class CoatAdamW(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
-            ``coat_kernels/moment_formats.py``. ``dre_e4m3_stochastic`` rounds v stochastically, so
-            that it follows gradients that shrink, although a step changes v by less than the
-            spacing of FP8 values; ``dre_e4m3``, the paper's, rounds to nearest.
         master: master weights of BF16 parameters. ``fp32``: none, parameters are rounded to
             nearest; ``bf16_low_bits``: FP32, with their low 16 bits in the state;
             ``bf16_stochastic``: none, parameters are rounded stochastically, so that small steps
             take effect on average. Other parameters are their own master weights.
         seed: seed of stochastic rounding, which depends only on the seed, the step and the element.
-            A codec with stochastic rounding uses the seed under ``bf16_stochastic`` and 0
-            otherwise. DeepSpeed steps flat partitions one at a time, so all partitions use the same
-            random numbers.
+            Second moments use it under ``bf16_stochastic`` and 0 otherwise. DeepSpeed steps flat
+            partitions one at a time, so all partitions use the same random numbers.
 
     Raises:
         ValueError: a setting is out of range.
@@ -92,7 +80,6 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        codec: str = "dre_e4m3_stochastic",
         master: Literal["fp32", "bf16_low_bits", "bf16_stochastic"] = "fp32",
         seed: int = 0,
     ) -> None:
@@ -105,7 +92,7 @@ class CoatAdamW(torch.optim.Optimizer):
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed={seed}; use 0 to 2^31 - 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "codec": codec, "master": master})
+        super().__init__(params, {**defaults, "master": master})
         self._seed = seed
         self._tables: dict[Any, AdamwTable] = {}
 
@@ -115,12 +102,10 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a setting of the group is unknown; the group is not added.
         """
-        settings = _rename_settings({**self.defaults, **param_group})
-        if settings["master"] not in MASTER_WEIGHTS:
-            raise ValueError(
-                f"master={settings['master']!r}; use one of {', '.join(MASTER_WEIGHTS)}"
-            )
-        super().add_param_group(settings)
+        master = param_group.get("master", self.defaults["master"])
+        if master not in MASTER_WEIGHTS:
+            raise ValueError(f"master={master!r}; use one of {', '.join(MASTER_WEIGHTS)}")
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles: torch omits attributes of subclasses."""
@@ -141,9 +126,6 @@ class CoatAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        Args:
-            closure: recomputes the loss and returns it; usually absent.
-
         Raises:
             ValueError: a gradient is sparse; a parameter's shape differs from its state's, or it is
                 not contiguous.
@@ -157,18 +139,18 @@ class CoatAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        for (device, codec, master), items in self._items().items():
+        for (device, master), items in self._items().items():
             rates = self._rates(items)
             seed = self._seed if master == "bf16_stochastic" else None
             if device.type == "cpu":
-                _step_on_cpu(items, codec, seed, rates, self.grad_scale)
+                _step_on_cpu(items, seed, rates, self.grad_scale)
                 continue
             # DeepSpeed steps one parameter group at a time: each group has its own table. Shards of
             # FSDP2 are new tensors in every step, at the same address.
-            key = (device, codec, master, items[0].p.data_ptr(), len(items))
+            key = (device, master, items[0].p.data_ptr(), len(items))
             if key not in self._tables and len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
-            table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
+            table = self._tables.setdefault(key, AdamwTable(device, seed))
             table.step(items, rates, self.grad_scale)
 
     def _rates(self, items: Sequence[AdamwItem]) -> list[Rates]:
@@ -180,15 +162,15 @@ class CoatAdamW(torch.optim.Optimizer):
         return rates
 
     def _items(self) -> dict[Any, list[AdamwItem]]:
-        """Collect the items by device, codec and master weights; create states."""
+        """Collect the items by device and master weights; create states."""
         batches: dict[Any, list[AdamwItem]] = {}
         index = -1
         for number, group in enumerate(self.param_groups):
-            for place, p in enumerate(group["params"]):
+            for position, p in enumerate(group["params"]):
                 index += 1
                 if p.grad is None:
                     continue
-                name = describe_parameter(group, number, place)
+                name = describe_parameter(group, number, position)
                 if p.grad.is_sparse:
                     raise ValueError(
                         f"CoatAdamW: the gradient of {name} is sparse; use dense gradients "
@@ -197,92 +179,64 @@ class CoatAdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 # DeepSpeed's lookups create empty states.
                 if not state:
-                    state.update(new_state(p, name, group["codec"], group["master"]))
+                    state.update(new_state(p, name, group["master"]))
                 if state["exp_avg"].shape != p.shape:
                     raise ValueError(
                         f"CoatAdamW: {name} has shape {tuple(p.shape)}, its moments "
                         f"{tuple(state['exp_avg'].shape)}; create a new optimizer for a parameter "
                         "that has changed its shape"
                     )
-                m, v = get_moments(state, group["codec"])
+                m, v = get_moments(state)
                 item = AdamwItem(
                     p, p.grad.contiguous(), m, v, state["step"], state.get(LOW_BITS),
                     number, index,
                 )  # fmt: skip
-                key = (p.device, group["codec"], group["master"])
-                batches.setdefault(key, []).append(item)
+                batches.setdefault((p.device, group["master"]), []).append(item)
         return batches
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without conversion: torch would cast FP8 data to the parameter's dtype.
 
-        Args:
-            state_dict: from :meth:`torch.optim.Optimizer.state_dict`.
-
         Raises:
-            ValueError: the state was written by another optimizer, with another codec or for other
-                parameters; the error names the parameter.
+            ValueError: the state was written by another optimizer, with another ``master`` or for
+                other parameters; the error names the parameter.
         """
-        settings = {key: self.defaults[key] for key in ("codec", "master")}
-        groups = [_rename_settings({**settings, **group}) for group in state_dict["param_groups"]]
+        groups = [{"master": self.defaults["master"], **g} for g in state_dict["param_groups"]]
         saved_ids = [i for group in groups for i in group["params"]]
-        places = [
-            (describe_parameter(group, number, place), group, p)
+        parameters = [
+            (describe_parameter(group, number, position), group, p)
             for number, group in enumerate(self.param_groups)
-            for place, p in enumerate(group["params"])
+            for position, p in enumerate(group["params"])
         ]
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
-        for saved, (name, group, p) in zip(states, places, strict=False):
+        for saved, (name, group, p) in zip(states, parameters, strict=False):
             if saved:
-                check_saved(saved, name, _local(p), group["codec"], group["master"])
+                check_saved(saved, name, _local(p), group["master"])
         for group, saved in zip(self.param_groups, groups, strict=False):
-            for setting in settings:
-                if saved[setting] != group[setting]:
-                    raise ValueError(
-                        f"CoatAdamW: the saved state has {setting} {saved[setting]!r}, this "
-                        f"optimizer {group[setting]!r}; create it with {setting}={saved[setting]!r}"
-                    )
+            if saved["master"] != group["master"]:
+                raise ValueError(
+                    f"CoatAdamW: the saved state has master {saved['master']!r}, this optimizer "
+                    f"{group['master']!r}; create it with master={saved['master']!r}"
+                )
         # Raises if the number or the sizes of groups differ.
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
-        for saved, (_, _, p) in zip(states, places, strict=True):
+        for saved, (_, _, p) in zip(states, parameters, strict=True):
             if saved:
                 self.state[p] = copy_state(saved, p)
 
 
-def _rename_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with the present names of its codec and of ``master``."""
-    master = OLD_NAMES.get(group["master"], group["master"])
-    return {**group, "codec": get_codec(group["codec"]).name, "master": master}
-
-
 def _step_on_cpu(
-    items: Sequence[AdamwItem],
-    codec: str,
-    seed: int | None,
-    rates: Sequence[Rates],
-    grad_scale: Tensor | None,
+    items: Sequence[AdamwItem], seed: int | None, rates: Sequence[Rates], grad_scale: Tensor | None
 ) -> None:
-    """Run one step of all items in place.
-
-    Args:
-        items: parameters on the CPU with gradients and state.
-        codec: how the moments are stored.
-        seed: seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
-            stochastic rounding use the seed, or 0 if it is None.
-        rates: lr, beta1, beta2, eps and weight decay of each group.
-        grad_scale: FP32 (), multiplied with the gradients; if it is not finite, nothing changes.
-    """
+    """Run one step of all items in place; see :class:`AdamwTable`."""
     if grad_scale is not None and not grad_scale.isfinite():
         return
-    stochastic_codec = get_codec(codec).second_stochastic
     for item in items:
         lr, beta1, beta2, eps, weight_decay = rates[item.group]
         item.step.add_(1)
-        is_rounded = item.p.dtype == torch.bfloat16 and item.low_bits is None
         adamw_step(
             item.p, item.g, item.m, item.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay, step=int(item.step), codec=codec,
-            low_bits=item.low_bits, seed=seed if is_rounded or stochastic_codec else None,
+            weight_decay=weight_decay, step=int(item.step), low_bits=item.low_bits, seed=seed,
             index=item.index, grad_scale=grad_scale,
         )  # fmt: skip
 

@@ -31,16 +31,7 @@ from coat_kernels.master_weights import (
     join_master,
     rounding_key,
 )
-from coat_kernels.moment_formats import (
-    CODECS,
-    GROUP,
-    OLD_NAMES,
-    Codec,
-    Moment,
-    count_groups,
-    get_codec,
-    new_moment,
-)
+from coat_kernels.moment_formats import GROUP, Moment, count_groups, new_moment
 from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
 from coat_kernels.quantize import (
     dequantize_tensor,
@@ -52,13 +43,12 @@ from coat_kernels.quantize import (
 )
 from coat_kernels.quantize_blockwise import dequantize_group, quantize_group
 from coat_kernels.reference import decode_moment, encode_moment
-from coat_kernels.registry import OPS, Op, use_reference
+from coat_kernels.registry import OPS, Op
 from coat_kernels.rope import rope, rope_gradient
 from coat_kernels.shared_scales import share_scales
 
 __all__ = [
     "ACTIVATIONS",
-    "CODECS",
     "E4M3",
     "E5M2",
     "GEMM_MULTIPLE",
@@ -66,12 +56,10 @@ __all__ = [
     "GROUP",
     "GROUP_SIZES",
     "MASTER_WEIGHTS",
-    "OLD_NAMES",
     "OPS",
     "ActivationSaved",
     "AdamwItem",
     "AdamwTable",
-    "Codec",
     "Format",
     "GroupScaled",
     "Moment",
@@ -89,7 +77,6 @@ __all__ = [
     "dequantize_group",
     "dequantize_tensor",
     "encode_moment",
-    "get_codec",
     "head_norm",
     "head_norm_bwd",
     "join_master",
@@ -111,5 +98,4 @@ __all__ = [
     "scaled_mm",
     "share_scales",
     "transpose_quantized",
-    "use_reference",
 ]

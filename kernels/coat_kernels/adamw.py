@@ -44,13 +44,14 @@ from coat_kernels.formats import E4M3, check_dtype
 from coat_kernels.launch import cdiv, launch
 from coat_kernels.master_weights import MOMENT_SALT as _MOMENT_SALT
 from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
-from coat_kernels.moment_formats import CODECS, Codec, Moment, count_groups, get_codec
 from coat_kernels.moment_formats import GROUP as _GROUP
 from coat_kernels.moment_formats import K_MAX as _K_MAX
 from coat_kernels.moment_formats import LIMIT_BITS as _LIMIT_BITS
+from coat_kernels.moment_formats import LOG2_RANGE as _LOG2_RANGE
 from coat_kernels.moment_formats import OUTLIER as _OUTLIER
 from coat_kernels.moment_formats import SMALLEST_RATIO as _SMALLEST_RATIO
 from coat_kernels.moment_formats import SMALLEST_V as _SMALLEST_V
+from coat_kernels.moment_formats import Moment, count_groups
 from coat_kernels.registry import register
 
 GROUP = tl.constexpr(_GROUP)
@@ -61,7 +62,7 @@ OUTLIER = tl.constexpr(_OUTLIER)
 QUIET_NAN = tl.constexpr(_QUIET_NAN)
 MOMENT_SALT = tl.constexpr(_MOMENT_SALT)
 E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
-LOG2_MAX = tl.constexpr(math.log2(E4M3.max))
+LOG2_MAX, LOG2_RANGE = tl.constexpr(math.log2(E4M3.max)), tl.constexpr(_LOG2_RANGE)
 
 COLUMNS = 16
 """Columns of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, low_bits, step; then the
@@ -225,8 +226,8 @@ def _elements(i, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _store_moment(
-    x, random, q_ptr, amax_ptr, k_ptr, i, left, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr,
-    LOG2_RANGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
+    x, random, q_ptr, amax_ptr, k_ptr, i, left, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Encode tile i of a moment, x [groups, 128], zeros outside the tensor, and store it.
 
@@ -248,8 +249,6 @@ def _store_moment(
     spread = log_top - log2_fast(least)
     LIMIT: tl.constexpr = LOG2_RANGE / K_MAX
     k = LOG2_RANGE * reciprocal_fast(tl.where(spread > LIMIT, spread, LIMIT))
-    if FLOOR_K:
-        k = tl.floor(k * 16.0) * (1.0 / 16.0)
     stored_k = k.to(tl.float16)
     k = stored_k.to(tl.float32)
     bias = LOG2_MAX - k * log_top
@@ -280,7 +279,6 @@ def adamw_kernel(
     scalars_ptr,  # (tensors, SCALARS) fp32
     grad_scale_ptr,  # () fp32, or None
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr,
-    FLOOR_K: tl.constexpr, LOG2_RANGE: tl.constexpr, V_STOCHASTIC: tl.constexpr,  # of the codec
     LOW_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
     WHOLE: tl.constexpr,  # full chunks with aligned addresses
     BLOCK_G: tl.constexpr, TILES: tl.constexpr,
@@ -338,14 +336,9 @@ def adamw_kernel(
         else:
             new = p32.to(P_TYPE)
         _store(p_ptr, new, i, left, WHOLE, BLOCK_G)
-        _store_moment(
-            m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, True, FLOOR_K, LOG2_RANGE, WHOLE,
-            BLOCK_G,
-        )  # fmt: skip
-        _store_moment(
-            v32, _random_words(first, i, key ^ MOMENT_SALT, BLOCK_G) if V_STOCHASTIC else None,
-            v_ptr, v_amax_ptr, v_k_ptr, i, left, False, FLOOR_K, LOG2_RANGE, WHOLE, BLOCK_G,
-        )  # fmt: skip
+        _store_moment(m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, True, WHOLE, BLOCK_G)
+        random = _random_words(first, i, key ^ MOMENT_SALT, BLOCK_G)
+        _store_moment(v32, random, v_ptr, v_amax_ptr, v_k_ptr, i, left, False, WHOLE, BLOCK_G)
 
 
 CHUNK = 4096
@@ -419,20 +412,12 @@ class AdamwTable:
 
     Args:
         device: device of the tensors.
-        codec: how the moments are stored, one of :data:`coat_kernels.CODECS`.
         seed: 31 bits; BF16 parameters without low bits are rounded stochastically with it. If None,
-            they are rounded to nearest, and a stochastic codec uses 0.
-
-    Raises:
-        ValueError: the codec has no kernel.
+            they are rounded to nearest, and second moments are rounded with seed 0.
     """
 
-    def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
-        if codec not in CODECS.values():
-            raise ValueError(
-                f"codec {codec.name!r} of moments has no kernel; use one of {', '.join(CODECS)}"
-            )
-        self._device, self._codec, self._seed = device, codec, seed
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        self._device, self._seed = device, seed
         self._key: Any = None
         self._shapes: list[tuple[Any, ...]] = []
         self._table = self._scalars = torch.empty(0)
@@ -475,11 +460,8 @@ class AdamwTable:
                     adamw_kernel, (len(work),), num_warps=1,
                     table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
                     grad_scale_ptr=grad_scale, P_TYPE=_TYPES[p_type],
-                    G_TYPE=_TYPES[g_type], FLOOR_K=self._codec.floor_k,
-                    LOG2_RANGE=self._codec.log2_range(E4M3),
-                    V_STOCHASTIC=self._codec.second_stochastic, LOW_BITS=low_bits,
-                    STOCHASTIC=stochastic, WHOLE=whole, BLOCK_G=block,
-                    TILES=CHUNK // _GROUP // block,
+                    G_TYPE=_TYPES[g_type], LOW_BITS=low_bits, STOCHASTIC=stochastic, WHOLE=whole,
+                    BLOCK_G=block, TILES=CHUNK // _GROUP // block,
                 )  # fmt: skip
 
     def _prepare(self, items: list[AdamwItem]) -> None:
@@ -539,10 +521,9 @@ class AdamwTable:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTable, Tensor]:
+def _table(device: torch.device, seed: int | None) -> tuple[AdamwTable, Tensor]:
     """Return a table for steps of single tensors, and its step counter."""
-    table = AdamwTable(device, get_codec(codec), seed)
-    return table, torch.zeros((), dtype=torch.float32, device=device)
+    return AdamwTable(device, seed), torch.zeros((), dtype=torch.float32, device=device)
 
 
 @register(
@@ -552,9 +533,9 @@ def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTab
 def _adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
+    low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
-    table, count = _table(p.device, codec, seed)
+    table, count = _table(p.device, seed)
     count.fill_(step - 1)
     item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, low_bits, index=index)
     table.step([item], [(lr, beta1, beta2, eps, weight_decay)], grad_scale)
@@ -571,7 +552,6 @@ def adamw_step(
     eps: float,
     weight_decay: float,
     step: int,
-    codec: str = "dre_e4m3",
     low_bits: Tensor | None = None,
     grad_scale: Tensor | None = None,
     seed: int | None = None,
@@ -580,26 +560,18 @@ def adamw_step(
     """Run one AdamW step on one tensor; changes p, m, v and low_bits in place.
 
     Args:
-        p: parameter, FP32, BF16 or FP16, contiguous, any shape and size.
+        p: FP32, BF16 or FP16, contiguous, any shape.
         g: gradient, of p's shape, contiguous.
-        m: first moment: FP8 data, amax, k, from :func:`new_moment`.
-        v: second moment: FP8 data, amax, k.
-        lr: learning rate.
-        betas: decay rates of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
+        m: first moment, from :func:`new_moment`.
+        v: second moment, rounded stochastically with the seed (0 if None), step and index.
         step: number of this step, from 1.
-        codec: a name in :data:`coat_kernels.CODECS`.
         low_bits: int16 of p's shape: the low 16 bits of the FP32 master weights of a BF16 p.
         grad_scale: FP32 (), multiplied with the gradient; if it is not finite, nothing changes.
-        seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to
-            nearest. A stochastic codec rounds v with the seed (0 if None), step and index, and
-            supports a seed with any p.
+        seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to nearest.
         index: number of the parameter, which selects its random numbers.
 
     Raises:
-        ValueError: a shape, dtype or layout does not fit, the codec is unknown, or the step is
-            below 1.
+        ValueError: a shape, dtype or layout does not fit, or the step is below 1.
     """
     if p.shape != g.shape or not (p.is_contiguous() and g.is_contiguous()):
         raise ValueError(
@@ -608,14 +580,10 @@ def adamw_step(
         )
     check_dtype("adamw_step", "p", p)
     check_dtype("adamw_step", "g", g)
-    how = get_codec(codec)
-    _check_moment("m", m, p, how, second=False)
-    _check_moment("v", v, p, how, second=True)
-    rounds_p = seed is not None and not how.second_stochastic
-    if (low_bits is not None or rounds_p) and p.dtype != torch.bfloat16:
-        raise ValueError(
-            f"adamw_step: p is {p.dtype}; low_bits and stochastic rounding are for bfloat16"
-        )
+    _check_moment("m", m, p)
+    _check_moment("v", v, p)
+    if low_bits is not None and p.dtype != torch.bfloat16:
+        raise ValueError(f"adamw_step: p is {p.dtype}; low_bits are for bfloat16")
     if low_bits is not None and (low_bits.shape, low_bits.dtype) != (p.shape, torch.int16):
         raise ValueError(
             f"adamw_step: low_bits is {low_bits.dtype} of shape {tuple(low_bits.shape)}; "
@@ -625,22 +593,17 @@ def adamw_step(
         raise ValueError(f"adamw_step: step is {step}; steps count from 1")
     if p.numel():
         _adamw_step(
-            p, g, *m, *v, lr, *betas, eps, weight_decay, step, codec, low_bits, grad_scale, seed,
-            index,
+            p, g, *m, *v, lr, *betas, eps, weight_decay, step, low_bits, grad_scale, seed, index
         )  # fmt: skip
 
 
-def _check_moment(name: str, moment: Moment, p: Tensor, codec: Codec, *, second: bool) -> None:
+def _check_moment(name: str, moment: Moment, p: Tensor) -> None:
     groups = (count_groups(p.numel()),)
-    dtypes = (codec.format(second).dtype, torch.float32, torch.float16)
-    wanted = list(zip(dtypes, (tuple(p.shape), groups, groups), strict=True))
-    found = [(t.dtype, tuple(t.shape)) for t in moment]
-    if found != wanted or not all(t.is_contiguous() for t in moment):
-        gaps = ["" if t.is_contiguous() else " with gaps" for t in moment]
-        parts = [f"{dtype} {shape}{gap}" for (dtype, shape), gap in zip(found, gaps, strict=True)]
+    dtypes = (E4M3.dtype, torch.float32, torch.float16)
+    expected = list(zip(dtypes, (tuple(p.shape), groups, groups), strict=True))
+    given = [(t.dtype, tuple(t.shape)) for t in moment]
+    if given != expected or not all(t.is_contiguous() for t in moment):
         raise ValueError(
-            f"adamw_step: {name} has data and metadata {', '.join(parts)}; for codec "
-            f"{codec.name!r} and p of shape {tuple(p.shape)} they must be contiguous "
-            f"{', '.join(f'{dtype} {shape}' for dtype, shape in wanted)}: make it with "
-            "new_moment(p)"
+            f"adamw_step: {name} is {given}; for p of shape {tuple(p.shape)} it must be contiguous "
+            f"{expected}: create it with new_moment(p)"
         )

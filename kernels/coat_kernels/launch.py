@@ -1,7 +1,6 @@
 """Launches kernels from a cache, without Triton's checks of every argument: tiles, warps, grids.
 
-Device code is in ``device.py``. ``TESTED`` has the versions of torch and Triton whose private APIs
-were tested.
+Device code is in ``device.py``.
 
 Triton inspects every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. This module caches the compiled kernel by its arguments
@@ -9,26 +8,17 @@ and launches it as Triton does, with addresses in place of tensors: Triton would
 its address and the driver whether the address is valid. A new number of tokens goes through Triton
 once, at the usual cost; within a step, layers repeat the number. Launch hooks are called. Triton's
 other knobs (debug, instrumentation) take effect if set before the first launch. Triton's launcher
-is private: with a version outside ``TESTED``, Triton launches every kernel.
+is private: pyproject.toml allows the versions that were tested.
 """
 
-import functools
-import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import torch
-import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
-
-TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
-"""Versions whose private APIs may be used: at least the first, below the second. pyproject.toml has
-the same range."""
 
 NUM_WARPS = 8
 """Warps per program. With four, the tiles of the backward kernels spill registers on sm_90."""
@@ -40,22 +30,6 @@ for M = 1, Triton 3.6 wrote wrong bytes into transposed FP8 tiles on an H200.)""
 COUNTS = ("programs",)
 """Arguments not to specialize on, either: a persistent kernel's number of programs, which depends
 on the number of tokens."""
-
-
-@functools.cache
-def is_tested(package: str) -> bool:
-    """Return whether ``torch`` or ``triton`` has a version in :data:`TESTED`; warn once if not."""
-    version = {"torch": torch, "triton": triton}[package].__version__
-    first, end = TESTED[package]
-    major, minor = re.findall(r"\d+", version)[:2]
-    if first <= (int(major), int(minor)) < end:
-        return True
-    warnings.warn(
-        f"coat_kernels was tested with {package} {first[0]}.{first[1]} to below {end[0]}.{end[1]} "
-        f"and found {version}: it uses public APIs only, which costs more CPU time",
-        stacklevel=2,
-    )
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +151,7 @@ def launch(
         return
     known = _kernels.get(id(kernel))
     if known is None:
-        # Interpreted, or a version whose launcher was not tested.
-        if not isinstance(kernel, JITFunction) or not is_tested("triton"):
+        if not isinstance(kernel, JITFunction):  # interpreted
             kernel[grid](**args, **_options(num_warps, maxnreg))
             return
         known = _kernels[id(kernel)] = _Kernel(kernel)
@@ -221,8 +194,6 @@ def launch(
 
 def current_stream(device: int) -> int:
     """Return the handle of the current stream of GPU number ``device``."""
-    if not is_tested("triton"):
-        return torch.cuda.current_stream(device).cuda_stream
     active: Any = driver.active
     return active.get_current_stream(device)
 

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from coat_kernels import reference
-from coat_kernels.launch import is_tested
 from coat_kernels.scale_pool import allocate_separately
 
 OPS: dict[str, "Op"] = {}
 """Every registered op by name."""
-
-_use_reference = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +36,7 @@ class Op:
     """Whether the op changes arguments, which autograd learns from the dispatcher."""
 
     def __call__(self, *args: Any) -> Any:
-        """Run the implementation for the tensors' device; see :func:`use_reference`."""
-        if _use_reference:
-            return self.reference(*args)
+        """Run the implementation for the tensors' device."""
         first = _first(args)
         device = first.device.type
         # The dispatcher costs more CPU time than the launch of a kernel, or than the arithmetic of
@@ -55,19 +50,17 @@ class Op:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_FUNCTORCH: Any = getattr(torch._C, "_functorch", None)  # it has no type stub
+_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no type stub
 
 
 def _needs_dispatcher(first: torch.Tensor, args: Sequence[Any]) -> bool:
     """Return whether compilers, modes, transforms, subclasses or autograd must see the op's call.
 
-    Autograd reports that ops have no gradient; in COAT's own Functions it does not record. With an
-    untested version of torch the answer is always True.
+    Autograd reports that ops have no gradient; in COAT's own Functions it does not record.
     """
     return (
         type(first) not in _PLAIN
         or torch.compiler.is_compiling()
-        or not is_tested("torch")
         or torch._C._len_torch_dispatch_stack() > 0
         or _FUNCTORCH.peek_interpreter_stack() is not None
         or (torch.is_grad_enabled() and any(map(_requires_grad, args)))
@@ -83,12 +76,6 @@ def _requires_grad(argument: Any) -> bool:
 def _first(args: Sequence[Any]) -> torch.Tensor:
     """Return an op's first argument, or the first tensor if it is a list."""
     return args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-
-
-def use_reference(enabled: bool) -> None:
-    """Run the references on every device, for GPUs without FP8 tensor cores. Slow."""
-    global _use_reference
-    _use_reference = enabled
 
 
 def register(

@@ -38,6 +38,8 @@ SAMPLE = (3 * 4096 + 5, 4096, 127)
 """Elements of the tensors on which ``CoatAdamW`` is compared with the reference."""
 
 Dtype = Literal["float32", "bfloat16"]
+CODEC = "dre_e4m3_stochastic"
+"""How ``CoatAdamW`` stores moments, in the results."""
 BOTH: tuple[Dtype, ...] = ("float32", "bfloat16")
 
 
@@ -70,10 +72,10 @@ class AdamwResult(VersionedResult):
 
 
 def list_implementations() -> list[Implementation]:
-    """List ``CoatAdamW`` with each codec and kind of master weights, and the baselines."""
+    """List ``CoatAdamW`` with each kind of master weights, and the baselines."""
 
-    def ours(codec: str, master: Any) -> Any:
-        return lambda params: CoatAdamW(params, **SETTINGS, codec=codec, master=master)
+    def ours(master: Any) -> Any:
+        return lambda params: CoatAdamW(params, **SETTINGS, master=master)
 
     def torchao(name: str) -> Any:
         def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -85,12 +87,9 @@ def list_implementations() -> list[Implementation]:
 
     fused = partial(torch.optim.AdamW, **SETTINGS, fused=True, capturable=True)
     found = [
+        Implementation("coat", CODEC, BOTH, ours("fp32")),
         *(
-            Implementation("coat", codec, BOTH, ours(codec, "fp32"))
-            for codec in ("dre_e4m3", "dre_e4m3_stochastic")
-        ),
-        *(
-            Implementation(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))
+            Implementation(f"coat {master}", CODEC, ("bfloat16",), ours(master))
             for master in ("bf16_low_bits", "bf16_stochastic")
         ),
         Implementation("torch fused", "none", BOTH, fused),

@@ -77,8 +77,8 @@ def build_cases(shape: LayerShape) -> list[Case]:
     def adamw(draw: Draw) -> Arguments:
         # FP32, as under DeepSpeed, with the size of one matrix of the MLP.
         p, g = (draw.matrix(shape.ffn, shape.hidden, torch.float32) for _ in range(2))
-        m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square(), second=True)
-        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, "dre_e4m3", None, None, None, 0)
+        m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square())
+        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, None, None, None, 0)
 
     found = [*_build_quantize_cases(shape), *_build_norm_cases(shape)]
     found += _build_activation_cases(shape)
@@ -113,7 +113,7 @@ def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tenso
     result = body(*args)
     if op == "adamw_step":
         p, _, *moments = args[:8]
-        return [p, *moments, *([args[15]] if args[15] is not None else [])]
+        return [p, *moments, *([args[14]] if args[14] is not None else [])]
     if op == "cross_entropy_":
         return [result, args[0]]
     if op == "logit_gradient":

@@ -229,26 +229,20 @@ def _low_rank_gradient(i: _Inputs) -> Examples:
 def _adamw_step(i: _Inputs) -> Examples:
     examples: Examples = {}
     is_bf16 = i.dtype == torch.bfloat16
-    for name, codec in (
-        ("paper", "dre_e4m3"),
-        ("released", "released"),
-        ("low_bits", "dre_e4m3"),  # in BF16
-        ("dre_e4m3_stochastic", "dre_e4m3_stochastic"),
-        ("stochastic", "dre_e4m3"),  # likewise
-        ("skipped", "dre_e4m3"),  # as the scale of the gradients is NaN
-    ):
+    # Low bits and stochastic rounding are for BF16; skipped: the scale of the gradients is NaN.
+    for name in ("plain", "low_bits", "stochastic", "skipped"):
         p, g = i.matrix(), i.matrix()
-        moments = [*new_moment(p, codec), *new_moment(p, codec, second=True)]
+        moments = [*new_moment(p), *new_moment(p)]
         settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
         has_low_bits = is_bf16 and name == "low_bits"
         low_bits = torch.zeros_like(p, dtype=torch.int16) if has_low_bits else None
         seed = 7 if is_bf16 and name == "stochastic" else None
-        how = (codec, low_bits, torch.tensor(0.5), seed, 0)
+        how = (low_bits, torch.tensor(0.5), seed, 0)
         if p.numel():  # moments as the first step leaves them
             step: Any = reference.adamw_step
             step(p, i.matrix(), *moments, *settings, 1, *how)
         if name == "skipped":
-            how = (codec, low_bits, torch.tensor(math.nan), seed, 0)
+            how = (low_bits, torch.tensor(math.nan), seed, 0)
         examples[name] = (p, g, *moments, *settings, 2, *how)
     return examples
 

@@ -47,12 +47,12 @@ def vectors(number: int) -> Any:
 
 
 def adamw(
-    body: Run, p: Tensor, g: Tensor, moments: Moments, step: int = 1, *, released: bool,
+    body: Run, p: Tensor, g: Tensor, moments: Moments, step: int = 1, *,
     decay: float = DECAY, eps: float = 2.0**-20,
 ) -> tuple[Tensor, Moments]:  # fmt: skip
     """The parameters and the six tensors of the moments after a step."""
-    how = ("released" if released else "dre_e4m3", None, None, None, 0)
-    p, *new = body("adamw_step", (p, g, *moments, LR, 0.9, 0.99, eps, decay, step, *how))
+    options = (None, None, None, 0)
+    p, *new = body("adamw_step", (p, g, *moments, LR, 0.9, 0.99, eps, decay, step, *options))
     return p, tuple(new)
 
 
@@ -66,34 +66,34 @@ def group(tensors: Sequence[Tensor], which: int) -> list[Tensor]:
     return [t[elements] if len(t) == 300 else t[which] for t in tensors]
 
 
-@given(vectors(2), st.booleans())
+@given(vectors(2))
 def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
-    run: Run, pair: tuple[Tensor, ...], released: bool
+    run: Run, pair: tuple[Tensor, ...]
 ):
     p, g = pair
     exact = p.double() * (1 - LR * DECAY) - LR * g.double() / (g.double().abs() + 2.0**-20)
     for body in (run, run_reference):
-        stepped, _ = adamw(body, p, g, zero_moments(p), released=released)
+        stepped, _ = adamw(body, p, g, zero_moments(p))
         assert ((stepped - exact).abs() <= 1e-6 * (LR + p.abs())).all()
 
 
-@given(vectors(1), st.booleans(), st.integers(1, 1000))
+@given(vectors(1), st.integers(1, 1000))
 def test_without_gradient_and_moments_only_weight_decay_acts(
-    run: Run, one: tuple[Tensor, ...], released: bool, step: int
+    run: Run, one: tuple[Tensor, ...], step: int
 ):
     (p,) = one
     zero = torch.zeros_like(p)
     for body in (run, run_reference):
-        kept, moments = adamw(body, p, zero, zero_moments(p), step, released=released, decay=0.0)
+        kept, moments = adamw(body, p, zero, zero_moments(p), step, decay=0.0)
         assert torch.equal(kept, p)
         assert not any(t.float().any() for t in (*moments[:2], *moments[3:5]))
-        decayed, _ = adamw(body, p, zero, moments, step + 1, released=released)
+        decayed, _ = adamw(body, p, zero, moments, step + 1)
         torch.testing.assert_close(decayed, p * (1 - LR * DECAY), rtol=2e-7, atol=0)
 
 
-@given(vectors(3), st.booleans())
+@given(vectors(3))
 def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
-    run: Run, tensors: tuple[Tensor, ...], released: bool
+    run: Run, tensors: tuple[Tensor, ...]
 ):
     p, *gradients = tensors
     for body in (run, run_reference):
@@ -101,32 +101,30 @@ def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
         for sign in (1, -1):
             there, moments = sign * p, zero_moments(p)
             for step, g in enumerate(gradients, start=1):
-                there, moments = adamw(body, there, sign * g, moments, step, released=released)
+                there, moments = adamw(body, there, sign * g, moments, step)
             ends.append((sign * there, sign * moments[0].float(), *moments[1:]))
         for name, one, other in zip(("p", "m", "", "", "v", "", ""), *ends, strict=True):
             assert torch.equal(one.float(), other.float()), name
 
 
-@given(vectors(6), st.booleans(), st.integers(0, 2))
-def test_a_group_of_elements_depends_on_no_other(
-    run: Run, tensors: tuple[Tensor, ...], released: bool, which: int
-):
+@given(vectors(6), st.integers(0, 2))
+def test_a_group_of_elements_depends_on_no_other(run: Run, tensors: tuple[Tensor, ...], which: int):
     own, others = tensors[:3], tensors[3:]
     for mine, other in zip(own, others, strict=True):
         group([other], which)[0].copy_(group([mine], which)[0])
     for body in (run, run_reference):
         ends = []
         for p, first, second in (own, others):
-            there, moments = adamw(body, p, first, zero_moments(p), 1, released=released)
-            there, moments = adamw(body, there, second, moments, 2, released=released)
+            there, moments = adamw(body, p, first, zero_moments(p), 1)
+            there, moments = adamw(body, there, second, moments, 2)
             ends.append(group([there, *moments], which))
         for one, other in zip(*ends, strict=True):
             assert_same_bits("group", other, one)
 
 
-@given(vectors(3), st.booleans(), st.integers(-20, 20))
+@given(vectors(3), st.integers(-20, 20))
 def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
-    run: Run, tensors: tuple[Tensor, ...], released: bool, power: int
+    run: Run, tensors: tuple[Tensor, ...], power: int
 ):
     p, *gradients = tensors
     for body in (run, run_reference):
@@ -135,7 +133,7 @@ def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
             there, moments = p, zero_moments(p)
             for step, g in enumerate(gradients, start=1):
                 there, moments = adamw(
-                    body, there, g * factor, moments, step, released=released,
+                    body, there, g * factor, moments, step,
                     eps=2.0**-20 * factor,
                 )  # fmt: skip
             m, m_amax, m_k, v, v_amax, v_k = moments
@@ -144,14 +142,14 @@ def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
             assert_same_bits("scaled", other, one)
 
 
-@given(vectors(2), st.booleans(), st.integers(0, 299), bad_values)
+@given(vectors(2), st.integers(0, 299), bad_values)
 def test_a_bad_gradient_spoils_its_element_and_then_its_group(
-    run: Run, pair: tuple[Tensor, ...], released: bool, place: int, bad: float
+    run: Run, pair: tuple[Tensor, ...], place: int, bad: float
 ):
     p, g = pair
     g[place] = bad
     for body in (run, run_reference):
-        first, moments = adamw(body, p, g, zero_moments(p), released=released)
+        first, moments = adamw(body, p, g, zero_moments(p))
         assert first.isnan().nonzero().flatten().tolist() == [place]
-        second, _ = adamw(body, p, torch.zeros_like(p), moments, 2, released=released)
+        second, _ = adamw(body, p, torch.zeros_like(p), moments, 2)
         assert torch.equal(second.isnan(), torch.arange(300) // 128 == place // 128)

@@ -240,10 +240,9 @@ def test_adamw_moments_belong_to_the_parameter(name: str):
         new_moment(torch.ones(4, 32)),
         (q, amax[:1], k),
         (q, amax, k.double()),
-        (q, amax),
         (q.view(torch.uint8), amax, k),
         (q.t().contiguous().t(), amax, k),
     ]
     for moment in wrong:
-        with pytest.raises(ValueError, match=rf"{name} has data .* make it with new_moment\(p\)"):
+        with pytest.raises(ValueError, match=rf"{name} is .* create it with new_moment\(p\)"):
             step(X.clone(), X, *((moment, None) if name == "m" else (None, moment)))

@@ -76,10 +76,6 @@ def test_other_arguments_are_other_kernels_but_not_another_number_of_tokens(repo
         assert other["function"] != of["aligned"]["function"], name
 
 
-def test_another_version_of_triton_launches_itself(report: Report):
-    assert report["another version"]["again"]["looked_up"] == 1
-
-
 def test_what_is_kept_is_bounded(report: Report):
     assert report["one too many"]["first"]["looked_up"] == 1
     assert report["one too many"]["again"]["looked_up"] == 0

@@ -11,7 +11,7 @@ from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
+from coat_kernels import OPS, norm_fwd, quantize_tensor
 from op_cases import map_tensors, run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -20,13 +20,12 @@ ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 # Tails in both directions, one row, no row, groups of 128, several tiles in both directions.
 MANY_ROWS = 1000 if torch.cuda.is_available() else 300  # the interpreter takes them one by one
 SIZES = [
-    (63, 208, torch.float32),
     (63, 208, torch.bfloat16),
-    (63, 208, torch.float16),
+    (33, 208, torch.float16),
     (1, 48, torch.bfloat16),
     (MANY_ROWS, 80, torch.float32),
     (0, 48, torch.bfloat16),
-    (17, 256, torch.bfloat16),
+    (17, 256, torch.float32),
 ]
 
 
@@ -115,34 +114,6 @@ def test_every_op_has_examples():
         examples("no_such_op")
     for op in OPS:
         assert examples(op, rows=2, columns=16)
-
-
-def test_the_reference_can_be_asked_for():
-    x = torch.empty(2, device="meta")  # stands for a GPU: a CPU tensor takes the reference anyway
-    op = Op(
-        "op",
-        triton=print,
-        launch=print,
-        reference=lambda _: "reference",
-        dispatch=lambda _: "kernel",
-    )
-    use_reference(True)
-    try:
-        assert op(x) == "reference"
-    finally:
-        use_reference(False)
-    assert op(x) == "kernel"
-    assert op(torch.empty(2)) == "reference"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
-def test_references_run_on_a_gpu(op: str):
-    """For GPUs without FP8 tensor cores."""
-    for args in examples(op, dtype=torch.bfloat16).values():
-        on_gpu = map_tensors(Tensor.cuda, args)
-        got = [result.cpu() for result in run_op(op, OPS[op].reference, on_gpu)]
-        assert_matches(op, got, run_op(op, OPS[op].reference, args))
 
 
 @pytest.mark.multi_gpu

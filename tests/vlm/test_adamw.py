@@ -107,7 +107,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
     train(model, optimizer, x, y, 1)
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:3]
-    with pytest.raises(ValueError, match=r"shape \(3, 40\), its parameter \(50, 40\)"):
+    with pytest.raises(ValueError, match=r"of shape \(3, 40\), not .* \(50, 40\)"):
         CoatAdamW(model.parameters()).load_state_dict(state)
 
 

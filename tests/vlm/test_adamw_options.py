@@ -8,7 +8,7 @@ import torch
 from op_check import assert_same_bits
 from torch import nn
 
-from coat_kernels import CODECS, encode_moment, join_master
+from coat_kernels import join_master
 from coat_vlm.optim import CoatAdamW
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
@@ -33,13 +33,12 @@ def state_of(params: list[nn.Parameter], **options: Any) -> tuple[CoatAdamW, dic
     return optimizer, optimizer.state_dict()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_bf16_run_with_low_bits_is_the_fp32_run(codec: str) -> None:
+def test_a_bf16_run_with_low_bits_is_the_fp32_run() -> None:
     full = parameters(torch.bfloat16)
     full = [nn.Parameter(p.detach().float()) for p in full]
     half = parameters(torch.bfloat16)
-    first = CoatAdamW(full, lr=1e-2, codec=codec)
-    second = CoatAdamW(half, lr=1e-2, codec=codec, master="bf16_low_bits")
+    first = CoatAdamW(full, lr=1e-2)
+    second = CoatAdamW(half, lr=1e-2, master="bf16_low_bits")
     for step in range(3):
         for params, optimizer in ((full, first), (half, second)):
             set_gradients(params, step)
@@ -56,12 +55,12 @@ def test_stochastic_rounding_of_a_resumed_step_is_the_same(master: Any) -> None:
     ends = []
     for _ in range(2):
         params = parameters(torch.bfloat16 if master != "fp32" else torch.float32)
-        optimizer, saved = state_of(params, codec="dre_e4m3_stochastic", master=master, seed=3)
+        optimizer, saved = state_of(params, master=master, seed=3)
         saved, values = copy.deepcopy(saved), [p.detach().clone() for p in params]
         set_gradients(params, 1)
         optimizer.step()
         again = [nn.Parameter(value) for value in values]
-        resumed = CoatAdamW(again, lr=1e-2, codec="dre_e4m3_stochastic", master=master, seed=3)
+        resumed = CoatAdamW(again, lr=1e-2, master=master, seed=3)
         resumed.load_state_dict(saved)
         set_gradients(again, 1)
         resumed.step()
@@ -118,31 +117,6 @@ def test_a_copy_of_an_optimizer_steps() -> None:
     assert torch.equal(params[0], twin[0])
 
 
-@pytest.mark.parametrize("codec", ["released", "dre_e4m3"])
-def test_a_state_of_another_codec_is_refused(codec: str) -> None:
-    params = parameters()
-    _, state = state_of(params, codec=codec)
-    with pytest.raises(ValueError, match=rf"codec '?{codec}'?|codec= {codec}"):
-        CoatAdamW(params).load_state_dict(state)
-    CoatAdamW(params, codec=codec).load_state_dict(state)
-
-
-def test_deprecated_names_are_read() -> None:
-    """Optimizers, and states of earlier versions, with the deprecated names of codec and master."""
-    options: Any = {"codec": "dre_e4m3_stochastic", "master": "bf16_low_bits"}
-    old: Any = {"codec": "dre_e4m3_chance", "master": "bf16_remainder"}
-    params = parameters(torch.bfloat16)
-    _, state = state_of(params, **old)
-    for group in state["param_groups"]:
-        assert {key: group[key] for key in options} == options
-        group.update(old)
-    for names in (options, old):
-        resumed = CoatAdamW(params, **names)
-        resumed.load_state_dict(state)
-        assert {key: resumed.param_groups[0][key] for key in options} == options
-        assert resumed.state[params[0]].keys() == state["state"][0].keys()
-
-
 def without_low_bits(state: dict[str, Any]) -> None:
     del state["state"][0]["master_low_bits"]
 
@@ -161,11 +135,8 @@ def of_fp32_metadata(state: dict[str, Any]) -> None:
     ("change", "message"),
     [
         (without_low_bits, r"parameter 0 of group 0 has .* lacks \['master_low_bits'\]"),
-        (of_groups_of_64, r"exp_avg_amax of parameter 1 of group 0 .* 2 groups of 128.*encode"),
-        (
-            of_fp32_metadata,
-            r"parameter 1 of group 0 is not in codec 'dre_e4m3_stochastic'; .*float32",
-        ),
+        (of_groups_of_64, r"saved exp_avg_amax of parameter 1 of group 0 .* \(4,\), not .* \(2,\)"),
+        (of_fp32_metadata, r"saved exp_avg_k of parameter 1 of group 0 is torch.float32"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: Any, message: str) -> None:
@@ -193,7 +164,6 @@ def test_a_parameter_that_changed_its_shape_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"codec": "fp4"}, "no codec 'fp4'"),
         ({"master": "fp64"}, "master='fp64'; use one of fp32, bf16_low_bits"),
         ({"seed": -1}, "seed=-1"),
     ],
@@ -203,26 +173,13 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         CoatAdamW(parameters(), **options)
 
 
-def test_moments_can_be_replaced_by_their_values() -> None:
-    """What a conversion of checkpoints does: decode, cut anew, encode."""
-    params = parameters()
-    _, state = state_of(params)
-    saved = state["state"][0]
-    values = encode_moment(torch.ones(3, 50))
-    for key, tensor in zip(("exp_avg", "exp_avg_amax", "exp_avg_k"), values, strict=True):
-        saved[key] = tensor
-    optimizer = CoatAdamW(params)
-    optimizer.load_state_dict(state)
-    assert_same_bits("codes", optimizer.state[params[0]]["exp_avg"], values[0])
-
-
 def test_groups_are_checked_and_empty_parameters_do_no_harm() -> None:
     weight, nothing = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(0))
     with pytest.raises(ValueError, match="master='bf16'; use one of fp32"):
         CoatAdamW([{"params": [weight], "master": "bf16"}])
     optimizer = CoatAdamW([weight, nothing], lr=0.1)
-    with pytest.raises(ValueError, match="no codec 'fp4'"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "codec": "fp4"})
+    with pytest.raises(ValueError, match="master='fp4'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "master": "fp4"})
     assert len(optimizer.param_groups) == 1
     weight.grad, nothing.grad = torch.ones(8), torch.ones(0)
     optimizer.step()

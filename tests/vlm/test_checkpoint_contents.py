@@ -21,7 +21,7 @@ def contents(**changes: object) -> Contents:
         "tower.weight": SavedParameter(shape=(4, 3), dtype="bfloat16", group=None),
         "head.weight": SavedParameter(shape=(5, 4), dtype="bfloat16", group=0),
     }
-    groups = [{"lr": 0.1, "codec": "CoatAdamW fp32"}]
+    groups = [{"lr": 0.1, "states": "CoatAdamW fp32"}]
     whole = Contents(parameters=parameters, buffers={"scale": ()}, groups=groups)
     return dataclasses.replace(whole, **changes)
 
@@ -41,7 +41,7 @@ def with_head(**changes: object) -> Contents:
         (contents(parameters={}), "only the checkpoint has a parameter head.weight"),
         (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
         (
-            contents(groups=[{"lr": 0.1, "codec": "AdamW"}]),
+            contents(groups=[{"lr": 0.1, "states": "AdamW"}]),
             "states of head.weight .* CoatAdamW fp32, this run has AdamW",
         ),
     ],
@@ -65,10 +65,10 @@ def test_contents_are_read_as_written(tmp_path: Path) -> None:
     assert read_contents(tmp_path) == contents()
 
 
-def test_optimizers_and_their_codecs_have_different_names() -> None:
+def test_optimizers_and_their_states_have_different_names() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     names = {
-        state.codec(optimizer, optimizer.param_groups[0])
+        state.describe_states(optimizer, optimizer.param_groups[0])
         for optimizer in (
             torch.optim.AdamW([parameter]),
             CoatAdamW([parameter]),

@@ -1,4 +1,4 @@
-"""AdamW with FP8 moments: numerics of ``adamw.py``, and of every codec of moments.
+"""AdamW with FP8 moments: numerics of ``adamw.py``.
 
 The kernels use the GPU's special function unit (``device.py``) where this module uses the CPU's
 functions: before rounding, quantized values differ by a relative error of some 2^-20.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coat_kernels.formats import E4M3, E5M2
+from coat_kernels.formats import E4M3
 from coat_kernels.master_weights import (
     MOMENT_SALT,
     join_master,
@@ -23,18 +23,16 @@ from coat_kernels.moment_formats import (
     GROUP,
     K_MAX,
     LIMIT_BITS,
+    LOG2_RANGE,
     OUTLIER,
     SMALLEST_RATIO,
     SMALLEST_V,
-    Codec,
     Moment,
-    get_codec,
 )
 
 _BYTES = torch.arange(128, dtype=torch.uint8, device="cpu")
-_RATIO = {fmt.dtype: _BYTES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}
-"""q / max of the 128 non-negative FP8 values, as a table."""
-_LOG2_RATIO = {dtype: ratio.log2() for dtype, ratio in _RATIO.items()}
+_LOG2_RATIO = (_BYTES.view(E4M3.dtype).float() * (1.0 / E4M3.max)).log2()
+"""log2(q / max) of the 128 non-negative FP8 values, as a table."""
 
 
 def _group(x: Tensor) -> Tensor:
@@ -64,30 +62,13 @@ def _round_stochastically(q32: Tensor, k: Tensor, key: int) -> Tensor:
     return torch.where(rounded > E4M3.max, E4M3.max, rounded)
 
 
-def encode_moment(
-    values: Tensor,
-    codec: str | Codec = "dre_e4m3",
-    *,
-    second: bool = False,
-    key: int | None = None,
-) -> Moment:
+def encode_moment(values: Tensor, key: int | None = None) -> Moment:
     """Encode a moment from its values.
 
     Args:
-        values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
-        codec: a name in :data:`coat_kernels.CODECS`, or another codec.
-        second: encode the second moment, which a codec may store differently.
-        key: 32 bits of a key for stochastic rounding, used for the second moment of a stochastic
-            codec; rounds to nearest if absent.
-
-    Returns:
-        FP8 data of the values' shape, then per group of 128 the codec's metadata.
-
-    Raises:
-        ValueError: the codec is unknown.
+        values: FP32, BF16 or FP16, any shape; non-negative with a key.
+        key: 32 bits of a key for stochastic rounding; rounds to nearest if absent.
     """
-    how = codec if isinstance(codec, Codec) else get_codec(codec)
-    fmt = how.format(second)
     groups = _group(values.float())
     magnitudes = groups.abs()
     amax = magnitudes.amax(1)
@@ -98,51 +79,30 @@ def encode_moment(
     unit = torch.where(amax.isfinite(), unit, math.nan)
     top = amax * unit
     scaled = magnitudes.mul_(unit[:, None])
-    if not how.expand:
-        q32 = scaled.mul_((fmt.max / torch.where(amax == 0, 1.0, top))[:, None])
-        k = None
-    else:
-        log_top = torch.where(amax == 0, 0.0, top.log2())
-        logs = scaled.log2_()
-        least = logs.masked_fill(logs.isneginf(), math.inf).amin(1)
-        spread = log_top - least.clamp_min(math.log2(SMALLEST_RATIO))
-        log2_range = how.log2_range(fmt)
-        limit = log2_range / K_MAX
-        k = log2_range / torch.where(spread > limit, spread, limit)
-        if how.floor_k:
-            k = (k * 16.0).floor() / 16.0
-        k = k.half()
-        bias = math.log2(fmt.max) - k.float() * log_top
-        q32 = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
-        if second and how.second_stochastic and key is not None:
-            is_largest = (groups * unit[:, None] == top[:, None]) & (groups > 0.0)
-            q32.masked_fill_(is_largest, fmt.max)
-            q32 = _round_stochastically(q32, k.float()[:, None], key)
-    if fmt == E5M2:  # GPU casts saturate, torch's cast to E5M2 does not
-        q32.clamp_(max=fmt.max)
+    log_top = torch.where(amax == 0, 0.0, top.log2())
+    logs = scaled.log2_()
+    least = logs.masked_fill(logs.isneginf(), math.inf).amin(1)
+    spread = log_top - least.clamp_min(math.log2(SMALLEST_RATIO))
+    limit = LOG2_RANGE / K_MAX
+    k = (LOG2_RANGE / torch.where(spread > limit, spread, limit)).half()
+    bias = math.log2(E4M3.max) - k.float() * log_top
+    q32 = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
+    if key is not None:
+        is_largest = (groups * unit[:, None] == top[:, None]) & (groups > 0.0)
+        q32.masked_fill_(is_largest, E4M3.max)
+        q32 = _round_stochastically(q32, k.float()[:, None], key)
     q32 = torch.copysign(q32, groups)
-    q = q32.to(fmt.dtype).view(-1)[: values.numel()].view(values.shape)
-    return (q, amax) if k is None else (q, amax, k)
+    q = q32.to(E4M3.dtype).view(-1)[: values.numel()].view(values.shape)
+    return q, amax, k
 
 
-def decode_moment(moment: Moment, codec: str | Codec = "dre_e4m3") -> Tensor:
-    """Decode a moment to FP32, in the shape of its FP8 data.
-
-    Args:
-        moment: from :func:`encode_moment` or an optimizer's state: FP8 data, then metadata.
-        codec: a name in :data:`coat_kernels.CODECS`, or the codec that encoded it.
-
-    Raises:
-        ValueError: the codec is unknown.
-    """
-    expand = (codec if isinstance(codec, Codec) else get_codec(codec)).expand
-    q, amax = moment[:2]
+def decode_moment(moment: Moment) -> Tensor:
+    """Decode a moment to FP32, in the shape of its FP8 data."""
+    q, amax, k = moment
     bits = _group(q.view(torch.int8))
     index = (bits & 0x7F).view(-1).int()
-    table = (_LOG2_RATIO if expand else _RATIO)[q.dtype].to(q.device)
-    value = table.index_select(0, index).view(bits.shape)
-    if expand:
-        value.mul_((1.0 / moment[2].float())[:, None]).exp2_()  # log2 of zero is -inf
+    value = _LOG2_RATIO.to(q.device).index_select(0, index).view(bits.shape)
+    value.mul_((1.0 / k.float())[:, None]).exp2_()  # log2 of zero is -inf
     # 0 * amax propagates a NaN or an infinity of the group to its zeros.
     value.mul_(amax[:, None])
     return torch.copysign(value, bits).view(-1)[: q.numel()].view(q.shape)
@@ -163,7 +123,7 @@ def _limit_gradient(g32: Tensor, v_amax: Tensor) -> Tensor:
 def adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
+    low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     """Run one step in place; see :func:`coat_kernels.adamw.adamw_step`."""
     if grad_scale is not None and not grad_scale.isfinite():
@@ -171,7 +131,7 @@ def adamw_step(
     moments = ((m, m_amax, m_k), (v, v_amax, v_k))
     g32 = g.float() if grad_scale is None else g.float() * grad_scale
     g32 = _limit_gradient(g32, v_amax)
-    m32, v32 = (decode_moment(moment, codec) for moment in moments)
+    m32, v32 = (decode_moment(moment) for moment in moments)
     m32.add_((1.0 - beta1) * (g32 - m32))
     v32.mul_(beta2).add_((1.0 - beta2) * g32 * g32)
     key = rounding_key(seed or 0, step, index)
@@ -187,7 +147,7 @@ def adamw_step(
         if seed is not None and p.dtype == torch.bfloat16:
             p32 = round_stochastically(p32, key)
         p.copy_(p32)
-    for second, (stored, values) in enumerate(zip(moments, (m32, v32), strict=True)):
-        encoded = encode_moment(values, codec, second=bool(second), key=key)
-        for old, new in zip(stored, encoded, strict=True):
+    encoded = (encode_moment(m32), encode_moment(v32, key))
+    for stored, moment in zip(moments, encoded, strict=True):
+        for old, new in zip(stored, moment, strict=True):
             old.copy_(new)
