@@ -35,7 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coat_kernels import TensorScaled, quantize_again, quantize_tensor, transpose_quantized
 from coat_vlm.fp8 import gemm, saturation, sdpa
-from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
+from coat_vlm.fp8.gemm import FusedLinear, Needs, Saved, matrix
 from coat_vlm.fp8.linear import linear
 from coat_vlm.model.packing import PACKED, UNKNOWN_ARGUMENTS, read_packing
 from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
@@ -99,8 +99,9 @@ def attention_output(
         if fused is None:
             return linear(attend(*heads), layer)
         source = HeadsSource(tuple(x.detach() for x in heads), _as_saved)
+    projection, parameters = gemm.collect([layer])
     return _AttentionOutput.apply(
-        *heads, attend, fused, source.compute, *gemm.arguments([layer]), *source.tensors
+        *heads, attend, fused, source.compute, projection, *parameters.flat, *source.tensors
     )
 
 
@@ -169,9 +170,9 @@ class _AttentionOutput(torch.autograd.Function):
         kernel: sdpa.Fused | None,
         compute_heads: Callable[[Sequence[Tensor | None]], Heads],
         fused: FusedLinear,
-        *rest: Tensor | None,
+        *row: Tensor | None,
     ) -> Tensor:
-        stacked, source = rest[: fused.num_tensors], rest[fused.num_tensors :]
+        (layers,), source = gemm.unpack(row, fused), row[fused.num_tensors :]
         statistics = sdpa.Statistics(())
         if kernel is None:
             out = attend(query, key, value)
@@ -181,12 +182,10 @@ class _AttentionOutput(torch.autograd.Function):
         o8 = quantize_tensor(out)
         saturation.observe("linear input", o8.q, out)
         hp = out if fused.bf16_forward else None
-        y, of_layer = gemm.forward(o8, fused, stacked, query.dtype, hp)
-        wanted = ctx.needs_input_grad
-        needs = Needs.of(wanted[:3], wanted[7 : 7 + fused.num_tensors], fused)
+        y, of_layer = gemm.forward(o8, fused, layers, query.dtype, hp)
+        needs = _find_needs(ctx, fused)
         output = out if kernel is not None else o8.q if needs.input_transposed else None
-        ctx.save_for_backward(output, o8.scale, *of_layer, *source, *statistics.tensors)
-        ctx.bounds = [2, 2 + len(of_layer), 2 + len(of_layer) + len(source)]
+        gemm.save(ctx, [output, o8.scale], of_layer.flat, source, statistics.tensors)
         ctx.shape, ctx.dtype, ctx.sizes = query.shape, query.dtype, statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused
         ctx.compute_heads = compute_heads
@@ -194,16 +193,12 @@ class _AttentionOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        out, scale = tensors[:2]
-        begin, middle, end = ctx.bounds
-        wanted, last = ctx.needs_input_grad, 7 + ctx.fused.num_tensors
-        needs = Needs.of(wanted[:3], wanted[7:last], ctx.fused)
+        (out, scale), of_layer, source, of_kernel = gemm.load(ctx)
         grad_out, grads = gemm.backward(
             grad_outputs[0],
             ctx.fused,
-            tensors[begin:middle],
-            needs,
+            Saved.of(of_layer, ctx.fused),
+            _find_needs(ctx, ctx.fused),
             ctx.dtype,
             lambda _: (
                 transpose_quantized(TensorScaled(out, scale))
@@ -215,14 +210,19 @@ class _AttentionOutput(torch.autograd.Function):
         if grad_out is not None:
             batch, heads, length, head_dim = ctx.shape
             grad_out = grad_out.view(batch, length, heads * head_dim)
-            q, k, v = ctx.compute_heads(tensors[middle:end])
+            q, k, v = ctx.compute_heads(source)
             if ctx.kernel is None:
                 grad_heads = _repeat(ctx.attend, (q, k, v), grad_out)
             else:
-                statistics = sdpa.Statistics(tuple(tensors[end:]), ctx.sizes)
+                statistics = sdpa.Statistics(tuple(of_kernel), ctx.sizes)
                 of_heads = out.view(grad_out.shape)
                 grad_heads = sdpa.backward(ctx.kernel, grad_out, q, k, v, of_heads, statistics)
-        return *grad_heads, None, None, None, None, *grads, *(None for _ in wanted[last:])
+        return *grad_heads, None, None, None, None, *grads.flat, *(None for _ in source)
+
+
+def _find_needs(ctx: Any, fused: FusedLinear) -> Needs:
+    (flags,) = gemm.unpack(ctx.needs_input_grad[7:], fused)
+    return Needs.of(ctx.needs_input_grad[:3], flags)
 
 
 def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -4,10 +4,10 @@
     grad-input   grad_x [M, K]      = grad_y [M, N]       @ W^T [K, N]^T
     grad-weight  grad_W [N, K]      = grad_y^T [N, M']    @ x^T [K, M']^T
 
-x and W are E4M3, grad_y is E5M2 or E4M3 (``fp8.gradients`` of a recipe). Operands are contiguous
-along the summed dimension. Each has one scale per tensor (arXiv 2410.19313, section 4.1),
-and M' is the number of tokens M padded with zeros to a multiple of 16. All three use fast
-accumulation. (torchao and TransformerEngine use it in the forward GEMM alone by default. Here it
+x and W are E4M3, grad_y is E5M2. Operands are contiguous along the summed dimension. Each has one
+scale per tensor (arXiv 2410.19313, section 4.1), and M' is the number of tokens M padded with zeros
+to a multiple of 16. All three use fast accumulation. (torchao and TransformerEngine use it only in
+the forward GEMM by default. Here it
 left the weight gradients of a trained model as close to FP32's as without it, and takes 5% of a
 step less: docs/experiments/output_layer.md.)
 
@@ -22,12 +22,17 @@ the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
 
+Autograd passes tensors and their gradients to and from a Function in one row. :func:`unpack`
+divides such a row into the :class:`LayerValues` of each fused layer; :func:`save` and :func:`load`
+do so for what backward reads.
+
 Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM; they may be
-stored in FP8 alone (``weights.py``).
+stored in FP8 only (``weights.py``).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +41,6 @@ from torch.nn import functional as F
 
 from coat_kernels import (
     E4M3,
-    E5M2,
-    Format,
     QuantizedGradient,
     TensorScaled,
     low_rank_gradient,
@@ -46,7 +49,6 @@ from coat_kernels import (
     scaled_mm,
     transpose_quantized,
 )
-from coat_kernels.formats import FORMATS
 from coat_vlm.fp8 import saturation, weights
 from coat_vlm.model.lora import base_layer, find_adapter
 
@@ -57,20 +59,82 @@ class FusedLinear:
 
     key: weights.Key
     """Key of the fused weight in ``weights.py``."""
-    grad_format: Format
-    """FP8 format of the output's gradient."""
     bf16_forward: bool
     """Whether the forward GEMM runs in the model's dtype."""
-    num_layers: int
-    scales: tuple[float, ...] = ()
-    """Scale of each layer's adapter, 0 for a layer without one; empty if no layer has one."""
+    scales: tuple[float, ...]
+    """Scale of each layer's adapter; 0 for a layer without one."""
     stored: TensorScaled | None = None
     """The fused weight if it is stored in FP8, [N, K]."""
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors that are called ``stacked`` below."""
-        return (4 if self.scales else 2) * self.num_layers
+        """Number of values of its :class:`LayerValues`."""
+        return 4 * len(self.scales)
+
+
+@dataclass(slots=True)
+class LayerValues:
+    """One value per layer of a fused linear layer: tensors, their gradients, or whether needed."""
+
+    weights: list[Any]
+    """[n_i, K]."""
+    biases: list[Any]
+    """[n_i] or None."""
+    a: list[Any]
+    """The matrix A [r_i, K] of the layer's LoRA adapter, or None."""
+    b: list[Any]
+    """B [n_i, r_i], or None."""
+
+    @classmethod
+    def empty(cls, fused: FusedLinear) -> "LayerValues":
+        """Create it with None for every layer."""
+        return unpack([None] * fused.num_tensors, fused)[0]
+
+    @property
+    def flat(self) -> list[Any]:
+        """All values in one row, as autograd passes them."""
+        return [*self.weights, *self.biases, *self.a, *self.b]
+
+
+def unpack(row: Sequence[Any], *fused: FusedLinear) -> list[LayerValues]:
+    """Divide a row of values, which may be longer, into those of each fused layer."""
+    rest = iter(row)
+    return [
+        LayerValues(*(list(islice(rest, len(each.scales))) for _ in range(4))) for each in fused
+    ]
+
+
+def save(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
+    """Save groups of tensors for backward."""
+    ctx.save_for_backward(*chain(*groups))
+    ctx.group_sizes = [len(group) for group in groups]
+
+
+def load(ctx: Any) -> list[list[Any]]:
+    """Return the groups of :func:`save`; once, as a checkpointed block refuses to unpack again."""
+    rest = iter(ctx.saved_tensors)
+    return [list(islice(rest, size)) for size in ctx.group_sizes]
+
+
+@dataclass(slots=True)
+class Saved:
+    """Tensors that the backward GEMMs read."""
+
+    scale: Tensor | None
+    """Scale [] of the fused weight; None without an FP8 forward GEMM."""
+    inner: Tensor | None
+    """P [M, sum of r_i]; None without adapters."""
+    layers: LayerValues
+
+    @classmethod
+    def of(cls, row: Sequence[Any], fused: FusedLinear) -> "Saved":
+        """Create from :attr:`flat`."""
+        return cls(row[0], row[1], unpack(row[2:], fused)[0])
+
+    @property
+    def flat(self) -> list[Tensor | None]:
+        """All tensors in one row."""
+        return [self.scale, self.inner, *self.layers.flat]
 
 
 class Needs(NamedTuple):
@@ -82,10 +146,10 @@ class Needs(NamedTuple):
     adapters: bool
 
     @classmethod
-    def of(cls, upstream: Sequence[bool], stacked: Sequence[bool], fused: FusedLinear) -> "Needs":
-        """Create from ``ctx.needs_input_grad`` of the preceding inputs and of ``stacked``."""
-        n = fused.num_layers
-        return cls(any(upstream), any(stacked[:n]), any(stacked[n : 2 * n]), any(stacked[2 * n :]))
+    def of(cls, upstream: Sequence[bool], flags: LayerValues) -> "Needs":
+        """Create from ``ctx.needs_input_grad`` of the preceding inputs and of the layers."""
+        adapters = any(flags.a) or any(flags.b)
+        return cls(any(upstream), any(flags.weights), any(flags.biases), adapters)
 
     @property
     def rows(self) -> bool:
@@ -98,28 +162,22 @@ class Needs(NamedTuple):
         return self.weight or self.adapters
 
 
-def arguments(
+def collect(
     layers: Sequence[nn.Linear], pad_rows: int = 0, pad_columns: int = 0
-) -> tuple[Any, ...]:
-    """Return an autograd Function's arguments for layers that read the same input.
+) -> tuple[FusedLinear, LayerValues]:
+    """Collect settings and parameters of layers that read the same input.
 
-    The first layer's attributes ``fp8_gradients``, the name of a format, and ``fp8_bf16_forward``
-    apply to all layers.
+    The first layer's attribute ``fp8_bf16_forward`` applies to all layers.
 
     Args:
         layers: the linear layers.
         pad_rows: zero rows appended to each weight, bias and matrix B.
         pad_columns: zero columns appended to each weight and matrix A.
 
-    Returns:
-        A :class:`FusedLinear`; the weights [n_i, K]; the biases [n_i] or None; if a layer has a
-        LoRA adapter, the matrices A [r_i, K] and the matrices B [n_i, r_i], or None. The tensors
-        are called ``stacked`` below.
-
     Raises:
         ValueError: a layer was wrapped after the conversion, in something else than plain LoRA.
     """
-    found = [find_adapter(layer) for layer in layers]
+    adapters = [find_adapter(layer) for layer in layers]
     linears = [base_layer(layer) for layer in layers]
     for layer in linears:
         if not isinstance(layer, nn.Linear):
@@ -129,56 +187,56 @@ def arguments(
                 "effect: wrap the layers first (peft.get_peft_model), then convert the model"
             )
     plain = [layer for layer in linears if isinstance(layer, nn.Linear)]
-    settings = vars(plain[0])
     fused = FusedLinear(
         weights.key_of(plain),
-        FORMATS[settings.get("fp8_gradients", E5M2.name)],
-        settings.get("fp8_bf16_forward", False),
-        len(plain),
-        tuple(0.0 if adapter is None else adapter.scale for adapter in found) if any(found) else (),
+        vars(plain[0]).get("fp8_bf16_forward", False),
+        tuple(0.0 if adapter is None else adapter.scale for adapter in adapters),
         weights.stored_weight(plain),
     )
-    matrices, biases = [layer.weight for layer in plain], [layer.bias for layer in plain]
-    a = [None if adapter is None else adapter.a for adapter in found]
-    b = [None if adapter is None else adapter.b for adapter in found]
+    values = LayerValues(
+        [layer.weight for layer in plain],
+        [layer.bias for layer in plain],
+        [None if adapter is None else adapter.a for adapter in adapters],
+        [None if adapter is None else adapter.b for adapter in adapters],
+    )
     if pad_rows or pad_columns:
-        matrices = [F.pad(weight, (0, pad_columns, 0, pad_rows)) for weight in matrices]
-        biases = [None if bias is None else F.pad(bias, (0, pad_rows)) for bias in biases]
-        a = [None if matrix is None else F.pad(matrix, (0, pad_columns)) for matrix in a]
-        b = [None if matrix is None else F.pad(matrix, (0, 0, 0, pad_rows)) for matrix in b]
-    return (fused, *matrices, *biases, *((*a, *b) if fused.scales else ()))
+        values.weights = _pad(values.weights, (0, pad_columns, 0, pad_rows))
+        values.biases = _pad(values.biases, (0, pad_rows))
+        values.a = _pad(values.a, (0, pad_columns))
+        values.b = _pad(values.b, (0, 0, 0, pad_rows))
+    return fused, values
+
+
+def _pad(tensors: Sequence[Tensor | None], size: tuple[int, ...]) -> list[Tensor | None]:
+    return [None if tensor is None else F.pad(tensor, size) for tensor in tensors]
 
 
 def forward(
     x: TensorScaled,
     fused: FusedLinear,
-    stacked: Sequence[Tensor | None],
+    layers: LayerValues,
     dtype: torch.dtype,
     hp: Tensor | None = None,
     weight_scale: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Saved]:
     """Run the forward GEMM.
 
     Args:
         x: E4M3 [M, K].
         fused: the layers.
-        stacked: their tensors, from :func:`arguments`.
+        layers: their parameters.
         dtype: dtype of the result.
         hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
-        weight_scale: the first tensor that an earlier call returned to save, to run the same GEMM
-            again.
+        weight_scale: the scale that an earlier call saved, to run the same GEMM again.
 
     Returns:
-        [M, N], the layers' outputs concatenated; tensors to save for backward: the scale [] of the
-        fused weight (None without FP8), P [M, sum of r_i] (None without adapters), and ``stacked``.
+        [M, N], the layers' outputs concatenated; what to save for backward.
     """
-    parts = _weights(stacked, fused)
-    biases = stacked[len(parts) : 2 * len(parts)]
-    bias = None
-    if any(bias is not None for bias in biases):
+    parts, bias = layers.weights, None
+    if any(bias is not None for bias in layers.biases):
         given = [
             weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
-            for weight, bias in zip(parts, biases, strict=True)
+            for weight, bias in zip(parts, layers.biases, strict=True)
         ]
         bias = given[0] if len(given) == 1 else torch.cat(given)
     if hp is not None:
@@ -190,17 +248,15 @@ def forward(
         if quantized is None:
             quantized = weights.quantize_weight(fused.key, parts, weight_scale)
         y, scale = scaled_mm(x, quantized, dtype, bias, fast=True), quantized.scale
-    inner = _add_adapters(y, x, fused, stacked) if fused.scales else None
-    return y, (scale, inner, *stacked)
+    inner = _add_adapters(y, x, fused, layers) if any(fused.scales) else None
+    return y, Saved(scale, inner, layers)
 
 
 class _Adapter(NamedTuple):
     """The adapter of one of the layers that share an input."""
 
     a: Tensor
-    """[r, K]."""
     b: Tensor
-    """[n, r]."""
     scale: float
     columns: slice
     """Columns of the fused output that the layer computes."""
@@ -208,28 +264,23 @@ class _Adapter(NamedTuple):
     """Columns of P."""
 
 
-def _adapters(fused: FusedLinear, stacked: Sequence[Tensor | None]) -> list[_Adapter]:
-    """Find the adapters among the layers' tensors; a layer without one is left out."""
-    n, start, rank = fused.num_layers, 0, 0
-    found: list[_Adapter] = []
-    for weight, a, b, scale in zip(
-        stacked[:n], stacked[2 * n : 3 * n], stacked[3 * n :], fused.scales, strict=True
-    ):
-        assert weight is not None
+def _adapters(fused: FusedLinear, layers: LayerValues) -> list[_Adapter]:
+    """List the layers' adapters; a layer without one is left out."""
+    start, rank = 0, 0
+    adapters: list[_Adapter] = []
+    for weight, a, b, scale in zip(layers.weights, layers.a, layers.b, fused.scales, strict=True):
         end = start + weight.shape[0]
-        if a is not None and b is not None:
+        if a is not None:
             ranks = slice(rank, rank + a.shape[0])
-            found.append(_Adapter(a.detach(), b.detach(), scale, slice(start, end), ranks))
+            adapters.append(_Adapter(a.detach(), b.detach(), scale, slice(start, end), ranks))
             rank = ranks.stop
         start = end
-    return found
+    return adapters
 
 
-def _add_adapters(
-    y: Tensor, x: TensorScaled, fused: FusedLinear, stacked: Sequence[Tensor | None]
-) -> Tensor:
+def _add_adapters(y: Tensor, x: TensorScaled, fused: FusedLinear, layers: LayerValues) -> Tensor:
     """Add the adapters' outputs to y [M, N] in place; return P [M, R]."""
-    adapters = _adapters(fused, stacked)
+    adapters = _adapters(fused, layers)
     matrices = [adapter.a.to(y.dtype).contiguous() for adapter in adapters]
     inner = low_rank_project(x, matrices, transposed=True)
     for _, b, scale, columns, ranks in adapters:
@@ -238,10 +289,10 @@ def _add_adapters(
 
 
 def _adapters_backward(
-    rows: TensorScaled, inner: Tensor, fused: FusedLinear, stacked: Sequence[Tensor | None]
+    rows: TensorScaled, inner: Tensor, fused: FusedLinear, layers: LayerValues
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute gradients of P [M, R] and of the matrices B from that of the layers' output."""
-    adapters = _adapters(fused, stacked)
+    """Compute gradients of P [M, R] and of the matrices B from the gradient of the output."""
+    adapters = _adapters(fused, layers)
     matrices = [adapter.b.to(inner.dtype).contiguous() for adapter in adapters]
     starts, scales = [x.columns.start for x in adapters], [x.scale for x in adapters]
     sizes, ranks = zip(*(b.shape for b in matrices), strict=True)
@@ -249,17 +300,14 @@ def _adapters_backward(
     return low_rank_project(rows, matrices, starts, scales), grads
 
 
-def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> QuantizedGradient:
+def quantize_grad(parts: Sequence[Tensor], needs: Needs) -> QuantizedGradient:
     """Quantize the gradient of the layers' output in the layouts that the GEMMs need.
 
     Args:
         parts: the gradient, as matrices [M, n_i] to be concatenated by columns.
-        fused: the layers.
         needs: the gradients to compute.
     """
-    quantized = quantize_gradient(
-        parts, fused.grad_format, rows=needs.rows, transposed=needs.weight, bias=needs.bias
-    )
+    quantized = quantize_gradient(parts, rows=needs.rows, transposed=needs.weight, bias=needs.bias)
     saturation.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
     return quantized
 
@@ -267,11 +315,11 @@ def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> 
 def backward(
     grad_output: Tensor | Callable[[], QuantizedGradient],
     fused: FusedLinear,
-    saved: Sequence[Tensor | None],
+    saved: Saved,
     needs: Needs,
     dtype: torch.dtype,
     input_transposed: Callable[[Tensor | None], TensorScaled],
-) -> tuple[Tensor | None, list[Tensor | None]]:
+) -> tuple[Tensor | None, LayerValues]:
     """Run the grad-input GEMM, then the grad-weight GEMM.
 
     Args:
@@ -285,66 +333,54 @@ def backward(
             gradients of weights or adapters, once.
 
     Returns:
-        The input's gradient [M, K] or None; gradients of ``stacked`` in their dtypes, or None.
+        The input's gradient [M, K] or None; the parameters' gradients in their dtypes, or None.
     """
-    weight_scale, inner, *stacked = saved
-    parts = _weights(stacked, fused)
+    layers, inner, parts = saved.layers, saved.inner, saved.layers.weights
     if isinstance(grad_output, Tensor):
-        rows, transposed, grad_bias = quantize_grad([matrix(grad_output)], fused, needs)
+        rows, transposed, grad_bias = quantize_grad([matrix(grad_output)], needs)
     else:
         rows, transposed, grad_bias = grad_output()
-    grads: list[Tensor | None] = [None] * len(stacked)
-    n, grad_inner = len(parts), None
+    grads, grad_inner = LayerValues.empty(fused), None
     if inner is not None and needs.rows:
-        grad_inner, grads_b = _adapters_backward(rows, inner, fused, stacked)
-        _place(grads, 3 * n, stacked, grads_b)
+        grad_inner, grads_b = _adapters_backward(rows, inner, fused, layers)
+        grads.b = _fill(layers.b, grads_b)
     grad_input = None
     if needs.input:
         if fused.stored is None:
-            weight = weights.quantize_weight_transposed(fused.key, parts, weight_scale)
+            weight = weights.quantize_weight_transposed(fused.key, parts, saved.scale)
         else:
             weight = transpose_quantized(fused.stored)
         grad_input = scaled_mm(rows, weight, dtype, fast=True)
         del weight
         if grad_inner is not None:
-            a = [adapter.a.to(dtype) for adapter in _adapters(fused, stacked)]
+            a = [adapter.a.to(dtype) for adapter in _adapters(fused, layers)]
             grad_input.addmm_(grad_inner, a[0] if len(a) == 1 else torch.cat(a))
     del rows
     x = input_transposed(grad_input) if needs.input_transposed else None
     if needs.weight and x is not None:
-        grads[:n] = _split(scaled_mm(transposed, x, parts[0].dtype, fast=True), parts)
+        grads.weights = [*_split(scaled_mm(transposed, x, parts[0].dtype, fast=True), parts)]
     if grad_inner is not None and x is not None:
         # E4M3: the sums over the outputs have no such outliers as grad_y.
         inner8 = quantize_gradient([grad_inner], E4M3, rows=False).transposed
-        matrices = [a for a in stacked[2 * n : 3 * n] if a is not None]
-        _place(grads, 2 * n, stacked, _split(scaled_mm(inner8, x, dtype), matrices))
+        matrices = [a for a in layers.a if a is not None]
+        grads.a = _fill(layers.a, _split(scaled_mm(inner8, x, dtype), matrices))
     if grad_bias is not None:
-        grads[n : 2 * n] = [
+        grads.biases = [
             None if bias is None else piece.to(bias.dtype)
-            for piece, bias in zip(_split(grad_bias, parts), stacked[n : 2 * n], strict=True)
+            for piece, bias in zip(_split(grad_bias, parts), layers.biases, strict=True)
         ]
     return grad_input, grads
 
 
-def _place(
-    grads: list[Tensor | None],
-    start: int,
-    stacked: Sequence[Tensor | None],
-    found: Sequence[Tensor],
-) -> None:
-    """Write the gradients of the adapters' A or B, whose places begin at ``start``."""
-    given = [(i, like) for i, like in enumerate(stacked) if i >= start and like is not None]
-    for (i, like), grad in zip(given, found, strict=False):  # after all of A comes B
-        grads[i] = grad.to(like.dtype)
+def _fill(matrices: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients in the dtypes of the matrices, None for an absent matrix."""
+    rest = iter(grads)
+    return [None if matrix is None else next(rest).to(matrix.dtype) for matrix in matrices]
 
 
 def matrix(x: Tensor) -> Tensor:
     """Reshape [..., K] to a contiguous matrix [M, K]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _weights(stacked: Sequence[Tensor | None], fused: FusedLinear) -> list[Tensor]:
-    return [weight for weight in stacked[: fused.num_layers] if weight is not None]
 
 
 def _split(grad: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coat_kernels import TensorScaled, quantize_tensor, transpose_quantized
 from coat_vlm.fp8 import gemm, saturation
-from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
+from coat_vlm.fp8.gemm import FusedLinear, Needs, Saved, matrix
 
 
 class Fp8Linear(nn.Linear):
@@ -22,36 +22,42 @@ class Fp8Linear(nn.Linear):
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """Compute ``layer(x)`` in FP8.
+    """Compute ``layer(x)`` in FP8, [..., N] in x's dtype; K and N are multiples of 16.
 
     Args:
         x: [..., K], FP32, BF16 or FP16.
-        layer: weight [N, K] and bias [N] or None; K and N multiples of 16.
-
-    Returns:
-        [..., N] in x's dtype.
     """
-    return _Linear.apply(x, *gemm.arguments([layer]))
+    fused, layers = gemm.collect([layer])
+    return _Linear.apply(x, fused, *layers.flat)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: FusedLinear, *stacked: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fused: FusedLinear, *row: Tensor | None) -> Tensor:
+        (layers,) = gemm.unpack(row, fused)
         rows = matrix(x)
         x8 = quantize_tensor(rows)
         saturation.observe("linear input", x8.q, rows)
-        y, saved = gemm.forward(x8, fused, stacked, x.dtype, rows if fused.bf16_forward else None)
-        needs = Needs.of(ctx.needs_input_grad[:1], ctx.needs_input_grad[2:], fused)
-        ctx.save_for_backward(x8.q if needs.input_transposed else None, x8.scale, *saved)
+        y, saved = gemm.forward(x8, fused, layers, x.dtype, rows if fused.bf16_forward else None)
+        q = x8.q if _find_needs(ctx, fused).input_transposed else None
+        gemm.save(ctx, [q, x8.scale], saved.flat)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        q, scale, *saved = ctx.saved_tensors
-        needs = Needs.of(ctx.needs_input_grad[:1], ctx.needs_input_grad[2:], ctx.fused)
-        x8 = TensorScaled(q, scale)
+        (q, scale), saved = gemm.load(ctx)
         grad_input, grads = gemm.backward(
-            grad_outputs[0], ctx.fused, saved, needs, ctx.dtype, lambda _: transpose_quantized(x8)
+            grad_outputs[0],
+            ctx.fused,
+            Saved.of(saved, ctx.fused),
+            _find_needs(ctx, ctx.fused),
+            ctx.dtype,
+            lambda _: transpose_quantized(TensorScaled(q, scale)),
         )
-        return None if grad_input is None else grad_input.view(ctx.shape), None, *grads
+        return None if grad_input is None else grad_input.view(ctx.shape), None, *grads.flat
+
+
+def _find_needs(ctx: Any, fused: FusedLinear) -> Needs:
+    (flags,) = gemm.unpack(ctx.needs_input_grad[2:], fused)
+    return Needs.of(ctx.needs_input_grad[:1], flags)

@@ -31,7 +31,7 @@ from coat_kernels.formats import pad_length
 from coat_kernels.reference import activation_gradient, activation_values
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
-from coat_vlm.fp8.gemm import FusedLinear, Needs
+from coat_vlm.fp8.gemm import FusedLinear, LayerValues, Needs, Saved
 from coat_vlm.fp8.norm import NormSettings
 
 _HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,9 +71,18 @@ def norm_mlp(
         x + delta, whose gradient is added in the norm's backward kernel.
     """
     pad = pad_length(layer_out.in_features) - layer_out.in_features
-    of_norm_and_in = norms.arguments(norm, layers_in, group_size, pad_rows=pad)
-    of_out = gemm.arguments([layer_out], pad_columns=pad)
-    return _NormMlp.apply(x, delta, *of_norm_and_in, activation, *of_out)
+    fused_in, values_in = gemm.collect(layers_in, pad_rows=pad)
+    fused_out, values_out = gemm.collect([layer_out], pad_columns=pad)
+    return _NormMlp.apply(
+        x,
+        delta,
+        *norms.arguments(norm, group_size),
+        activation,
+        fused_in,
+        fused_out,
+        *values_in.flat,
+        *values_out.flat,
+    )
 
 
 class _NormMlp(torch.autograd.Function):
@@ -85,21 +94,22 @@ class _NormMlp(torch.autograd.Function):
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         norm: NormSettings,
+        activation: str,
         fused_in: FusedLinear,
-        *rest: Any,
+        fused_out: FusedLinear,
+        *row: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        stacked_in = rest[: fused_in.num_tensors]
-        activation, fused_out, *stacked_out = rest[fused_in.num_tensors :]
+        layers_in, layers_out = gemm.unpack(row, fused_in, fused_out)
         h, residual, saved_in, _ = norms.forward(
-            x, delta, norm_weight, norm_bias, norm, fused_in, stacked_in
+            x, delta, norm_weight, norm_bias, norm, fused_in, layers_in
         )
         act, saved = activation_fwd(h, activation, group_size=norm.group_size)
         saturation.observe("activation input", saved.a.q, h)
         saturation.observe("activation output", act.q, partial(activation_values, h, activation))
         hp = _HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
         del h  # the GEMM below needs its memory
-        y, saved_out = gemm.forward(act, fused_out, stacked_out, x.dtype, hp)
-        ctx.save_for_backward(*saved.a, saved.scale, *saved_out, *saved_in)
+        y, saved_out = gemm.forward(act, fused_out, layers_out, x.dtype, hp)
+        gemm.save(ctx, [*saved.a, saved.scale], saved_in, saved_out.flat)
         ctx.activation, ctx.fused = activation, (fused_in, fused_out)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
@@ -110,25 +120,22 @@ class _NormMlp(torch.autograd.Function):
         grad_y, grad_residual = grad_outputs
         if grad_y is None:
             return norms.residual_only(grad_residual, ctx)
-        q, exponents, act_scale, *tensors = ctx.saved_tensors
+        (q, exponents, act_scale), saved_in, row_out = gemm.load(ctx)
         saved = ActivationSaved(GroupScaled(q, exponents), act_scale)
         fused_in, fused_out = ctx.fused
-        split, end_in = 2 + fused_out.num_tensors, 6 + fused_in.num_tensors
-        saved_out, saved_in = tensors[:split], tensors[split:]
-        wanted = ctx.needs_input_grad
-        needs_in = Needs.of(wanted[:4], wanted[6:end_in], fused_in)
-        needs_out = Needs.of(needs_in, wanted[end_in + 2 :], fused_out)
+        saved_out = Saved.of(row_out, fused_out)
+        flags_in, flags_out = gemm.unpack(ctx.needs_input_grad[8:], fused_in, fused_out)
+        needs_in = Needs.of(ctx.needs_input_grad[:4], flags_in)
+        needs_out = Needs.of(needs_in, flags_out)
         grad_scale = None
 
         def activation_transposed(grad_act: Tensor | None) -> TensorScaled:
             nonlocal grad_scale
             grad = grad_act
             if grad is None:  # no preceding layer trains, and the scale is not used
-                grad = grad_y.new_zeros(len(q), saved_out[2].shape[1])
+                grad = grad_y.new_zeros(len(q), saved_out.layers.weights[0].shape[1])
             # Both results need one read of the gradient and of the saved input.
-            grad_scale, transposed = activation_bwd_stats(
-                grad, saved, ctx.activation, fmt=fused_in.grad_format
-            )
+            grad_scale, transposed = activation_bwd_stats(grad, saved, ctx.activation)
             return transposed
 
         def quantize_grad_h() -> QuantizedGradient:
@@ -142,7 +149,6 @@ class _NormMlp(torch.autograd.Function):
                 rows=needs_in.rows,
                 transposed=needs_in.weight,
                 bias=needs_in.bias,
-                fmt=fused_in.grad_format,
                 scale=grad_scale,
             )
             saturation.observe_gradient(
@@ -154,9 +160,9 @@ class _NormMlp(torch.autograd.Function):
         grad_act, grads_out = gemm.backward(
             grad_y, fused_out, saved_out, needs_out, ctx.dtype, activation_transposed
         )
-        of_norm, grads_in = (None, None, None, None), [None] * fused_in.num_tensors
+        of_norm, grads_in = (None, None, None, None), LayerValues.empty(fused_in)
         if grad_act is not None:
             of_norm, grads_in = norms.backward(
                 quantize_grad_h, grad_residual, saved_in, fused_in, needs_in, ctx
             )
-        return *of_norm, None, None, *grads_in, None, None, *grads_out
+        return *of_norm, None, None, None, None, *grads_in.flat, *grads_out.flat

@@ -1,4 +1,4 @@
-"""A norm and the fused linear layers that read its output: used by ``heads`` and ``mlp``.
+"""A norm and the fused linear layers that read its output: used by ``norm_qkv`` and ``mlp``.
 
     residual = x + delta,   a = norm(residual),   y = a W^T + b
 
@@ -28,7 +28,7 @@ from coat_kernels import (
 )
 from coat_kernels.reference import norm_values
 from coat_vlm.fp8 import gemm, saturation
-from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
+from coat_vlm.fp8.gemm import FusedLinear, LayerValues, Needs, Saved, matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,11 @@ class NormSettings:
     """Group size of the saved input."""
 
 
-def arguments(
-    norm: Any, layers: Sequence[nn.Linear], group_size: int, pad_rows: int = 0
-) -> tuple[Any, ...]:
-    """Return an autograd Function's arguments for a norm and the layers that read its output.
-
-    Args:
-        norm: a LayerNorm, or an RMSNorm of transformers.
-        layers: weights [n_i, K], biases [n_i] or None.
-        group_size: group size of the norm's saved input.
-        pad_rows: zero rows appended to each weight and bias.
-
-    Returns:
-        The norm's weight, bias or None, and settings; :func:`coat_vlm.fp8.gemm.arguments`.
-    """
+def arguments(norm: Any, group_size: int) -> tuple[Tensor, Tensor | None, NormSettings]:
+    """Return the weight, the bias and the settings of a LayerNorm or a RMSNorm of transformers."""
     weight, eps = read_norm(norm)
     settings = NormSettings(eps, isinstance(norm, nn.LayerNorm), group_size)
-    of_layers = gemm.arguments(layers, pad_rows=pad_rows)
-    return weight, getattr(norm, "bias", None), settings, *of_layers
+    return weight, getattr(norm, "bias", None), settings
 
 
 def read_norm(norm: Any) -> tuple[Tensor, float]:
@@ -77,8 +64,8 @@ def forward(
     bias: Tensor | None,
     settings: NormSettings,
     fused: FusedLinear,
-    stacked: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], tuple[TensorScaled, Tensor | None]]:
+    layers: LayerValues,
+) -> tuple[Tensor, Tensor, list[Tensor | None], tuple[TensorScaled, Tensor | None]]:
     """Compute the layers' output for the norm of x + delta.
 
     Args:
@@ -88,7 +75,7 @@ def forward(
         bias: the norm's, [K] or None.
         settings: the norm's.
         fused: the layers.
-        stacked: their weights and biases.
+        layers: their parameters.
 
     Returns:
         [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save; the
@@ -111,11 +98,11 @@ def forward(
     saturation.observe("norm input", saved.x.q, residual)
     saturation.observe("norm output", a.q, values)
     hp = _high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
-    y, of_layers = gemm.forward(a, fused, stacked, x.dtype, hp)
+    y, of_layers = gemm.forward(a, fused, layers, x.dtype, hp)
     # Without a delta return x, not a view: autograd recognizes it as the input.
     result = x if delta is None else residual.view(x.shape)
-    tensors = (*saved.x, saved.rstd, saved.mean, saved.scale)
-    return y, result, (*tensors, weight, bias, *of_layers), (a, of_layers[0])
+    tensors = [*saved.x, saved.rstd, saved.mean, saved.scale, weight, bias, *of_layers.flat]
+    return y, result, tensors, (a, of_layers.scale)
 
 
 def _high_precision(
@@ -135,7 +122,7 @@ def backward(
     fused: FusedLinear,
     needs: Needs,
     ctx: Any,
-) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+) -> tuple[tuple[Tensor | None, ...], LayerValues]:
     """Compute gradients from those of the layers' output and of the residual path.
 
     Args:
@@ -148,14 +135,14 @@ def backward(
             with attributes ``shape`` and ``dtype`` of x.
 
     Returns:
-        Gradients of these four inputs, and of ``stacked``, in their dtypes; None if not needed.
+        Gradients of these four inputs, and of the layers, in their dtypes; None if not needed.
     """
     q, exponents, rstd, mean, scale, weight, bias, *of_layers = saved
     of_norm = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
     grad_a, grads = gemm.backward(
         quantize,
         fused,
-        of_layers,
+        Saved.of(of_layers, fused),
         needs,
         ctx.dtype,
         lambda _: norm_recompute(of_norm, weight, bias),

@@ -86,9 +86,9 @@ def norm_heads(
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)
     settings = HeadSettings(D, sizes, recompute and not by_model, rotation)
-    weight, bias, of_norm, fused, *stacked = norms.arguments(norm, layers, group_size)
+    fused, parameters = gemm.collect(layers)
     query, key, value, residual, *input8 = _NormHeads.apply(
-        x, None, weight, bias, of_norm, fused, *stacked, settings
+        x, None, *norms.arguments(norm, group_size), fused, settings, *parameters.flat
     )
     if by_model:
         projected = (query, key, value)
@@ -99,15 +99,15 @@ def norm_heads(
 
         def compute(saved: Sequence[Tensor | None]) -> Heads:
             """Run the forward GEMM and what follows again."""
-            q, scale, weight_scale, *stacked = saved
+            q, scale, weight_scale, *row = saved
             assert q is not None
             assert scale is not None
-            x8 = TensorScaled(q, scale)
-            y, _ = gemm.forward(x8, fused, stacked, dtype, weight_scale=weight_scale)
+            x8, (parameters,) = TensorScaled(q, scale), gemm.unpack(row, fused)
+            y, _ = gemm.forward(x8, fused, parameters, dtype, weight_scale=weight_scale)
             query, key, value = (as_heads(part, shape, D) for part in _split(y, settings))
             return query, key, value
 
-        source = HeadsSource((*input8, *stacked), compute)
+        source = HeadsSource((*input8, *parameters.flat), compute)
     return (query, key, value), source, residual
 
 
@@ -167,11 +167,12 @@ class _NormHeads(torch.autograd.Function):
         norm_bias: Tensor | None,
         norm: NormSettings,
         fused: FusedLinear,
-        *rest: Any,
+        heads: HeadSettings,
+        *row: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        *stacked, heads = rest
+        (layers,) = gemm.unpack(row, fused)
         y, residual, saved, (a, weight_scale) = norms.forward(
-            x, delta, norm_weight, norm_bias, norm, fused, stacked
+            x, delta, norm_weight, norm_bias, norm, fused, layers
         )
         ctx.save_for_backward(*saved)
         ctx.fused, ctx.heads, ctx.shape, ctx.dtype = fused, heads, x.shape, x.dtype
@@ -190,16 +191,17 @@ class _NormHeads(torch.autograd.Function):
         grad_heads, grad_residual = grad_outputs[:3], grad_outputs[3]
         if all(grad is None for grad in grad_heads):
             return norms.residual_only(grad_residual, ctx)
-        needs = Needs.of(ctx.needs_input_grad[:4], ctx.needs_input_grad[6:-1], ctx.fused)
+        (flags,) = gemm.unpack(ctx.needs_input_grad[7:], ctx.fused)
+        needs = Needs.of(ctx.needs_input_grad[:4], flags)
         of_norm, grads = norms.backward(
-            lambda: _heads_backward(grad_heads, ctx.heads, ctx.fused, needs),
+            lambda: _heads_backward(grad_heads, ctx.heads, needs),
             grad_residual,
             saved,
             ctx.fused,
             needs,
             ctx,
         )
-        return *of_norm, None, None, *grads, None
+        return *of_norm, None, None, None, *grads.flat
 
 
 def _split(y: Tensor, heads: HeadSettings) -> Sequence[Tensor]:
@@ -211,7 +213,7 @@ def _split(y: Tensor, heads: HeadSettings) -> Sequence[Tensor]:
 
 
 def _heads_backward(
-    grad_heads: Sequence[Tensor | None], heads: HeadSettings, fused: FusedLinear, needs: Needs
+    grad_heads: Sequence[Tensor | None], heads: HeadSettings, needs: Needs
 ) -> QuantizedGradient:
     """Compute the gradient of the fused projection's output in FP8."""
     like = next(grad for grad in grad_heads if grad is not None)
@@ -221,11 +223,10 @@ def _heads_backward(
         for grad, size in zip(grad_heads, heads.sizes, strict=True)
     ]
     if heads.rotation is None:
-        return gemm.quantize_grad(parts, fused, needs)
+        return gemm.quantize_grad(parts, needs)
     back = (parts[0], parts[1], parts[2], *heads.rotation)
     quantized = rope_gradient(
         *back,
-        fused.grad_format,
         rows=needs.rows,
         transposed=needs.weight,
         bias=needs.bias,

@@ -163,10 +163,11 @@ def test_layers_with_the_same_input_have_adapters_of_their_own(
     ]
     x8, gradient = quantize_tensor(torch.randn(40, 48).to(dtype)), torch.randn(40, 112).to(dtype)
     results = []
-    for scales, of_layers in (((0.5, 0.0, 3.0), (*a, *b)), ((), ())):
-        fused = gemm.FusedLinear((), E5M2, False, 3, scales)
-        y, saved = gemm.forward(x8, fused, [*weights, None, None, None, *of_layers], dtype)
-        needs = gemm.Needs(True, False, False, bool(scales))
+    none: list[Any] = [None] * 3
+    for scales, of_a, of_b in (((0.5, 0.0, 3.0), a, b), ((0.0,) * 3, none, none)):
+        fused = gemm.FusedLinear((), False, scales)
+        y, saved = gemm.forward(x8, fused, gemm.LayerValues(weights, none, of_a, of_b), dtype)
+        needs = gemm.Needs(True, False, False, any(scales))
         grad_input, grads = gemm.backward(
             gradient, fused, saved, needs, dtype, lambda _: transpose_quantized(x8)
         )
@@ -183,14 +184,14 @@ def test_layers_with_the_same_input_have_adapters_of_their_own(
     assert torch.equal(y[:, 32:48], without[:, 32:48])
     # Rounded once or twice to 16 bits, or FP32 sums of at most 112 products.
     rounding = max(4 * torch.finfo(dtype).eps, 112 * 2.0**-24)
-    assert [grad is None for grad in grads] == [True] * 6 + [False, True, False] * 2
+    assert [grad is None for grad in grads.flat] == [True] * 6 + [False, True, False] * 2
     of_input = torch.zeros_like(grad_input)
     for number, scale, columns in ((0, 0.5, slice(0, 32)), (2, 3.0, slice(48, 112))):
         of_a, of_b = (m[number].double() for m in (a, b))  # pyright: ignore[reportOptionalMemberAccess]
         p, grad_p = x @ of_a.t(), scale * g[:, columns] @ of_b
         is_close(y[:, columns], without[:, columns] + scale * p @ of_b.t(), rounding)
-        is_close(grads[9 + number], scale * g[:, columns].t() @ p, rounding)
-        is_close(grads[6 + number], grad_p.t() @ x, 2.0**-4)  # the gradient of P in E4M3
+        is_close(grads.b[number], scale * g[:, columns].t() @ p, rounding)
+        is_close(grads.a[number], grad_p.t() @ x, 2.0**-4)  # the gradient of P in E4M3
         of_input += grad_p @ of_a
     is_close(grad_input, grad_without + of_input, rounding)
 
