@@ -40,15 +40,10 @@ _FLASH = 1
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all live storages that were allocated in this context.
+    """Counts the bytes of live storages of a device type that were allocated in this context.
 
-    Args:
-        device: type of the device whose storages are counted.
-        ignore: tensors whose storages are not counted, for example the model's parameters.
-
-    Attributes:
-        live: current bytes.
-        peak: maximum bytes so far; may be set, to measure a part of a computation.
+    Storages of the tensors in ``ignore`` do not count. :attr:`peak` may be set, to measure a part
+    of a computation.
     """
 
     def __init__(self, device: str, ignore: Iterable[Tensor] = ()) -> None:
@@ -56,10 +51,8 @@ class LiveMemory(TorchDispatchMode):
         self._device = device
         self.live = 0
         self.peak = 0
-        self.attention_workspace = 0
-        """Largest workspace of one call of the attention backward kernel."""
-        self._sizes: dict[int, int] = {}
-        """Bytes of each counted storage, by its address."""
+        self.attention_workspace = 0  # largest of one call of the attention backward kernel
+        self._sizes: dict[int, int] = {}  # of each counted storage, by its address
         self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
 
     def __torch_dispatch__(
@@ -99,12 +92,10 @@ class LiveMemory(TorchDispatchMode):
 def use_flash_attention() -> Iterator[None]:
     """Run attention on ``meta`` through the flash kernel, as SDPA does on a GPU.
 
-    cuDNN's kernel, which SDPA prefers on Hopper, saves tensors of the same sizes.
-
-    On ``meta``, SDPA would use the plain formula, which saves all probabilities. This context
-    replaces torch's function, because no function mode is active when checkpointed blocks are
-    recomputed.
+    cuDNN's kernel, which SDPA prefers on Hopper, saves tensors of the same sizes. On ``meta``, SDPA
+    would use the plain formula, which saves all probabilities.
     """
+    # Torch's function is replaced: checkpointed blocks are recomputed without function modes.
     plain = F.scaled_dot_product_attention
 
     def attention(
@@ -143,12 +134,7 @@ def flash_workspace_bytes(query: torch.Size, key_heads: int, element_size: int) 
     ``mha_bwd`` in pytorch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
     allocates row sums and a query gradient in FP32, with lengths rounded up to 128 and head widths
     to 32 (above 128, to 64). If query heads share keys, it also allocates gradients of keys and
-    values for every query head.
-
-    Args:
-        query: [B, H, T, D].
-        key_heads: number of key-value heads.
-        element_size: bytes per element of the query.
+    values for every query head. ``query`` is [B, H, T, D].
     """
     batch, heads, length, channels = query
     length = -(-length // 128) * 128
@@ -194,10 +180,7 @@ class Activations:
         return self._combined(self, lambda size, _: factor * size)
 
     def extrapolate(self, other: "Activations", amount: float) -> "Activations":
-        """Extrapolate linearly: ``amount`` 0 gives this object, 1 gives the other.
-
-        Memory is linear in the number of samples, so two micro-batches determine all sizes.
-        """
+        """Extrapolate linearly: ``amount`` 0 gives this object, 1 gives the other."""
         return self._combined(other, lambda a, b: a + amount * (b - a))
 
     def _combined(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
@@ -228,11 +211,10 @@ def trace(
 
     Args:
         model: a converted model on ``meta``, with ``requires_grad`` and train mode set.
-        batch: number of rows.
-        length: T, tokens per row.
+        batch: rows.
+        length: tokens per row.
         images: images per row, in tiles.
-        pool_frames: if more than 1, the images are frames of one video, and this many consecutive
-            frames share the tokens of one frame.
+        pool_frames: if more than 1, so many consecutive images share the tokens of one.
         trained: supervised tokens per row. Default: all text tokens, the maximum.
         reuse_weights: save FP8 weights for the next micro-batch, as ``fp8.weights: cache`` does.
 
@@ -287,12 +269,8 @@ def trace(
 def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1) -> list[int]:
     """Return the number of images in each group that shares the tokens of one image.
 
-    Args:
-        model: a model on any device.
-        length: tokens per row.
-        images: images per row, in tiles. Of a model with ``s2_scales`` only the tiles of the
-            largest scale have tokens.
-        pool_frames: see :func:`trace`.
+    Of a model with ``s2_scales`` only the tiles of the largest scale have tokens. For the arguments
+    see :func:`trace`.
 
     Raises:
         ValueError: the images of a row have more tokens than the row, or there is no tower.
@@ -397,15 +375,7 @@ class FramesPlan:
 def trace_frames(
     model: CoatVlm, recipe: Recipe, tokens: int, micro_batch: int, *, reuse_weights: bool
 ) -> FramesPlan | None:
-    """Trace full rows of frames; None for a recipe without videos, or if no two frames fit.
-
-    Args:
-        model: the model on ``meta``, as for :func:`trace`.
-        recipe: contains the video settings.
-        tokens: tokens per row.
-        micro_batch: rows per micro-batch.
-        reuse_weights: as for :func:`trace`.
-    """
+    """Trace full rows of frames; None for a recipe without videos, or if no two frames fit."""
     video = recipe.model.video
     if video == VideoConfig() or model.vision_tower is None:
         return None

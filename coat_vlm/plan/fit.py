@@ -15,14 +15,7 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     Without recomputation before with it, then the largest micro-batch. ``fp8.recompute_qkv: auto``
     becomes ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process
     that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies. Other
-    keys are kept.
-
-    Args:
-        recipe: a recipe with ``memory``.
-        ranks: number of processes, with one GPU each.
-
-    Returns:
-        The recipe with the chosen values, and a sentence about them.
+    keys are kept. Returns the recipe with the chosen values, and a sentence about them.
 
     Raises:
         ValueError: nothing fits; the message names the smallest GPU that would do.
@@ -97,13 +90,7 @@ def _with_recomputed_qkv(recipe: Recipe) -> Recipe | None:
 def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None:
     """Return a recipe with the choices of the run that it continues.
 
-    Args:
-        recipe: a recipe with ``memory``.
-        saved: the recipe.yaml of the run.
-        ranks: number of processes.
-
-    Returns:
-        The recipe; None if the run lacks a stage, or its micro-batches do not divide the batches.
+    None if the run lacks a stage, or its micro-batches do not divide the batches.
     """
     assert recipe.memory is not None
     keys = recipe.memory.choose or ()

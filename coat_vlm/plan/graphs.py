@@ -34,14 +34,7 @@ class PlannedGraphs:
     def find_captured(
         self, activations: Activations, micro_batch: int, spare: float, *, accumulates: bool
     ) -> dict[str, RowLoad]:
-        """Return the rows of blocks that training captures.
-
-        Args:
-            activations: of a micro-batch.
-            micro_batch: rows of a micro-batch.
-            spare: bytes that graphs may take under ``auto``.
-            accumulates: whether a step has several micro-batches.
-        """
+        """Return the rows of blocks that training captures, with ``spare`` bytes under ``auto``."""
         loads = {
             part: RowLoad(*counts, self.tokens[part] * micro_batch, activations.saved[part])
             for part, counts in self.blocks.items()
@@ -57,13 +50,8 @@ def plan_graphs(
 ) -> PlannedGraphs:
     """Count the blocks of a converted model that have a backward pass.
 
-    A frozen language model has one, for the gradients of what is before it.
-
-    Args:
-        model: on any device, with ``requires_grad`` set for the stage.
-        mode: see :class:`PlannedGraphs`.
-        row_tokens: tokens of a row of a micro-batch.
-        row_images: its images, in tiles.
+    A frozen language model has one, for the gradients of what is before it. ``row_images`` are the
+    tiles of a row.
     """
     vision = model.config.vision_config
     patches = 0 if vision is None else (vision.image_size // vision.patch_size) ** 2

@@ -98,14 +98,7 @@ _DEFAULTS = DeepSpeedZeroConfig.model_validate({})
 def count_sizes(
     model: CoatVlm, stage: StageConfig, state_bytes: float, *, low_bits: bool = False
 ) -> Sizes:
-    """Count a model's parameters.
-
-    Args:
-        model: a model with ``requires_grad`` set for the stage; on any device.
-        stage: defines the parameter groups.
-        state_bytes: bytes of optimizer states per parameter.
-        low_bits: whether the recipe has ``master_weights: low_bits``.
-    """
+    """Count the parameters of a model with ``requires_grad`` set for the stage, on any device."""
     parameters = list(model.parameters())
     groups = param_groups(model, stage)
     threshold = _DEFAULTS.param_persistence_threshold
@@ -122,11 +115,7 @@ def count_sizes(
 
 
 def measure_state_bytes(optimizer: type[torch.optim.Optimizer]) -> float:
-    """Measure the bytes of optimizer states per FP32 parameter on a small tensor.
-
-    Args:
-        optimizer: :class:`torch.optim.AdamW` or :class:`coat_vlm.optim.CoatAdamW`.
-    """
+    """Measure the bytes of AdamW's or CoatAdamW's states per FP32 parameter, on a small tensor."""
     parameter = nn.Parameter(torch.ones(1 << 12))
     parameter.grad = torch.ones_like(parameter)
     instance = optimizer([parameter])  # pyright: ignore[reportCallIssue] - both have defaults
@@ -148,11 +137,11 @@ def estimate_rank_memory(
 
     Args:
         zero_stage: ZeRO stage of DeepSpeed.
-        sizes: sizes of the model.
+        sizes: of the model.
         ranks: N.
-        activations: activations of one micro-batch.
+        activations: of one micro-batch.
         accumulates: whether a step has several micro-batches.
-        bucket: K, elements of the reduction bucket. Default: DeepSpeed's.
+        bucket: K. Default: DeepSpeed's.
     """
     if zero_stage:  # low bits are for stage 0; a comparison with other stages has FP32 copies
         sizes = replace(sizes, low_bits=False)

@@ -51,7 +51,7 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
 
     Args:
         source: ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``.
-        layout: see :func:`coat_vlm.export.hugging_face.export`.
+        layout: as for :func:`coat_vlm.export.hugging_face.export`.
         weights: format of compressed weights.
 
     Raises:

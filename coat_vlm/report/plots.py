@@ -46,10 +46,7 @@ Value = Callable[[Mapping[str, Any]], float | None]
 
 
 def plot_stage(stage: StageLog) -> list[Plot]:
-    """Plot the loss with validation points, evaluations in training, learning rate and the others.
-
-    Omits a curve if the log has no values of it.
-    """
+    """Plot the curves of which the log has values: loss, evaluations in training, rates, ..."""
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
         ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),
@@ -60,7 +57,6 @@ def plot_stage(stage: StageLog) -> list[Plot]:
         ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), "tflop_per_s_per_gpu"),
         ("waiting for data, % of step", _draw_wait, "data_wait_s"),
         ("peak memory, GiB", _draw_memory, "peak_memory_mb"),
-        ("phases of a step, %", _draw_phases, "phases"),
     ]
     plots = [
         Plot(title, _render(stage, draw), main=key == "loss")
@@ -115,21 +111,6 @@ def _draw_memory(axes: Axes, stage: StageLog) -> None:
     steps, megabytes = _series(stage.steps, _at("peak_memory_mb"))
     axes.plot(steps, megabytes * 1e6 / 2**30, color=COLORS[0], linewidth=1.4)
     axes.set_ylim(bottom=0)
-
-
-def _draw_phases(axes: Axes, stage: StageLog) -> None:
-    """Draw the phases as stacked shares of the step time, smoothed as the other curves."""
-    timed = [row for row in stage.steps if row.get("phases")]
-    names = list(timed[-1]["phases"])
-    steps, _ = _series(timed, _at("step"))
-    window = max(1, len(steps) // SMOOTHING_SHARE)
-    seconds = np.array([_smooth(_series(timed, _at("phases", name))[1], window) for name in names])
-    colors = [COLORS[number % len(COLORS)] for number in range(len(names))]
-    shares = 100 * seconds / np.maximum(seconds.sum(0), 1e-12)
-    axes.stackplot(steps, shares, labels=names, colors=colors, alpha=0.75, linewidth=0)
-    axes.set_ylim(0, 100)
-    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3}
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8, **below)
 
 
 def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:

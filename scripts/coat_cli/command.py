@@ -24,7 +24,7 @@ def command(
 
     Args:
         commands: the parser's subcommands.
-        name: its name.
+        name: the word that starts it.
         handler: called with the parsed arguments, returns the exit status.
         summary: one clause for the list of commands, without a period.
         examples: lines at the end of ``--help``: commands, a blank line, explanations.
