@@ -52,9 +52,9 @@ class ImageConfig:
 class VideoConfig:
     """Sampling and decoding of video frames; each sampled frame is one tile."""
 
-    backend: Literal["auto", "decord", "pyav"] = "auto"
-    """``pyav``; ``decord`` in a child process with a time limit, with PyAV for videos that decord
-    does not read exactly (needs the decord extra); ``auto``: PyAV, measured to be as fast."""
+    backend: Literal["pyav", "decord"] = "pyav"
+    """``decord`` runs in a child process with a time limit, with PyAV for videos that decord does
+    not read exactly; it needs the decord extra and was not measured to be faster."""
     sampling: Literal["uniform", "fps", "all"] = "uniform"
     """``uniform``: ``num_frames`` frames evenly spaced in time; ``fps``: at most ``fps`` frames per
     second; ``all``: every frame."""

@@ -161,7 +161,6 @@ def test_decord_must_be_installed_where_it_is_asked_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="not installed; install it"):
         VideoReader(VideoSettings(backend="decord"))
-    VideoReader(VideoSettings(backend="auto"))
 
 
 @needs_decord

@@ -20,7 +20,7 @@ def make_clip(path: Path, stamps: list[int]) -> Path:
 
 def read(path: Path, start: float | None = None, end: float | None = None, **settings) -> Clip:
     media = Media(kind="video", path=str(path), start=start, end=end)
-    reader = VideoReader(VideoSettings(backend="pyav", **settings))
+    reader = VideoReader(VideoSettings(**settings))
     clip = reader.read(media)
     assert len(clip.frames) <= reader.plan(media)[0]
     return clip
@@ -114,7 +114,7 @@ def test_the_plan_knows_about_when(clip: Path):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"backend": "opencv"}, "auto, decord, pyav"),
+        ({"backend": "opencv"}, "pyav, decord"),
         ({"sampling": "random"}, "uniform, fps, all"),
         ({"num_frames": 0}, "num_frames=0"),
         ({"sampling": "fps"}, "fps=None"),

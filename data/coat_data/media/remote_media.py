@@ -54,7 +54,7 @@ def fetch_media(media: Media) -> Media:
         return media
 
     def read() -> bytes:
-        if not is_http(url) and media.root and url.startswith(media.root):
+        if not is_http(url) and media.root and url.startswith(f"{media.root}/"):
             system, path = filesystem(url)  # the user named this address
             return system.cat_file(path)
         trusted = media.root if is_http(media.root) else ""

@@ -16,10 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-VideoBackend = Literal["auto", "decord", "pyav"]
+VideoBackend = Literal["pyav", "decord"]
 Sampling = Literal["uniform", "fps", "all"]
 
-BACKENDS: tuple[VideoBackend, ...] = ("auto", "decord", "pyav")
+BACKENDS: tuple[VideoBackend, ...] = ("pyav", "decord")
 SAMPLINGS: tuple[Sampling, ...] = ("uniform", "fps", "all")
 
 VIDEO_COUNTS = (
@@ -43,10 +43,9 @@ _ROUNDING_S = 1e-6
 class VideoSettings:
     """How videos are read; ValueError if a setting is out of range or without effect."""
 
-    backend: VideoBackend = "auto"
-    """``pyav``: PyAV; ``decord``: decord in a child process that is killed when it hangs, with PyAV
-    for streams that decord does not read exactly (:mod:`coat_data.media.video`); ``auto``: PyAV,
-    which was measured to be the better one."""
+    backend: VideoBackend = "pyav"
+    """``decord``: decord in a child process that is killed when it hangs, with PyAV for streams
+    that decord does not read exactly (:mod:`coat_data.media.video`)."""
     sampling: Sampling = "uniform"
     """``uniform`` in time, so many frames per second (``fps``), or ``all`` frames."""
     num_frames: int = 8

@@ -74,7 +74,7 @@ class VideoReader:
             if decord is None and importlib.util.find_spec("decord") is None:
                 raise ValueError(
                     "the video backend is decord, which is not installed; install it (pip install "
-                    "'.[decord]'), or set model.video.backend to auto or pyav"
+                    "'.[decord]'), or set model.video.backend to pyav"
                 )
             self._decord = decord or DecordReader(settings.timeout_s)
 
@@ -220,7 +220,7 @@ def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
 
     Like :meth:`VideoReader.read`; ValueError if ``num_frames`` is not positive.
     """
-    return VideoReader(VideoSettings(backend="pyav", num_frames=num_frames)).read(media).frames
+    return VideoReader(VideoSettings(num_frames=num_frames)).read(media).frames
 
 
 def _unreadable(media: Media, problem: str) -> DataError:
