@@ -106,7 +106,7 @@ def test_large_files_are_hashed_in_blocks(
 def test_ingested_folders_are_recorded(data: Path, tmp_path: Path) -> None:
     from coat_cli.main import main
 
-    assert main(["data", "ingest", str(data / "data.json"), "--out", str(tmp_path / "in")]) == 0
+    assert main(["data", "ingest", str(data / "data.json"), "--to", str(tmp_path / "in")]) == 0
     (record,) = record_of(tmp_path, "in")
     assert {Path(name).suffix for name in record["files"]} == {".json", ".parquet"}
     assert len(record["samples"]) == data_record.SAMPLED_ROWS

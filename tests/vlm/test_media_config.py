@@ -34,7 +34,7 @@ def test_image_options_without_effect(settings: dict, problem: str):
         ({"max_frames": 9}, "max_frames has no effect with sampling: uniform"),
         ({"sampling": "all", "num_frames": 9}, "num_frames has no effect with sampling: all"),
         ({"sampling": "fps"}, "needs model.video.fps"),
-        ({"timeout_s": 9.0}, "timeout_s has no effect with backend: auto"),
+        ({"timeout_s": 9.0}, "timeout_s has no effect with backend: pyav"),
         ({"sampling": "random"}, "'uniform', 'fps' or 'all'"),
     ],
 )
