@@ -118,7 +118,8 @@ class Side:
         new = (self.folder / "packages/coat_cli/removed.py").is_file()
         words = ["scenes", "--to"] if new else ["make", "scenes", "--out"]
         self.run(["-m", "coat_vlm.cli", "data", *words, "made", *SCENES], folder)
-        kept = [path for path in (folder / "made").rglob("*") if path.suffix in (".json", ".png")]
+        made = (folder / "made").rglob("*")  # made.json describes the maker
+        kept = [p for p in made if p.suffix in (".json", ".png") and p.name != "made.json"]
         return {path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(kept)}
 
     def train(self, setup: str, options: list[str], folder: Path) -> Result:
