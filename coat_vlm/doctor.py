@@ -159,7 +159,7 @@ def check_features() -> Iterator[Finding]:
     yield check_torchvision()
     yield _report_import("open_clip towers", "open_clip")
     yield _report_result("DeepSpeed", _import_deepspeed)
-    yield _report_import("training's modules", "coat_vlm.train.stages")
+    yield _report_import("training's modules", "coat_vlm.train.run")
 
 
 def check_torchvision() -> Finding:

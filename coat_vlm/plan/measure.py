@@ -31,19 +31,20 @@ from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, graph_blocks
+from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
-from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import add_graphs
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
 from coat_vlm.plan.rows import count_images_per_row, row_tokens
 from coat_vlm.plan.stage import StagePlan
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import build_engine, steps_overlap, training_loop_clips
+from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.model_setup import build_planned_model, prepare_model
+from coat_vlm.train.passes import build_passes
 from coat_vlm.train.step import TrainStep
+from coat_vlm.train.step_log import StepLog
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
 
@@ -121,10 +122,10 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     try:
         torch.manual_seed(recipe.seed + world.rank)
         timing = take_steps(step, batches, case.name, world)
-        shared = step.spare_memory.nbytes if step.spare_memory.shares_weights else 0
+        shared = step.passes.spare_memory.nbytes if step.passes.spare_memory.shares_weights else 0
         skipped = step.skipped_steps
     finally:
-        release_engine(step.engine, model)
+        release_engine(step.passes.engine, model)
     heading = (
         f"measured, stage {case.name}: {world.size} GPU(s), {case.accumulation} micro-batch(es) of "
         f"{stage.micro_batch_size} row(s) of {case.row.tokens:,} tokens with {case.row.images} "
@@ -299,31 +300,27 @@ def build_training_step(
     """Build the training step of a stage, with DeepSpeed's engine around the model."""
     recipe, stage = case.recipe, case.stage
     arithmetic = arithmetic_of_recipe(recipe, world.device)
-    ranks = stage.sequence_parallel
-    throughput = Throughput(model, world, ranks)  # before DeepSpeed splits the weights
+    # Before DeepSpeed splits the weights.
+    throughput = Throughput(model, world, stage.sequence_parallel)
     # No source is read, so the sampler has no rows and no state.
     sampler: Any = SimpleNamespace(
         step=lambda state: ([], state), count_by_source=lambda _: np.zeros(0, dtype=np.int64)
     )
-    engine = build_engine(model, recipe, stage, arithmetic, world)
+    phases = PhaseClock(world.device, enabled=False)
     return TrainStep(
         name=case.name,
-        stage=stage,
-        engine=engine,
-        model=model,
-        world=world,
         total_steps=total_steps,
         sampler=sampler,
-        row_tokens=None if stage.packing is None else case.row.tokens,
-        clip_here=training_loop_clips(recipe, arithmetic),
+        passes=build_passes(model, recipe, stage, arithmetic, world, phases),
+        log=StepLog(
+            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
+            throughput=throughput,
+            bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
+            phases=phases,
+            memory=PeakMemory(world.device),
+            row_tokens=None if stage.packing is None else case.row.tokens,
+        ),
         overlaps=steps_overlap(recipe, stage, arithmetic, world),
-        spare_memory=SpareMemory.of(model, arithmetic, world.device),
-        sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
-        metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
-        throughput=throughput,
-        bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
-        phases=PhaseClock(world.device, enabled=False),
-        memory=PeakMemory(world.device),
     )
 
 
@@ -360,7 +357,7 @@ def take_steps(
     """Take steps on the same micro-batches.
 
     Args:
-        step: a :class:`TrainStep`, or what has its ``on_row`` and ``__call__``.
+        step: a :class:`TrainStep`, or what has its ``on_entry`` and ``__call__``.
         batches: the micro-batches of each step.
         title: of the progress bar.
         world: the processes of the run; all must call this.
@@ -368,7 +365,7 @@ def take_steps(
         warmup: steps before them.
     """
     entries: list[dict[str, Any]] = []
-    step.on_row = lambda entry, _: entries.append(entry)
+    step.on_entry = lambda entry, _: entries.append(entry)
     for number in tqdm(range(warmup + steps), title, unit="step", disable=not world.is_main):
         if number == warmup:
             world.barrier()

@@ -15,7 +15,7 @@ from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES
 from coat_vlm.run.heartbeat import read_states
 from coat_vlm.train.steady_rates import split_steps
-from coat_vlm.train.tracking import read_rows
+from coat_vlm.train.tracking import read_entries
 
 _BY_STEP = ("step", "val", "eval", "monitor", "save")
 """Kinds of rows of which a step has one; the last one counts."""
@@ -138,7 +138,7 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
         return list(logs.values())
     with path.open("rb") as file:
         lines = sum(1 for line in file if line.strip())
-    rows = list(read_rows(path))  # after counting: a running run appends lines
+    rows = list(read_entries(path))  # after counting: a running run appends lines
     if lines > len(rows):
         unreadable = lines - len(rows)
         missing.append(f"metrics.jsonl has {unreadable} unreadable lines (truncated by a crash?)")

@@ -9,7 +9,7 @@ import numpy as np
 
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import SourceConfig, StageConfig
-from coat_vlm.train.tracking import read_rows
+from coat_vlm.train.tracking import read_entries
 
 BAD_SAMPLES = "bad_samples.jsonl"
 """File in a run folder."""
@@ -35,8 +35,8 @@ class BadSamples:
         run_dir: the run folder.
         name: the stage's name.
         stage: its limits.
-        sources: its sources, in the order of the mixture.
-        total: see above, when a run is continued.
+        sources: in the order of the mixture.
+        total: bad samples before a resume.
         check: raises an error if this run must write no more; called before rows are listed.
     """
 
@@ -49,21 +49,23 @@ class BadSamples:
         total: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
+        self.path = run_dir / BAD_SAMPLES
         self._check = check
-        self.total = total
-        self.transient = 0
-        self._path = run_dir / BAD_SAMPLES
         self._name = name
         self._stage = stage
         self._sources = sources
-        self._counts = dict.fromkeys((source.name for source in sources), 0)
-        for row in read_rows(self._path):
-            if (
-                row["stage"] == name
-                and row.get("source") in self._counts
-                and not row.get("transient")
-            ):
-                self._counts[row["source"]] += 1
+        self.count_again(total)
+
+    def count_again(self, total: int) -> None:
+        """Count the listed samples by source, at the start or after going back."""
+        self.total = total
+        self.transient = 0
+        self._counts = dict.fromkeys((source.name for source in self._sources), 0)
+        for entry in read_entries(self.path):
+            if entry["stage"] == self._name and not entry.get("transient"):
+                source = entry.get("source")
+                if source in self._counts:
+                    self._counts[source] += 1
 
     def note(self, micro_batches: Sequence[LoadedBatch], step: int) -> dict[str, float]:
         """List this rank's bad samples of a step.
@@ -75,7 +77,7 @@ class BadSamples:
         bad = [sample for loaded in micro_batches for sample in loaded.bad]
         if bad:
             self._check()
-            with self._path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 for sample in bad:
                     source = self._sources[sample.source]
                     counts[_TRANSIENTS if sample.transient else f"bad/{source.name}"] += 1
@@ -93,7 +95,7 @@ class BadSamples:
                     file.write(json.dumps(row) + "\n")
         return counts
 
-    def row(
+    def entry(
         self, counts: Mapping[str, float], count_by_source: Callable[[], np.ndarray]
     ) -> dict[str, Any]:
         """Add a step's bad samples of all ranks.
@@ -104,10 +106,9 @@ class BadSamples:
                 bad samples.
 
         Returns:
-            A row for metrics.jsonl: ``bad_by_source``, the number and the share of bad samples for
-            each source that has any; and ``transient_errors``, the number of transient
-            errors, if not 0. Ranks other than the main one may not count the bad samples from
-            before a resume.
+            For the step's entry of metrics.jsonl: ``bad_by_source``, the number and the share of
+            bad samples for each source that has any; and ``transient_errors``, their number, if not
+            0. Ranks other than the main one may not count the bad samples from before a resume.
 
         Raises:
             ValueError: there are too many bad samples or too many transient errors.
@@ -136,13 +137,13 @@ class BadSamples:
         if self.transient > allowed:
             raise ValueError(
                 f"stage {self._name}: {self.transient} samples could not be reached, more than "
-                f"{limit} allow; {self._path} lists them with transient=true: continue with "
+                f"{limit} allow; {self.path} lists them with transient=true: continue with "
                 "--resume auto when their hosts answer, or download the media"
             )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
-            f"allow; {self._path} lists them: raise the limit and continue with --resume auto; "
+            f"allow; {self.path} lists them: raise the limit and continue with --resume auto; "
             "or fix the data, or give that file to the sources as exclude, and continue with "
             "--resume auto --allow-changed-data"
         )

@@ -86,8 +86,8 @@ class SourceRecord:
         """Compare the numbers of rows that training uses; raises as :meth:`open` does."""
         self._on_main(lambda: self._build(sources, rows))
 
-    def rows(self, stage: str, step: int) -> list[dict[str, Any]]:
-        """Print the allowed changes, and return a row for metrics.jsonl if there are any."""
+    def entries(self, stage: str, step: int) -> list[dict[str, Any]]:
+        """Print the allowed changes, and return an entry for metrics.jsonl if there are any."""
         if not self.changes:
             return []
         changed = "".join(f"\n  {change}" for change in self.changes)

@@ -32,7 +32,7 @@ from coat_vlm.checkpoint.metadata import read_progress
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config.recipe import DivergenceConfig
 from coat_vlm.distributed import World
-from coat_vlm.train.tracking import Metrics, read_rows
+from coat_vlm.train.tracking import Metrics, read_entries
 
 ROLLBACKS = "rollbacks.json"
 """File in a stage's folder."""
@@ -61,7 +61,7 @@ def _spread(values: np.ndarray, floor: float) -> float:
 class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
-    The same rows give the same result, so a resumed run is brought up to date with the rows of
+    The same entries give the same result, so a resumed run is brought up to date with those of
     metrics.jsonl, and all ranks agree without communication.
 
     Args:
@@ -84,11 +84,11 @@ class Detector:
         self._losses: deque[float] = deque(maxlen=config.window)
         self._norms: deque[float] = deque(maxlen=config.window)
 
-    def add(self, row: Mapping[str, Any]) -> str | None:
-        """Add a step's row of metrics.jsonl; return what is out of range, None if nothing is."""
-        loss: float | None = row["loss"]
-        norm: float | None = row["grad_norm"]
-        if loss is None or (norm is None and (row.get("skipped_steps") or 0) > 0):
+    def add(self, entry: Mapping[str, Any]) -> str | None:
+        """Add a step's entry of metrics.jsonl; return what is out of range, None if nothing is."""
+        loss: float | None = entry["loss"]
+        norm: float | None = entry["grad_norm"]
+        if loss is None or (norm is None and (entry.get("skipped_steps") or 0) > 0):
             self.skipped += 1
             problem = "loss or gradients are NaN or infinite"
         else:
@@ -102,7 +102,7 @@ class Detector:
         if problem is None:
             self.first = None
         elif self.first is None:
-            self.first = row["step"]
+            self.first = entry["step"]
         return problem
 
     def _find(self, loss: float, norm: float | None, limit: float) -> str | None:
@@ -138,8 +138,8 @@ class Watchdog:
         folder: the stage's folder.
         world: the processes of the run.
         vocab_size: see :class:`Detector`.
-        rows: the rows of the stage in metrics.jsonl (:func:`read_step_rows`), on all ranks.
-        finished: number of finished steps; later rows are not used.
+        entries: the stage's entries of metrics.jsonl (:func:`read_step_entries`), on all ranks.
+        finished: number of finished steps; later entries are not used.
 
     Attributes:
         skips: finished steps -> where the sampler continues after them, because of a rollback.
@@ -153,7 +153,7 @@ class Watchdog:
         folder: Path,
         world: World,
         vocab_size: int,
-        rows: Sequence[Mapping[str, Any]],
+        entries: Sequence[Mapping[str, Any]],
         finished: int,
     ) -> None:
         self.skips: dict[int, SamplerState] = {}
@@ -165,41 +165,41 @@ class Watchdog:
         self._rollbacks: list[dict[str, Any]] = world.gather(_read_rollbacks(folder))[0]
         for rollback in self._rollbacks:
             self._skip(rollback)
-        self._rows = [_shorten(row) for row in rows if row["step"] <= finished]
-        self._detector = self._replay(self._rows)
+        self._entries = [_shorten(entry) for entry in entries if entry["step"] <= finished]
+        self._detector = self._replay(self._entries)
 
     @property
     def spiking(self) -> bool:
         """Whether the last step was out of range; a checkpoint written now is marked."""
         return self._detector.first is not None
 
-    def check(self, row: Mapping[str, Any], state: SamplerState, metrics: Metrics) -> Path | None:
+    def check(self, entry: Mapping[str, Any], state: SamplerState, metrics: Metrics) -> Path | None:
         """Check a step; return the checkpoint to which training goes back, if it must.
 
         Args:
-            row: the step's row of metrics.jsonl.
+            entry: the step's entry of metrics.jsonl.
             state: state of the sampler after the step.
-            metrics: gets a row ``kind: divergence`` when a spike begins and when training goes
+            metrics: gets a entry ``kind: divergence`` when a spike begins and when training goes
                 back.
 
         Raises:
             ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.
         """
         before = self._detector.first
-        problem = self._detector.add(row)
-        self._rows.append(_shorten(row))
-        first, step = self._detector.first, int(row["step"])
+        problem = self._detector.add(entry)
+        self._entries.append(_shorten(entry))
+        first, step = self._detector.first, int(entry["step"])
         if problem is None or first is None:
             return None
         if before is None:
             metrics.write(
-                {"kind": "divergence", "stage": row["stage"], "step": step, "problem": problem}
+                {"kind": "divergence", "stage": entry["stage"], "step": step, "problem": problem}
             )
-            self._print(f"WARNING stage {row['stage']}, step {step}: {problem}")
+            self._print(f"WARNING stage {entry['stage']}, step {step}: {problem}")
         if self._config.action == "warn" or step < first + self._config.patience - 1:
             return None
         words = (
-            f"stage {row['stage']}, step {step}: the run diverges since step {first} ({problem})"
+            f"stage {entry['stage']}, step {step}: the run diverges since step {first} ({problem})"
         )
         self.finish_save()
         good = find_good_checkpoint(self._folder / "checkpoints", first - 1, self._world)
@@ -226,10 +226,10 @@ class Watchdog:
         if self._world.is_main:
             write_text(self._folder / ROLLBACKS, json.dumps(self._rollbacks, indent=1))
         _remove_later(good, self._world)
-        metrics.write({"kind": "rollback", "stage": row["stage"], **rollback})
+        metrics.write({"kind": "rollback", "stage": entry["stage"], **rollback})
         self._print(f"{words}; back to {good.name}, skipping the batches up to step {step}")
-        self._rows = [one for one in self._rows if one["step"] <= rollback["step"]]
-        self._detector = self._replay(self._rows)
+        self._entries = [one for one in self._entries if one["step"] <= rollback["step"]]
+        self._detector = self._replay(self._entries)
         return good
 
     def check_weights(self, model: nn.Module, stage: str) -> None:
@@ -252,10 +252,10 @@ class Watchdog:
                 "from before the spike with --resume auto divergence.action=stop"
             )
 
-    def _replay(self, rows: Iterable[Mapping[str, Any]]) -> Detector:
+    def _replay(self, entries: Iterable[Mapping[str, Any]]) -> Detector:
         detector = Detector(self._config, self._vocab_size)
-        for row in rows:
-            detector.add(row)
+        for entry in entries:
+            detector.add(entry)
         return detector
 
     def _skip(self, rollback: Mapping[str, Any]) -> None:
@@ -268,14 +268,14 @@ class Watchdog:
             tqdm.write(text)
 
 
-def read_step_rows(path: Path, stage: str, world: World) -> list[dict[str, Any]]:
-    """Return what :class:`Detector` needs of a stage's rows in metrics.jsonl, on all ranks."""
-    rows = [
-        _shorten(row)
-        for row in (read_rows(path) if world.is_main else ())
-        if row.get("kind") == "step" and row.get("stage") == stage
+def read_step_entries(path: Path, stage: str, world: World) -> list[dict[str, Any]]:
+    """Return what :class:`Detector` needs of a stage's entries in metrics.jsonl, on all ranks."""
+    entries = [
+        _shorten(entry)
+        for entry in (read_entries(path) if world.is_main else ())
+        if entry.get("kind") == "step" and entry.get("stage") == stage
     ]
-    return world.gather(rows)[0]
+    return world.gather(entries)[0]
 
 
 def find_good_checkpoint(folder: Path, before: int, world: World) -> Path | None:
@@ -302,7 +302,7 @@ def find_good_checkpoint(folder: Path, before: int, world: World) -> Path | None
 def choose_start(
     folder: Path,
     config: DivergenceConfig,
-    rows: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
     vocab_size: int,
     world: World,
 ) -> FoundCheckpoint:
@@ -314,7 +314,7 @@ def choose_start(
     Args:
         folder: the stage's checkpoints folder.
         config: the recipe's ``divergence``.
-        rows: all rows of the stage (:func:`read_step_rows`).
+        entries: all entries of the stage (:func:`read_step_entries`).
         vocab_size: see :class:`Detector`.
         world: the processes of the run.
 
@@ -322,8 +322,8 @@ def choose_start(
         ValueError: all checkpoints are damaged.
     """
     detector = Detector(config, vocab_size)
-    for row in rows:
-        detector.add(row)
+    for entry in entries:
+        detector.add(entry)
     if config.action != "warn" and detector.first is not None:
         good = find_good_checkpoint(folder, detector.first - 1, world)
         if good is not None:
@@ -341,8 +341,8 @@ def _remove_later(checkpoint: Path, world: World) -> None:
     world.barrier()
 
 
-def _shorten(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row.get(key) for key in ("step", "loss", "grad_norm", "skipped_steps")}
+def _shorten(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry.get(key) for key in ("step", "loss", "grad_norm", "skipped_steps")}
 
 
 def _read_rollbacks(folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The training loop of one stage: steps, checkpoints, validation, evaluation and rollbacks."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch
 
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.sampler import SamplerState
+from coat_vlm.checkpoint.load import load_checkpoint
+from coat_vlm.checkpoint.metadata import Progress
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.distributed import Stopped
 from coat_vlm.run.heartbeat import Heartbeat
 from coat_vlm.run.signals import SIGNALS
@@ -35,15 +39,14 @@ class StageLoop:
 
     step: TrainStep
     data: StageData
-    save: Callable[[int, SamplerState], None]
-    """Saves a checkpoint, given the step and the sampler state; it may be written later."""
-    finish_save: Callable[[], None]
-    """Waits until the last checkpoint is complete."""
+    saver: CheckpointSaver
+    progress: Progress
+    """The stage's entries of trainer.json, at step 0."""
+    check: Callable[[], None]
+    """Raises an error if this run must write no more."""
     watchdog: Watchdog
-    roll_back: Callable[[Path], None]
-    """Loads a checkpoint into the model, the optimizer and ``step``."""
     measured: frozenset[str] = frozenset()
-    """Kinds of rows (``val``, ``eval``) that metrics.jsonl has for the step from which the stage
+    """Kinds of entries (``val``, ``eval``) that metrics.jsonl has for the step from which the stage
     continues."""
     log_every_steps: int
     heartbeat: Heartbeat
@@ -64,30 +67,29 @@ class StageLoop:
             Stopped: a signal was received, on any rank, and the checkpoint is saved.
         """
         step = self.step
-        # Killed between saving and measuring: the rows of this step are still to be written.
+        # Killed between saving and measuring: the entries of this step are missing.
         if step.finished and not self._measure(self.measured):
             self._stop()
         batches = self._open_batches()
         line = StepLine(
-            step.name, step.total_steps, step.finished, self.log_every_steps, step.world
+            step.name, step.total_steps, step.finished, self.log_every_steps, step.passes.world
         )
 
-        def handle(row: dict[str, Any], sampler_state: SamplerState) -> None:
-            line.show(row)
-            good = self._check(row, sampler_state)
+        def handle(entry: dict[str, Any], sampler_state: SamplerState) -> None:
+            line.show(entry)
+            good = self.watchdog.check(entry, sampler_state, step.log.metrics)
             if good is not None:
                 raise _DivergedError(good)
 
-        step.on_row = handle
+        step.on_entry = handle
         with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"), line:
             try:
                 while step.finished < step.total_steps:
                     try:
                         stop = self._run_step(batches)
-                    except _DivergedError as found:
-                        self.roll_back(found.checkpoint)
+                    except _DivergedError as diverged:
+                        self._roll_back(diverged.checkpoint)
                         line.go_back(step.finished)
-                        self.saved = step.finished
                         batches.close()
                         batches = self._open_batches()
                         continue
@@ -95,7 +97,7 @@ class StageLoop:
                         batches.close()
                         batches = self._open_batches()
                     self._save_and_measure(stop)
-                self.finish_save()
+                self.saver.finish()
             finally:
                 batches.close()
 
@@ -127,9 +129,12 @@ class StageLoop:
         step.sampler_state = self.watchdog.skips.get(step.finished, step.sampler_state)
         return self.data.loader.steps(step.sampler_state)
 
-    def _check(self, row: dict[str, Any], sampler_state: SamplerState) -> Path | None:
-        """Look for divergence; return the checkpoint to go back to, if training must."""
-        return self.watchdog.check(row, sampler_state, self.step.metrics)
+    def _roll_back(self, checkpoint: Path) -> None:
+        """Load a checkpoint into the model, the optimizer and the step."""
+        self.check()
+        passes = self.step.passes
+        self.step.go_back(load_checkpoint(checkpoint, passes.engine, self.progress, passes.world))
+        self.saved = self.step.finished
 
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
@@ -137,7 +142,7 @@ class StageLoop:
         The checkpoint is saved first: an error while validating then loses no step. What a signal
         or an error leaves out is measured when the stage continues.
         """
-        if stop or self._is_due(self.step.stage.save_steps):
+        if stop or self._is_due(self.step.passes.stage.save_steps):
             self._save()
         if stop or not self._measure():
             self._stop()
@@ -146,13 +151,23 @@ class StageLoop:
         """Save a checkpoint of the last finished step, unless it is saved."""
         if self.step.finished != self.saved:
             self.heartbeat.enter("saving a checkpoint", self.step.finished)
-            self.save(self.step.finished, self.step.sampler_state)
+            begun = time.perf_counter()
+            self.saver.save(
+                dataclasses.replace(
+                    self.progress,
+                    step=self.step.finished,
+                    bad_samples=self.step.log.bad_samples.total,
+                    sampler_state=self.step.sampler_state,
+                    spike=self.watchdog.spiking,
+                )
+            )
             self.saved = self.step.finished
+            self._write("save", save_s=round(time.perf_counter() - begun, 4))
 
     def _stop(self) -> NoReturn:
         """Save a checkpoint and end the command after a signal on any rank."""
         self._save()
-        self.finish_save()
+        self.saver.finish()
         # If another rank received the signal, the status is that of SIGTERM.
         raise Stopped(SIGNALS.exit_status)
 
@@ -162,7 +177,7 @@ class StageLoop:
 
     def _is_due_after(self, step: int) -> bool:
         """Return whether the loop may do more after a step than run the next one."""
-        stage = self.step.stage
+        stage = self.step.passes.stage
         validates = stage.eval_steps if self.data.validation else 0
         evaluates = 0 if self.evaluation is None else self.evaluation.every
         intervals = (stage.save_steps, validates, evaluates)
@@ -171,7 +186,7 @@ class StageLoop:
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""
-        stage = self.step.stage
+        stage = self.step.passes.stage
         if self.data.validation and self._is_due(stage.eval_steps) and "val" not in done:
             self.heartbeat.enter("computing the validation loss", self.step.finished)
             started = time.perf_counter()
@@ -182,12 +197,12 @@ class StageLoop:
         evaluation = self.evaluation
         if evaluation is not None and self._is_due(evaluation.every) and "eval" not in done:
             self.heartbeat.enter("answering evaluation questions", self.step.finished)
-            self.step.engine.eval()
-            found = evaluation(self.step.model)
+            self.step.passes.engine.eval()
+            found = evaluation(self.step.passes.model)
             if found is None:
                 return False
             values, answered = found
-            self.step.metrics.write_samples(self.step.name, self.step.finished, answered)
+            self.step.log.metrics.write_samples(self.step.name, self.step.finished, answered)
             self._write("eval", **values)
         return True
 
@@ -196,8 +211,8 @@ class StageLoop:
 
         Returns None when a rank received a signal.
         """
-        world = self.step.world
-        self.step.engine.eval()
+        world = self.step.passes.world
+        self.step.passes.engine.eval()
         losses = {}
         for name in self.data.validation:
             total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -206,12 +221,12 @@ class StageLoop:
                 for batch in self.data.validation_batches(name):
                     if world.any(SIGNALS.received is not None):
                         return None
-                    total += self.step.loss(batch, divisor=1).double()
-                    terms += self.step.count_terms(batch) if self.step.counts else 0
+                    total += self.step.passes.loss(batch, divisor=1).double()
+                    terms += self.step.passes.count_terms(batch) if self.step.passes.counts else 0
             loss, count = world.sum([total.item(), terms])
             losses[name] = round(loss / max(1.0, count), 6)
         return losses
 
     def _write(self, kind: str, **values: Any) -> None:
-        row = {"kind": kind, "stage": self.step.name, "step": self.step.finished, **values}
-        self.step.metrics.write(row)
+        entry = {"kind": kind, "stage": self.step.name, "step": self.step.finished, **values}
+        self.step.log.metrics.write(entry)

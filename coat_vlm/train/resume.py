@@ -20,7 +20,7 @@ from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import STAGES, Fp8Config, Recipe
-from coat_vlm.train.tracking import METRICS, append_row
+from coat_vlm.train.tracking import METRICS, append_entry
 
 _DATA = "it changes the samples or their order"
 _ROUNDING = "later losses differ by rounding"
@@ -219,8 +219,8 @@ def apply_changes(run_dir: Path, changes: Sequence[Change], states: Mapping[str,
         saved = list_checkpoints(run_dir / names[0] / "checkpoints")
         intact = [path.name for path in saved if find_problem(path) is None]
         step = int(intact[0].removeprefix("step-")) if intact else 0
-        row = {"kind": "resume", "stage": names[0], "step": step, "changes": [*map(str, changes)]}
-        append_row(run_dir / METRICS, row)
+        entry = {"kind": "resume", "stage": names[0], "step": step, "changes": [*map(str, changes)]}
+        append_entry(run_dir / METRICS, entry)
     if all(any(_matches(change.key, key) for key in MAY_CHANGE) for change in changes):
         return
     for name in STAGES:

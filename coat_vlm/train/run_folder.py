@@ -36,7 +36,7 @@ def prepare_run_folder(
         continues: an earlier run in the folder is continued.
         overwrite: an earlier run in the folder is deleted.
         restarted: the stage that starts over although it is finished.
-        allow_changed_data: see :func:`coat_vlm.train.stages.run_recipe`.
+        allow_changed_data: see :func:`coat_vlm.train.run.run_recipe`.
 
     Raises:
         ValueError: the folder contains a run that this one must not use.

@@ -10,41 +10,41 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
-"""A step's row of metrics.jsonl."""
+Entry = Mapping[str, Any]
+"""A step's entry of metrics.jsonl."""
 
 
 def split_steps(
-    rows: Iterable[Row], first: Collection[int]
-) -> tuple[list[Row], dict[str, list[Row]]]:
+    entries: Iterable[Entry], first: Collection[int]
+) -> tuple[list[Entry], dict[str, list[Entry]]]:
     """Split the steps of one stage into steady ones and others.
 
     Args:
-        rows: rows of metrics.jsonl with ``kind: step``.
+        entries: entries of metrics.jsonl with ``kind: step``.
         first: the numbers of the first steps after a start, a resume or a rollback.
 
     Returns:
         The steady steps, and the others by kind: ``first``, ``measured``, ``capturing``.
     """
-    steady: list[Row] = []
-    apart: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["step"] in first:
-            apart["first"].append(row)
-        elif row["peak_memory_mb"] is None:
-            apart["measured"].append(row)
-        elif row.get("captured"):
-            apart["capturing"].append(row)
+    steady: list[Entry] = []
+    apart: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry["step"] in first:
+            apart["first"].append(entry)
+        elif entry["peak_memory_mb"] is None:
+            apart["measured"].append(entry)
+        elif entry.get("captured"):
+            apart["capturing"].append(entry)
         else:
-            steady.append(row)
+            steady.append(entry)
     return steady, dict(apart)
 
 
-def average_rates(rows: Sequence[Row], ranks: int) -> dict[str, float]:
+def average_rates(entries: Sequence[Entry], ranks: int) -> dict[str, float]:
     """Compute the rates over a number of steps: sums divided by the time of these steps.
 
     Args:
-        rows: the steps.
+        entries: the steps.
         ranks: processes of the run.
 
     Returns:
@@ -53,30 +53,33 @@ def average_rates(rows: Sequence[Row], ranks: int) -> dict[str, float]:
         ranks; ``step_s``, mean seconds of a step; and ``wait``, the share of the time spent waiting
         for data. Empty without steps.
     """
-    seconds = add_up(rows, "step_s")
+    seconds = add_up(entries, "step_s")
     if not seconds:
         return {}
     rates = {
-        f"{name}_per_s": add_up(rows, name) / seconds
+        f"{name}_per_s": add_up(entries, name) / seconds
         for name in ("tokens", "vision_tokens", "samples")
     }
-    work = sum(sum((row.get("tflop") or {}).values()) for row in rows)
+    work = sum(sum((entry.get("tflop") or {}).values()) for entry in entries)
     if work:
         rates["tflop_per_s_per_gpu"] = work / seconds / ranks
-    if any("imbalance" in row for row in rows):
-        rates["imbalance"] = add_up(rows, "imbalance") / len(rows)
-    return rates | {"step_s": seconds / len(rows), "wait": add_up(rows, "data_wait_s") / seconds}
+    if any("imbalance" in entry for entry in entries):
+        rates["imbalance"] = add_up(entries, "imbalance") / len(entries)
+    return rates | {
+        "step_s": seconds / len(entries),
+        "wait": add_up(entries, "data_wait_s") / seconds,
+    }
 
 
-def add_up(rows: Iterable[Row], key: str) -> float:
-    """Sum an entry over rows; absent ones count as 0."""
-    return sum(float(row.get(key) or 0.0) for row in rows)
+def add_up(entries: Iterable[Entry], key: str) -> float:
+    """Sum an entry over entries; absent ones count as 0."""
+    return sum(float(entry.get(key) or 0.0) for entry in entries)
 
 
-def format_apart(apart: Mapping[str, Sequence[Row]]) -> list[str]:
+def format_apart(apart: Mapping[str, Sequence[Entry]]) -> list[str]:
     """Format the steps that are shown apart, such as ``first step 3.1 s``."""
     return [
-        f"{f'{len(rows)} {kind} steps' if len(rows) > 1 else f'{kind} step'} "
-        f"{add_up(rows, 'step_s'):.1f} s"
-        for kind, rows in apart.items()
+        f"{f'{len(entries)} {kind} steps' if len(entries) > 1 else f'{kind} step'} "
+        f"{add_up(entries, 'step_s'):.1f} s"
+        for kind, entries in apart.items()
     ]

@@ -101,7 +101,7 @@ class Throughput:
                 counts[name] += number
         return counts
 
-    def row(self, counts: Mapping[str, float]) -> dict[str, Any]:
+    def entry(self, counts: Mapping[str, float]) -> dict[str, Any]:
         """Convert sums of :meth:`count` to entries of metrics.jsonl.
 
         ``supervised_tokens``: tokens with a label. ``tiles``: image tiles and video frames.
@@ -111,36 +111,38 @@ class Throughput:
         :func:`measure_imbalance`. ``videos``: counts of events while media
         were decoded. ``data_notes``: samples by kind of note (:data:`coat_data.sample.NOTES`).
         """
-        row: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
+        entry: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
         if self.flops is not None:
-            row["tflop"] = {name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]}
+            entry["tflop"] = {
+                name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]
+            }
             own = [number for name, number in counts.items() if name.startswith("flops/")]
             if own:
-                row["imbalance"] = round(
+                entry["imbalance"] = round(
                     measure_imbalance(np.reshape(own, (-1, self._replicas))), 4
                 )
-        row["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
+        entry["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
         notes = {name: int(counts[name]) for name in NOTES if counts[name]}
         if notes:
-            row["data_notes"] = notes
-        return row
+            entry["data_notes"] = notes
+        return entry
 
-    def rates(self, row: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    def rates(self, entry: Mapping[str, Any], seconds: float) -> dict[str, float]:
         """Compute the rates of a step: over all ranks, but TFLOP/s per GPU.
 
         Args:
-            row: entries of :meth:`row`.
+            entry: from :meth:`entry`.
             seconds: duration of the step, including the wait for data.
         """
-        tokens, vision_tokens = row["tokens"], row["vision_tokens"]
+        tokens, vision_tokens = entry["tokens"], entry["vision_tokens"]
         rates = {
             "tokens_per_s": round(tokens / seconds, 1),
             "vision_tokens_per_s": round(vision_tokens / seconds, 1),
             "text_tokens_per_s": round((tokens - vision_tokens) / seconds, 1),
-            "samples_per_s": round(row["samples"] / seconds, 2),
+            "samples_per_s": round(entry["samples"] / seconds, 2),
         }
-        if "tflop" in row:
-            own = sum(row["tflop"].values()) / self._ranks
+        if "tflop" in entry:
+            own = sum(entry["tflop"].values()) / self._ranks
             rates["tflop_per_s_per_gpu"] = _digits(own / seconds)
         return rates
 
@@ -248,7 +250,7 @@ class PhaseClock:
         yield
         self._spans.append((phase, begin, self._now()))
 
-    def row(self, data_wait: float, seconds: float) -> dict[str, dict[str, float]]:
+    def entry(self, data_wait: float, seconds: float) -> dict[str, dict[str, float]]:
         """Return the entry ``phases`` of metrics.jsonl, in seconds that add up to the whole step.
 
         Args:

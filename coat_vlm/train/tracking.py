@@ -38,7 +38,7 @@ class Metrics:
         tracking: loggers in addition to metrics.jsonl.
         run_name: name of the run in Weights & Biases.
         enabled: False on other ranks, where nothing is written.
-        check: raises an error if this run must write no more; called before each row.
+        check: raises an error if this run must write no more; called before each entry.
 
     Raises:
         ValueError: Weights & Biases is requested but not installed.
@@ -75,21 +75,21 @@ class Metrics:
             for stage in STAGES:
                 self._wandb.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row with the time in seconds since 1970, and flush."""
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one entry with the time in seconds since 1970, and flush."""
         if self._file is None:
             return
         self._check()
-        self._file.write(json.dumps({**row, "time": round(time.time(), 3)}) + "\n")
+        self._file.write(json.dumps({**entry, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
-        if row["kind"] in {"step", "val", "eval", "monitor"}:
-            numbers = dict(_flatten(row["stage"], row))
+        if entry["kind"] in {"step", "val", "eval", "monitor"}:
+            numbers = dict(_flatten(entry["stage"], entry))
             if self._board is not None:
                 for name, value in numbers.items():
-                    self._board.add_scalar(name, value, row["step"])
+                    self._board.add_scalar(name, value, entry["step"])
             if self._wandb is not None:
                 # W&B's own step must increase, but the steps of every stage start at 1.
-                self._wandb.log({**numbers, f"{row['stage']}/step": row["step"]})
+                self._wandb.log({**numbers, f"{entry['stage']}/step": entry["step"]})
 
     def write_samples(
         self, stage: str, step: int, answered: Mapping[str, Sequence[AnsweredSample]]
@@ -113,7 +113,7 @@ class Metrics:
                 self._wandb.log({**table, f"{stage}/step": step})
 
     def rewind(self, stage: str, step: int) -> None:
-        """Delete the rows after ``step`` of ``stage``, see :func:`rewind`."""
+        """Delete the entries after ``step`` of ``stage``, see :func:`rewind`."""
         if self._file is not None:
             self._file.close()
             rewind(self._path, stage, step)
@@ -129,46 +129,46 @@ class Metrics:
             self._wandb.finish()
 
 
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one row with the time, on a line of its own also after a truncated line."""
+def append_entry(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one entry with the time, on a line of its own also after a truncated line."""
     with path.open("a+b") as file:
         file.seek(0, os.SEEK_END)
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        line = json.dumps({**row, "time": round(time.time(), 3)})
+        line = json.dumps({**entry, "time": round(time.time(), 3)})
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl file in a run folder, if it exists.
+def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a .jsonl file in a run folder, if it exists.
 
-    Skips lines that are not rows of a stage: one that a killed run truncated, or foreign ones.
+    Skips lines that are not entries of a stage: one that a killed run truncated, or foreign ones.
     """
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            entry = json.loads(line)
         except json.JSONDecodeError:
             continue
         if (
-            isinstance(row, dict)
-            and row.get("stage") in STAGES
-            and isinstance(row.get("step", 0), int)
+            isinstance(entry, dict)
+            and entry.get("stage") in STAGES
+            and isinstance(entry.get("step", 0), int)
         ):
-            yield row
+            yield entry
 
 
 def list_measured(path: Path, stage: str, step: int) -> frozenset[str]:
-    """Return the kinds of rows (``val``, ``eval``) that metrics.jsonl has for a step."""
+    """Return the kinds of entries (``val``, ``eval``) that metrics.jsonl has for a step."""
     return frozenset(
-        row["kind"]
-        for row in read_rows(path)
-        if row.get("kind") in ("val", "eval") and (row["stage"], row["step"]) == (stage, step)
+        entry["kind"]
+        for entry in read_entries(path)
+        if entry.get("kind") in ("val", "eval") and (entry["stage"], entry["step"]) == (stage, step)
     )
 
 
@@ -180,37 +180,42 @@ def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
         stage: the stage's name.
         source: name of the validation source.
     """
-    rows = (row for row in read_rows(path) if (row["stage"], row.get("kind")) == (stage, "val"))
-    return {row["step"]: row["losses"][source] for row in rows if source in row["losses"]}
+    entries = (
+        entry
+        for entry in read_entries(path)
+        if (entry["stage"], entry.get("kind")) == (stage, "val")
+    )
+    return {
+        entry["step"]: entry["losses"][source] for entry in entries if source in entry["losses"]
+    }
 
 
 def rewind(path: Path, stage: str, step: int) -> None:
-    """Delete the rows after ``step`` of ``stage``, which a resumed run writes again.
+    """Delete the entries after ``step`` of ``stage`` and of later stages, which a resume repeats.
 
-    Rows of kind ``resume`` stay: what the user changed holds from then on. So do rows of kind
+    Entries of kind ``resume`` stay: what the user changed holds from then on. So do entries of kind
     ``rollback``, which tell why batches were skipped.
 
     Args:
-        path: metrics.jsonl or bad_samples.jsonl, whose rows contain stage and step; other lines
+        path: metrics.jsonl or bad_samples.jsonl, whose entries contain stage and step; other lines
             are deleted.
         stage: the stage that is resumed.
-        step: the step of the checkpoint; later rows of this stage and rows of later stages are
-            deleted.
+        step: the step of the checkpoint.
     """
     if not path.is_file():
         return
-    rows = list(read_rows(path))
+    entries = list(read_entries(path))
     with path.open("rb") as file:
-        others = sum(1 for line in file if line.strip()) - len(rows)
+        others = sum(1 for line in file if line.strip()) - len(entries)
     if others:
-        logger.warning("%s: deleted %d lines that are no rows of a stage", path, others)
+        logger.warning("%s: deleted %d lines that are no entries of a stage", path, others)
     kept = []
-    for row in rows:
-        order = STAGES.index(row["stage"]) - STAGES.index(stage)
-        of_stage = row.get("step", 0) <= step and row.get("status") != "end"
-        of_stage = of_stage or row.get("kind") in ("resume", "rollback")
+    for entry in entries:
+        order = STAGES.index(entry["stage"]) - STAGES.index(stage)
+        of_stage = entry.get("step", 0) <= step and entry.get("status") != "end"
+        of_stage = of_stage or entry.get("kind") in ("resume", "rollback")
         if order < 0 or (order == 0 and of_stage):
-            kept.append(json.dumps(row) + "\n")
+            kept.append(json.dumps(entry) + "\n")
     write_text(path, "".join(kept))
 
 
@@ -220,9 +225,9 @@ def print_on_main(world: World, text: str) -> None:
         tqdm.write(text)
 
 
-def _flatten(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row by path, such as ``sft/lr/vision``."""
-    for name, value in row.items():
+def _flatten(prefix: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a entry by path, such as ``sft/lr/vision``."""
+    for name, value in entry.items():
         if isinstance(value, Mapping):
             yield from _flatten(f"{prefix}/{name}", value)
         elif isinstance(value, int | float) and name not in {"step", "total_steps", "time"}:
@@ -262,7 +267,7 @@ class StepLine:
             mininterval=1.0,
         )
         self._peak_mb: float | None = None
-        self._rows: list[Mapping[str, Any]] = []
+        self._entries: list[Mapping[str, Any]] = []
         self._first = {done + 1}
         self._step_s: float | None = None
 
@@ -274,20 +279,20 @@ class StepLine:
 
     def go_back(self, step: int) -> None:
         """Continue from an earlier step."""
-        self._rows.clear()
+        self._entries.clear()
         self._first.add(step + 1)
         self._bar.n = step
         self._bar.refresh()
 
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Add a step's row of metrics.jsonl, and show a line if one is due."""
-        self._rows.append(row)
-        self._peak_mb = row["peak_memory_mb"] or self._peak_mb
+    def show(self, entry: Mapping[str, Any]) -> None:
+        """Add a step's entry of metrics.jsonl, and show a line if one is due."""
+        self._entries.append(entry)
+        self._peak_mb = entry["peak_memory_mb"] or self._peak_mb
         self._bar.update()
-        step = row["step"]
+        step = entry["step"]
         if step % self._every and step != self._total:
             return
-        steady, apart = split_steps(self._rows, self._first)
+        steady, apart = split_steps(self._entries, self._first)
         rates = average_rates(steady, self._ranks)
         self._step_s = rates.get("step_s", self._step_s)
         tokens, vision, tflop, wait, uneven = map(rates.get, _RATES)
@@ -297,10 +302,10 @@ class StepLine:
         if uneven is not None:
             waited = f"{waited} imbalance {uneven:.1%}"
         memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
-        loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        loss = "loss not finite" if entry["loss"] is None else f"loss {entry['loss']:.4f}"
         if self._lines:
-            norm, lrs = row["grad_norm"], dict.fromkeys(row["lr"].values())
-            left = math.ceil((self._total - step) * (self._step_s or row["step_s"]))
+            norm, lrs = entry["grad_norm"], dict.fromkeys(entry["lr"].values())
+            left = math.ceil((self._total - step) * (self._step_s or entry["step_s"]))
             parts = [
                 f"{self._stage} step {step}/{self._total}",
                 loss,
@@ -326,4 +331,4 @@ class StepLine:
                 *format_apart(apart),
             ]
             self._bar.set_postfix_str(", ".join(filter(None, parts)))
-        self._rows.clear()
+        self._entries.clear()

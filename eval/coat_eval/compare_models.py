@@ -30,7 +30,7 @@ from coat_eval.significance import (
 )
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
-from coat_vlm.train.tracking import read_rows
+from coat_vlm.train.tracking import read_entries
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,9 @@ def _read_last_stage(run: Path) -> list[dict[str, Any]]:
 
     Skips what is no row, such as the line that a killed run truncated.
     """
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("kind") in ("step", "val")]
+    rows = [
+        row for row in read_entries(run / "metrics.jsonl") if row.get("kind") in ("step", "val")
+    ]
     if not any(row["kind"] == "step" for row in rows):
         raise ValueError(f"{run}/metrics.jsonl has no steps yet; compare runs that have trained")
     stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]

@@ -86,7 +86,7 @@ def measure_step(case: StageCase, world: World, steps: int, warmup: int) -> Long
         timing = take_steps(step, [batch], case.name, world, steps, warmup)
         skipped = step.skipped_steps
     finally:
-        release_engine(step.engine, model)
+        release_engine(step.passes.engine, model)
     if skipped:
         result.note = f"gradients were NaN or infinite in {skipped} step(s)"
         return result
@@ -141,7 +141,7 @@ def bench_longest(
     run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device)
     results: list[LongResult] = []
     entry: dict[str, float] = {}
-    run.on_row = lambda measured, _: entry.update(measured)
+    run.on_entry = lambda measured, _: entry.update(measured)
 
     def attempt(tokens: int) -> float | None:
         result = start_result(case, world)

@@ -27,7 +27,7 @@ from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.data import open_data
 from coat_vlm.train.model_setup import select_stages
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
 from number_formats import NumberFormat, Scaling, find_scale, quantize
 

@@ -56,7 +56,7 @@ from coat_vlm.plan.measure import (
 )
 from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.model_setup import set_train_mode
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 from gpu_profile import format_profile, profile_step
 from harness import PRECISIONS, Result
@@ -240,12 +240,12 @@ class Passes:
     def __init__(self, model: Any, spare_memory: SpareMemory, device: torch.device) -> None:
         self._model, self._spare_memory, self._device = model, spare_memory, device
         self.memory = PeakMemory(device)
-        self.on_row: Any = None
+        self.on_entry: Any = None
 
     def __call__(
         self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
     ) -> bool:
-        """Run the passes and free the gradients; calls ``on_row`` with loss, seconds and memory."""
+        """Run the passes, free the gradients, call ``on_entry`` with loss, seconds and memory."""
         del wait  # without an optimizer step each step waits for its loss, as a baseline's does
         loss = torch.zeros(())
         with self._spare_memory.share_weights(len(micro_batches)):
@@ -256,7 +256,7 @@ class Passes:
         self._model.zero_grad(set_to_none=True)
         self._spare_memory.after_step()
         entry = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
-        self.on_row(entry | {"peak_memory_mb": self.memory.read()}, SamplerState())
+        self.on_entry(entry | {"peak_memory_mb": self.memory.read()}, SamplerState())
         return False
 
 
@@ -353,7 +353,7 @@ class StepRun:
             step: Any
             if implementation.trains:
                 step = build_training_step(model, case, world, args.warmup + args.steps)
-                stack.callback(release_engine, step.engine, model)
+                stack.callback(release_engine, step.passes.engine, model)
             else:
                 arithmetic = arithmetic_of(case.recipe.precision, case.recipe.fp8, world.device)
                 store_frozen_weights(model)

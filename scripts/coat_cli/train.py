@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
         say(f"NOTE {note}")
     if recipe.memory is not None:
         recipe = _choose_settings(recipe, args)
-    from coat_vlm.train.stages import run_recipe
+    from coat_vlm.train.run import run_recipe
 
     model_dir = run_recipe(
         recipe,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    *("coat_vlm.train.stages", "coat_vlm.model.processor", "coat_vlm.plan.measure", "tensorboard"),
+    *("coat_vlm.train.run", "coat_vlm.model.processor", "coat_vlm.plan.measure", "tensorboard"),
     *("torch.utils.tensorboard", "torch._dynamo", "transformers.modeling_utils"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
     *("transformers.models.siglip.modeling_siglip", "transformers.models.auto.modeling_auto"),

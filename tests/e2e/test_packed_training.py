@@ -93,8 +93,8 @@ import logging
 import sys
 logging.basicConfig(level=logging.INFO)
 from coat_cli.main import main
-from coat_vlm.train import stages
-stages.avoids_padding = lambda *_: True
+from coat_vlm.train import run
+run.avoids_padding = lambda *_: True
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -36,7 +36,7 @@ from coat_vlm.model.sequence_parallel import (
     join_sequence_group,
     shard_batch,
 )
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
 
 IMAGE = 2

@@ -22,7 +22,7 @@ from coat_vlm.generate import PromptEncoder, generate
 from coat_vlm.model.families import FAMILIES, find_family, find_parts
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
 
 ENDS = {"gemma3": "<end_of_turn>", "llava": "</s>"}
 ENDS |= dict.fromkeys(("idefics3", "smolvlm"), "<end_of_utterance>")

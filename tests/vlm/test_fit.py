@@ -11,7 +11,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.train import _choose_settings
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.plan import adopt_choices, fit_recipe, plan_recipe
-from coat_vlm.train.stages import run_recipe
+from coat_vlm.train.run import run_recipe
 
 TEXT = """\
 name: fitted

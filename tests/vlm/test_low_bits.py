@@ -29,7 +29,8 @@ from coat_vlm.plan.measure import (
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.checks import describe_lone_zero
-from coat_vlm.train.step import TrainStep, copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
+from coat_vlm.train.step import TrainStep
 from step_models import make_recipe
 
 STEPS = 3
@@ -76,18 +77,18 @@ def low_bits_run(
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     step = build_training_step(model, case, world, STEPS)
     rows: list[dict[str, Any]] = []
-    step.on_row = lambda row, _: rows.append(row)
+    step.on_entry = lambda row, _: rows.append(row)
     for batch in batches_of(model, case, accumulation):
         step(batch, 0.0)
     return step, rows
 
 
 def master_weights(step: TrainStep) -> dict[str, Tensor]:
-    optimizer: Any = step.engine.optimizer
+    optimizer: Any = step.passes.engine.optimizer
     state = optimizer.state
     return {
         name: join_master(p.detach(), state[p][LOW_BITS])
-        for name, p in step.model.named_parameters()
+        for name, p in step.passes.model.named_parameters()
     }
 
 
@@ -177,7 +178,7 @@ def test_accumulation_in_bf16_differs_from_fp32_by_its_rounding(world: World) ->
             {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
         )
 
-    optimizer: Any = step.engine.optimizer
+    optimizer: Any = step.passes.engine.optimizer
     optimizer.register_step_pre_hook(keep)
     step(micro_batches, 0.0)
     assert all(p.grad is None for p in model.parameters())  # freed
@@ -197,7 +198,7 @@ def test_a_bad_gradient_changes_nothing(world: World) -> None:
     step = build_training_step(model, case, world, STEPS)
     batches = batches_of(model, case, 1)
     rows: list[dict[str, Any]] = []
-    step.on_row = lambda row, _: rows.append(row)
+    step.on_entry = lambda row, _: rows.append(row)
     step(batches[0], 0.0)
     before = master_weights(step)
     hook = model.get_parameter(HEAD).register_hook(lambda grad: grad * math.nan)
@@ -278,8 +279,8 @@ def test_zero_with_one_process_is_noted(overrides: list[str], ranks: int, noted:
 def test_a_plan_counts_the_tensors_of_training(world: World) -> None:
     case = stage_case(world, 1.0, 1)
     step, _ = low_bits_run(case, world, 1)
-    optimizer: Any = step.engine.optimizer
-    parameters = [*step.model.parameters()]
+    optimizer: Any = step.passes.engine.optimizer
+    parameters = [*step.passes.model.parameters()]
     assert all(p.grad is None for p in parameters)
     tensors = [(key, t) for p in parameters for key, t in optimizer.state[p].items() if t.ndim]
     low_bits = sum(t.nbytes for key, t in tensors if key == LOW_BITS)

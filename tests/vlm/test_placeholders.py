@@ -22,7 +22,7 @@ from coat_vlm.model import loss, packing, vlm
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.placeholders import find_placeholders
 from coat_vlm.plan.activations import LiveMemory, use_flash_attention
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.passes import copy_batch_to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "coat")

@@ -1,0 +1,288 @@
+"""Forward, backward, clipping and the optimizer's update of a step, on one engine.
+
+The loss of a micro-batch is the sum over its tokens, divided by the number of supervised tokens of
+all micro-batches and ranks. The gradient is therefore that of the mean loss per supervised token of
+the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
+it is the sum over its pairs, divided by the number of pairs.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coat_data.load.collate import Batch
+from coat_data.load.loader import LoadedBatch
+from coat_kernels import share_scales
+from coat_vlm.config import Recipe, StageConfig
+from coat_vlm.distributed import World
+from coat_vlm.fp8 import Arithmetic, SpareMemory
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.model.sequence_parallel import (
+    SHARD,
+    SequenceGroup,
+    join_sequence_group,
+    shard_batch,
+)
+from coat_vlm.model.vlm import module_parameters
+from coat_vlm.optim import CoatAdamW
+from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.model_setup import set_train_mode
+from coat_vlm.train.preference import Preference, count_pairs
+from coat_vlm.train.throughput import PhaseClock, count_supervised_tokens
+
+_CPU_INPUTS = frozenset(
+    (
+        *("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q"),
+        *("max_length_q", "image_sizes", "batch_num_images", SHARD),
+    )
+)
+"""Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""
+
+
+class Results(NamedTuple):
+    """The loss of this rank and the gradient norm of a step, which the GPU may not have yet."""
+
+    copied: Tensor
+    """FP64 [1] or [2] on the CPU: the loss, and the norm unless it is not computed."""
+    done: torch.cuda.Event | None
+    """When the step has ended and its results are copied; None on a CPU."""
+
+    def wait(self) -> tuple[float, float | None]:
+        """Wait for the step, but for nothing that was launched later; return loss and norm."""
+        if self.done is not None:
+            self.done.synchronize()
+        loss, *norm = self.copied.tolist()
+        return loss, norm[0] if norm else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Passes:
+    """Runs the passes and updates of one stage."""
+
+    engine: DeepSpeedEngine
+    model: PreTrainedModel
+    """The engine's module."""
+    stage: StageConfig
+    world: World
+    clips: bool
+    """Whether this class clips gradients, instead of DeepSpeed."""
+    spare_memory: SpareMemory
+    phases: PhaseClock
+    sequence: SequenceGroup | None = None
+    """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
+    preference: Preference | None = None
+    """The loss of a stage ``dpo``; None for that of supervised tokens."""
+    mode_is_set: bool = False
+    """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its micro-batches, which other ranks may also have read."""
+        return self.sequence is None or self.sequence.rank == 0
+
+    def set_train_mode(self) -> None:
+        """Set the modes of all modules, unless a step has done so: 9 ms with adapters on 7B."""
+        if not (self.mode_is_set and self.model.training):
+            set_train_mode(self.model, self.stage)
+            self.mode_is_set = True
+
+    def update(
+        self,
+        micro_batches: list[LoadedBatch],
+        divisor: float,
+        read_previous: Callable[[], None],
+        *,
+        first_step: bool,
+    ) -> Results:
+        """Launch forward, backward and the optimizer.
+
+        Args:
+            micro_batches: the micro-batches of this rank.
+            divisor: terms of the loss of all micro-batches and ranks.
+            read_previous: reads and checks the previous step, while the GPU has work.
+            first_step: check that all modules that train get gradients.
+        """
+        # DeepSpeed divides by the number of micro-batches (backward) and of ranks (averaging). Each
+        # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.
+        undo_averaging = len(micro_batches) * self.world.size
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        norm: Tensor | float | None = None
+        with ExitStack() as shared_weights:
+            shared_weights.enter_context(self.spare_memory.share_weights(len(micro_batches)))
+            if self.sequence is not None:
+                shared_weights.enter_context(share_scales(self.sequence.raise_to_largest))
+            for number, loaded in enumerate(micro_batches, start=1):
+                loss = self.loss(loaded.batch, divisor)
+                total_loss += loss.detach().double()
+                first = first_step and number == 1
+                check = self._check_modules_get_gradients() if first else nullcontext()
+                with check, self.phases.measure("backward"):
+                    self.engine.backward(loss * undo_averaging)
+                # No weight has changed since the previous step, so its passes can be repeated, and
+                # a rollback has nothing to undo.
+                read_previous()
+                with self.phases.measure("optimizer"):
+                    if number == len(micro_batches):
+                        if self.clips:
+                            norm = self._clip()
+                        shared_weights.close()  # the step changes weights and needs the memory
+                    self.engine.step()  # updates weights only after the last micro-batch
+        self.spare_memory.after_step()
+        if not self.clips:
+            norm = self.engine.get_global_grad_norm()
+        results = [total_loss]
+        if norm is not None:
+            results.append(torch.as_tensor(norm, dtype=torch.float64, device=self.world.device))
+        copied = torch.stack(results).to("cpu", non_blocking=True)
+        return Results(copied, record_event(self.world.device))
+
+    def loss(self, batch: Batch, divisor: float) -> Tensor:
+        """Run the forward pass; return the sum of the token losses divided by ``divisor``.
+
+        With sequence parallelism these are the tokens of this rank. In a stage ``dpo`` it is the
+        sum of the losses of the pairs.
+        """
+        with self.phases.measure("to_device"):
+            own: Mapping[str, Any] = batch
+            if self.sequence is not None:
+                own = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
+            inputs = copy_batch_to_device(own, self.world.device)
+        with self.phases.measure("forward"):
+            if self.preference is not None:
+                return self.preference.loss(self.engine, inputs, divisor)
+            # Without skip_logits the model would also return logits in validation.
+            return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
+
+    def count_terms(self, batch: Batch) -> int:
+        """Count the terms of the sum in :meth:`loss`: supervised tokens, or pairs."""
+        if self.preference is not None:
+            return count_pairs(batch["labels"])
+        return count_supervised_tokens(batch)
+
+    def set_lr(self, factor: float) -> dict[str, float]:
+        """Set the learning rates to this part of their peaks, and return them by module."""
+        rates = {}
+        optimizer: Any = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+            rates[group["module"]] = group["lr"]
+        return rates
+
+    def find_bad_gradients(self, micro_batches: list[LoadedBatch], divisor: float) -> list[str]:
+        """Repeat the passes of a skipped step; return the parameters with NaN or infinities."""
+        bad: set[str] = set()
+
+        def check(name: str, gradient: Tensor) -> None:
+            if name not in bad and not gradient.isfinite().all():
+                bad.add(name)
+
+        with _gradient_hooks(self.model.named_parameters(), check):
+            for loaded in micro_batches:
+                self.engine.backward(self.loss(loaded.batch, divisor))
+        return sorted(set[str]().union(*self.world.gather(bad)))
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients, or have the optimizer skip them if they are not finite.
+
+        Returns the norm [] before clipping. CoatAdamW reads the scale of the gradients on their
+        device; for torch's AdamW, this function waits for the norm.
+        """
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        limit = self.stage.max_grad_norm or math.inf
+        optimizer: Any = self.engine.optimizer
+        if isinstance(optimizer, CoatAdamW):
+            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
+            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # as DeepSpeed does
+            optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
+            return norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if not math.isfinite(norm):
+            for parameter in parameters:  # AdamW skips parameters without a gradient
+                parameter.grad = None
+        return norm
+
+    @contextmanager
+    def _check_modules_get_gradients(self) -> Iterator[None]:
+        """Check that the backward pass in this context reaches every trainable module."""
+        parts = module_parameters(self.model)
+        trained = {name: parts[name] for name in parts if self.stage.module(name).train}
+        reached: set[str] = set()
+        parameters = ((name, p) for name, part in trained.items() for p in part.parameters())
+        with _gradient_hooks(parameters, lambda name, _: reached.add(name)):
+            yield
+        missed = [name for name in trained if name not in reached]
+        if missed:
+            raise ValueError(
+                f"{', '.join(missed)} should train but got no gradient in the first step; check "
+                "that the data has images and that nothing detaches them"
+            )
+
+
+def build_passes(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    stage: StageConfig,
+    arithmetic: Arithmetic,
+    world: World,
+    phases: PhaseClock,
+    preference: Preference | None = None,
+) -> Passes:
+    """Build the passes of a prepared model, with DeepSpeed's engine around it."""
+    engine = build_engine(model, recipe, stage, arithmetic, world)
+    return Passes(
+        engine=engine,
+        model=model,
+        stage=stage,
+        world=world,
+        clips=training_loop_clips(recipe, arithmetic),
+        spare_memory=SpareMemory.of(model, arithmetic, world.device),
+        phases=phases,
+        sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
+        preference=preference,
+    )
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that a GPU reaches after what was launched so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy the model's inputs to a device, except those that the model reads on the CPU."""
+    inputs: dict[str, Any] = {**batch}
+    inputs |= inputs.pop("extras", {})
+    return {
+        name: value if name in _CPU_INPUTS else copy_to_device(value, device)
+        for name, value in inputs.items()
+    }
+
+
+def _measure_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm [] of all gradients in FP32, also of BF16 ones, without copying them."""
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+@contextmanager
+def _gradient_hooks(
+    parameters: Iterable[tuple[str, nn.Parameter]], hook: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``hook`` with the name and the gradient of each parameter, before ZeRO reduces it."""
+    with ExitStack() as hooks:
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_hook(partial(hook, name)).remove)
+        yield

@@ -1,0 +1,431 @@
+"""Runs the stages of a recipe in order; each stage starts from the model of the previous one.
+
+A stage opens its data (:func:`_open`), builds its steps or restores them from a checkpoint
+(:func:`_build_or_restore`), trains (:mod:`coat_vlm.train.loop`) and saves its model
+(:func:`_finish`).
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from coat_data.folder_lock import FolderLock
+from coat_data.mixture.sampler import SamplerState
+from coat_vlm.checkpoint.keep import KeepRule
+from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
+from coat_vlm.checkpoint.manifest import find_problem
+from coat_vlm.checkpoint.metadata import Progress
+from coat_vlm.checkpoint.save import CheckpointSaver
+from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.distributed import World, join_world
+from coat_vlm.export.hugging_face import save_description, save_model
+from coat_vlm.fp8 import (
+    Arithmetic,
+    ConversionReport,
+    arithmetic_of_recipe,
+    graph_blocks,
+    store_frozen_weights,
+)
+from coat_vlm.generate import set_stop_tokens
+from coat_vlm.model.folder import AnyProcessor
+from coat_vlm.run.heartbeat import Heartbeat
+from coat_vlm.run.lock import LOCK, lock_folder
+from coat_vlm.run.signals import SIGNALS
+from coat_vlm.train.bad_samples import BadSamples
+from coat_vlm.train.data import StageData, open_data
+from coat_vlm.train.data_record import SourceRecord
+from coat_vlm.train.divergence import Watchdog, choose_start, read_step_entries
+from coat_vlm.train.engine import steps_overlap
+from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
+from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
+from coat_vlm.train.initial_model import load_initial_model
+from coat_vlm.train.loop import StageLoop
+from coat_vlm.train.measurements import Measurements
+from coat_vlm.train.model_setup import avoids_padding, prepare_model, select_stages
+from coat_vlm.train.nf4 import quantize_frozen_weights
+from coat_vlm.train.passes import Passes, build_passes
+from coat_vlm.train.preference import build_preference
+from coat_vlm.train.resume import check_length, continue_sampler
+from coat_vlm.train.run_folder import prepare_run_folder, reset_stage
+from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
+from coat_vlm.train.step import TrainStep
+from coat_vlm.train.step_log import StepLog
+from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.tracking import (
+    METRICS,
+    Metrics,
+    list_measured,
+    print_on_main,
+    read_losses,
+)
+
+
+def run_recipe(
+    recipe: Recipe,
+    *,
+    resume: bool,
+    only_stage: str | None = None,
+    overwrite: bool = False,
+    allow_changed_data: bool = False,
+    subsets: Sequence[EvalSubset] = (),
+) -> Path:
+    """Train the stages of a recipe.
+
+    Args:
+        recipe: the recipe.
+        resume: continue from the newest complete checkpoint; finished stages are skipped.
+        only_stage: run only this stage, on the previous stage's model in the run folder.
+        overwrite: delete an earlier run in the output folder first.
+        allow_changed_data: continue although the data, or recipe keys that change the samples or
+            their order, differ from those with which the stage started.
+        subsets: the questions of ``eval_every`` with their scoring functions, see
+            :func:`coat_eval.runner.make_eval_subsets`.
+
+    Returns:
+        The last stage's model folder.
+
+    Raises:
+        ValueError: the recipe, a checkpoint or the run folder does not fit, or training failed.
+        LockError: another process uses the run folder, or took it over.
+        SystemExit: a signal stopped the run (:class:`coat_vlm.distributed.Stopped` after a
+            checkpoint).
+        DataError: the data is bad.
+        OSError: a file could not be saved.
+    """
+    if recipe.eval_every and not subsets:
+        raise ValueError(
+            "eval_every needs questions: pass coat_eval.runner.make_eval_subsets(recipe)"
+        )
+    if recipe.memory is not None and recipe.memory.choose:
+        raise ValueError(
+            f"memory leaves {', '.join(recipe.memory.choose)} to be chosen: pass the recipe that "
+            "coat_vlm.plan.fit_recipe returns, as coat-vlm train does"
+        )
+    names = select_stages(recipe, only_stage)
+    run_dir = model_dir = Path(recipe.output_dir)
+    with (
+        SIGNALS.handle(),
+        join_world(recipe.collective_timeout_s) as world,
+        lock_folder(run_dir / LOCK, "train", world) as lock,
+    ):
+        world.run_on_rank0(
+            partial(
+                prepare_run_folder,
+                run_dir,
+                recipe,
+                continues=resume or only_stage is not None,
+                overwrite=overwrite,
+                restarted=None if resume else only_stage,
+                allow_changed_data=allow_changed_data,
+            )
+        )
+        for name in names:
+            model_dir = run_dir / name / "model"
+            finished = world.run_on_rank0(partial(find_problem, model_dir)) is None
+            if resume and finished:
+                print_on_main(world, f"stage {name} is finished: {model_dir}")
+                continue
+            checkpoints = run_dir / name / "checkpoints"
+            if not (resume or finished) and world.run_on_rank0(
+                partial(list_checkpoints, checkpoints)
+            ):
+                raise ValueError(
+                    f"stage {name} is not finished and has checkpoints in {checkpoints}; continue "
+                    "with --resume auto, or start the run over with --overwrite"
+                )
+            _run_stage(
+                _Stage(
+                    recipe=recipe,
+                    name=name,
+                    run_dir=run_dir,
+                    world=world,
+                    lock=lock,
+                    subsets=subsets,
+                    resume=resume,
+                    allow_changed_data=allow_changed_data,
+                )
+            )
+    return model_dir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A stage of a run, and how it is started."""
+
+    recipe: Recipe
+    name: StageName
+    run_dir: Path
+    world: World
+    lock: FolderLock
+    subsets: Sequence[EvalSubset]
+    resume: bool
+    allow_changed_data: bool
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def config(self) -> StageConfig:
+        return self.recipe.stages[self.name]
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """The model of a stage, not in an engine yet, and its data."""
+
+    model: PreTrainedModel
+    processor: AnyProcessor
+    arithmetic: Arithmetic
+    conversion: ConversionReport | None
+    """The modules that were converted to FP8; None if the precision is not an FP8 one."""
+    data: StageData
+    record: SourceRecord
+    throughput: Throughput
+    evaluation: LiveEvaluation | None
+    total_steps: int
+    continues: bool
+    """Whether there is a checkpoint to continue from."""
+    description: dict[str, Any]
+    """For the entries of metrics.jsonl at the start and the end."""
+
+
+def _run_stage(stage: _Stage) -> None:
+    opened = _open(stage)
+    loop = _build_or_restore(stage, opened)
+    try:
+        with loop.heartbeat:
+            loop.train()
+            _finish(stage, opened, loop)
+    finally:
+        loop.saver.close()
+        loop.step.log.metrics.close()
+        graph_blocks(opened.model, enabled=False)  # blocks and graphs hold each other
+        loop.step.passes.engine.destroy()
+    gc.collect()
+
+
+def _open(stage: _Stage) -> _Opened:
+    """Load the model from which the stage starts, and open the data for its processor."""
+    recipe, config, world = stage.recipe, stage.config, stage.world
+    continues = world.run_on_rank0(
+        lambda: stage.resume and bool(list_checkpoints(stage.checkpoints))
+    )
+    torch.manual_seed(recipe.seed)
+    arithmetic = arithmetic_of_recipe(recipe, world.device)
+    model, processor = load_initial_model(
+        recipe, stage.name, stage.run_dir, arithmetic.dtype, world, continues=continues
+    )
+    processor.adopt_template(config.template)
+    set_stop_tokens(model, processor)
+    unpadded = avoids_padding(model, recipe, config, world.device)
+    conversion = prepare_model(model, recipe, config, arithmetic, packed=unpadded)
+    if conversion is not None:
+        print_on_main(world, f"\n{conversion}")
+    record = SourceRecord(
+        stage.folder / "sources.json",
+        world,
+        compare=continues,
+        allow_changed=stage.allow_changed_data,
+    )
+    throughput = Throughput(model, world, config.sequence_parallel)
+    data = open_data(
+        recipe,
+        stage.name,
+        stage.run_dir,
+        processor,
+        world,
+        check=record.open,
+        flops=throughput.flops,
+        unpad=unpadded,
+    )
+    record.finish(data.sources, [share.rows for share in data.shares])
+    evaluation = None
+    if recipe.eval_every:
+        evaluation = LiveEvaluation(
+            stage.subsets,
+            processor,
+            world,
+            every=recipe.eval_every,
+            lockstep=recipe.zero_stage == 3,
+        )
+    total_steps = data.total_steps(config)
+    description = describe_stage(recipe, stage.name, model, world)
+    print_tables(world, config, stage.name, model, data, total_steps)
+    return _Opened(
+        model=model,
+        processor=processor,
+        arithmetic=arithmetic,
+        conversion=conversion,
+        data=data,
+        record=record,
+        throughput=throughput,
+        evaluation=evaluation,
+        total_steps=total_steps,
+        continues=continues,
+        description=description,
+    )
+
+
+def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
+    """Build the steps of a stage; continue from its checkpoint if there is one."""
+    recipe, config, world, name = stage.recipe, stage.config, stage.world, stage.name
+    model, data = opened.model, opened.data
+    phases = PhaseClock(world.device, recipe.log_phases)
+    preference = build_preference(model, opened.processor, recipe, name, stage.run_dir, world)
+    passes = build_passes(model, recipe, config, opened.arithmetic, world, phases, preference)
+    split = recipe.zero_stage == 3
+    monitor = BlockMonitor(
+        model, opened.conversion, recipe.monitor, opened.arithmetic, world, split
+    )
+    torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
+    new = Progress(
+        stage=name,
+        step=0,
+        world_size=world.size,
+        zero_stage=recipe.zero_stage,
+        precision=recipe.precision,
+        bad_samples=0,
+        sampler_state=SamplerState(),
+    )
+    vocab_size = len(opened.processor.tokenizer)
+    entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
+    found = FoundCheckpoint()
+    if opened.continues:
+        found = choose_start(stage.checkpoints, recipe.divergence, entries, vocab_size, world)
+    done = new
+    if found.path is not None:
+        done = _load(found.path, passes, new, opened.total_steps)
+    if world.is_main:
+        stage.lock.check()
+        reset_stage(stage.run_dir, name, done.step, fresh=found.path is None)
+        opened.record.write()
+    world.barrier()  # before another rank logs a bad sample
+    watchdog = Watchdog(recipe.divergence, stage.folder, world, vocab_size, entries, done.step)
+    measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
+    metrics = Metrics(
+        stage.run_dir,
+        recipe.tracking,
+        recipe.name,
+        enabled=world.is_main,
+        check=stage.lock.check,
+    )
+    start = {**opened.description, "sources": describe_sources(data)}
+    metrics.write({"kind": "stage", "status": "start", **start})
+    for entry in opened.record.entries(name, done.step):
+        metrics.write(entry)
+    record = None
+    if opened.conversion is not None:
+        record = Fp8Record(name, opened.conversion, metrics.write)
+    step = TrainStep(
+        name=name,
+        total_steps=opened.total_steps,
+        sampler=data.loader.sampler,
+        passes=passes,
+        log=StepLog(
+            metrics=metrics,
+            throughput=opened.throughput,
+            bad_samples=BadSamples(
+                stage.run_dir, name, config, data.sources, done.bad_samples, stage.lock.check
+            ),
+            phases=phases,
+            memory=PeakMemory(world.device),
+            row_tokens=data.row_tokens,
+        ),
+        overlaps=steps_overlap(recipe, config, opened.arithmetic, world),
+        measurements=Measurements(
+            name=name,
+            total_steps=opened.total_steps,
+            record=record,
+            monitor=monitor,
+            metrics=metrics,
+        ),
+        finished=done.step,
+        sampler_state=continue_sampler(
+            data.loader.sampler, SamplerState(*done.sampler_state), stage.allow_changed_data
+        ),
+    )
+    best = recipe.keep_best
+    saver = CheckpointSaver(
+        stage.checkpoints,
+        passes.engine,
+        world,
+        KeepRule(
+            last=recipe.save_total_limit,
+            every_steps=recipe.keep_every_steps,
+            best=best is not None,
+        ),
+        describe=partial(save_description, model=model, processor=opened.processor),
+        background=recipe.async_save,
+        check=stage.lock.check,
+        discarded=found.damaged,
+        losses=partial(read_losses, stage.run_dir / METRICS, name, best) if best else None,
+    )
+    watchdog.finish_save = saver.finish
+    return StageLoop(
+        step=step,
+        data=data,
+        saver=saver,
+        progress=new,
+        check=stage.lock.check,
+        watchdog=watchdog,
+        heartbeat=Heartbeat(
+            stage.run_dir, name, done.step, world, recipe.collective_timeout_s, stage.lock.check
+        ),
+        evaluation=opened.evaluation,
+        log_every_steps=recipe.log_every_steps,
+        measured=measured,
+        saved=done.step,
+    )
+
+
+def _load(checkpoint: Path, passes: Passes, new: Progress, total_steps: int) -> Progress:
+    """Load a checkpoint from which the stage continues, and print which."""
+    world = passes.world
+    done = load_checkpoint(checkpoint, passes.engine, new, world)
+    check_length(done.stage, total_steps, done.step)
+    print_on_main(world, f"stage {done.stage} continues from {checkpoint}")
+    if (done.world_size, done.zero_stage) != (world.size, new.zero_stage):
+        print_on_main(
+            world,
+            f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
+            f"repartitioned for {world.size} at stage {new.zero_stage}",
+        )
+    store_frozen_weights(passes.model)
+    quantize_frozen_weights(passes.model, passes.stage.lora)
+    return done
+
+
+def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
+    """Check and save the trained model."""
+    name, finished = stage.name, loop.step.finished
+    loop.watchdog.check_weights(opened.model, name)
+    loop.heartbeat.enter("saving the model", finished)
+    target = stage.folder / "model"
+    with SIGNALS.hold(f"when {target} is complete"):
+        save_model(
+            target,
+            opened.model,
+            opened.processor,
+            stage.recipe,
+            name,
+            finished,
+            stage.world,
+            stage.lock.check,
+        )
+    wall = round(time.perf_counter() - stage.started, 2)
+    loop.step.log.metrics.write(
+        {"kind": "stage", "status": "end", **opened.description, "wall_s": wall}
+    )
