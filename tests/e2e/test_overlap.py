@@ -1,10 +1,10 @@
 """Steps that overlap train as steps of which each waits for its results, also on a CPU."""
 
+import itertools
 import json
 import math
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,9 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import Stopped, World
 from coat_vlm.fp8 import arithmetic_of_recipe
 from coat_vlm.run.signals import SIGNALS
-from coat_vlm.train import stages
-from coat_vlm.train import step as step_module
+from coat_vlm.train import run as run_module
 from coat_vlm.train.loop import StageLoop
+from coat_vlm.train.passes import Passes
 from coat_vlm.train.step import TrainStep
 
 TIMES = ("time", "step_s", "data_wait_s", "save_s", "val_s", "peak_memory_mb")
@@ -69,7 +69,7 @@ def train(
         path = tiny_run.write_recipe(recipe, folder / "recipe.yaml")
         with monkeypatch.context() as patch:
             if overlaps is not None:
-                patch.setattr(stages, "steps_overlap", lambda *_: overlaps)
+                patch.setattr(run_module, "steps_overlap", lambda *_: overlaps)
             patch.setattr(TrainStep, "__call__", recorded)
             try:
                 status = main(["train", str(path), *words])
@@ -158,12 +158,12 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
     train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], allowed: int
 ) -> None:
     """A step whose gradients are NaN changes nothing; one more than allowed stops the run."""
-    update, history = TrainStep._update, []
+    update, history = Passes.update, []
 
-    def spoiled(self: TrainStep, *words: Any) -> Any:
-        head = self.model.get_parameter(HEAD)
+    def spoiled(self: Passes, *words: Any, **options: Any) -> Any:
+        head, finished = self.model.get_parameter(HEAD), len(history)
         bad = range(4, 6 - allowed)  # if the run ends, also when the passes are repeated
-        hook = head.register_hook(lambda grad: grad * math.nan if self.finished in bad else grad)
+        hook = head.register_hook(lambda grad: grad * math.nan if finished in bad else grad)
         optimizer: Any = self.engine.optimizer
 
         def copies() -> tuple[Tensor, float]:
@@ -171,12 +171,12 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
 
         before = copies()
         try:
-            return update(self, *words)
+            return update(self, *words, **options)
         finally:
             hook.remove()
             history.append((*before, *copies()))
 
-    monkeypatch.setattr(TrainStep, "_update", spoiled)
+    monkeypatch.setattr(Passes, "update", spoiled)
     stage = {"max_steps": 8, "val_data": [], "save_steps": 0, "max_skipped_steps": allowed}
     status, run, _ = train(True, stage=stage, master_weights="low_bits")
     before, count, after, count_after = history[4]  # step 5
@@ -199,15 +199,15 @@ def test_bad_gradients_are_found_before_the_step_is_measured(
     train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The passes are repeated before the monitor runs."""
-    clip = TrainStep._clip
+    clip, steps = Passes._clip, itertools.count(1)
 
-    def spoiled(self: TrainStep) -> Tensor:
+    def spoiled(self: Passes) -> Tensor:
         head = self.model.get_parameter(HEAD)
-        if self.finished == 4 and head.grad is not None:
+        if next(steps) == 5 and head.grad is not None:
             head.grad.mul_(math.nan)
         return clip(self)
 
-    monkeypatch.setattr(TrainStep, "_clip", spoiled)
+    monkeypatch.setattr(Passes, "_clip", spoiled)
     stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
     status, run, _ = train(True, stage=stage, monitor={"every": 5})
     assert status == 2
@@ -221,7 +221,7 @@ def test_an_error_in_the_next_step_loses_no_row(
     train: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """While its rows are read, before its passes, in them and after them."""
-    owner = SIGNALS if method == "wait" else TrainStep
+    owner = {"wait": SIGNALS, "_count": TrainStep}.get(method, Passes)
     function, calls_of = getattr(owner, method), []
 
     def failing(*words: Any) -> Any:
@@ -243,14 +243,14 @@ def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatc
     """Its results are read first, and a resumed run ends as one without a signal."""
     stage = {"max_steps": 9, "val_data": [], "save_steps": 0}
     _, waiting, _ = train(False, stage=stage)
-    loss, sent = TrainStep.loss, []
+    loss, passes = Passes.loss, itertools.count()
 
-    def signalled(self: TrainStep, *words: Any) -> Tensor:
-        if self.finished == 4 and not sent:
-            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    def signalled(self: Passes, *words: Any) -> Tensor:
+        if next(passes) == 4 * 4:  # four micro-batches a step
+            os.kill(os.getpid(), signal.SIGTERM)
         return loss(self, *words)
 
-    monkeypatch.setattr(TrainStep, "loss", signalled)
+    monkeypatch.setattr(Passes, "loss", signalled)
     status, overlapping, calls = train(True, stage=stage)
     assert status == 75  # --resume auto continues
     assert calls[-2:] == [(4, "unread"), (5, "unread")]
@@ -264,56 +264,6 @@ def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatc
     assert all(weight.equal(expected[name]) for name, weight in weights(overlapping).items())
 
 
-def slow_down_loading(monkeypatch: pytest.MonkeyPatch, step: int, seconds: float) -> None:
-    """Make the micro-batches of a step come late."""
-    wait, number = SIGNALS.wait, 0
-
-    def slow(function: Callable[[], Any]) -> Any:
-        nonlocal number
-        number += 1
-        if number == step:
-            time.sleep(seconds)
-        return wait(function)
-
-    monkeypatch.setattr(SIGNALS, "wait", slow)
-
-
-@pytest.mark.parametrize(("save_steps", "late"), [(0, 4), (4, 5)])
-def test_waiting_for_data_is_in_the_time_of_a_step(
-    train: Any, monkeypatch: pytest.MonkeyPatch, save_steps: int, late: int
-) -> None:
-    """The step that overlaps with the wait has it, or else the one whose micro-batches come."""
-    slow_down_loading(monkeypatch, 5, 3.0)
-    stage = {"max_steps": 8, "val_data": [], "save_steps": save_steps}
-    begun = time.perf_counter()
-    _, run, _ = train(True, stage=stage)
-    duration = time.perf_counter() - begun
-    rows = tiny_run.steps(run)
-    assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [late]
-    assert all(row["data_wait_s"] <= row["step_s"] for row in rows)
-    assert sum(row["step_s"] for row in rows) < duration
-
-
-def test_the_step_whose_time_has_a_capture_says_so(
-    train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs are captured in the first passes of a step, while the last one is unread."""
-    loss, captured = TrainStep.loss, [0]
-    monkeypatch.setattr(step_module, "captured_bytes", lambda: captured[0])
-
-    def capturing(self: TrainStep, *words: Any) -> Tensor:
-        if self.finished == 4 and not captured[0]:
-            time.sleep(3.0)
-            captured[0] = 1000
-        return loss(self, *words)
-
-    monkeypatch.setattr(TrainStep, "loss", capturing)
-    _, run, _ = train(True, stage={"max_steps": 8, "val_data": [], "save_steps": 0})
-    rows = tiny_run.steps(run)
-    assert [row["step"] for row in rows if row["step_s"] >= 2.5] == [4]
-    assert [row["step"] for row in rows if row.get("captured")] == [4]
-
-
 @pytest.mark.parametrize(
     ("validation", "expected"),
     [(["a"], [4, 5, 6, 7, 8, 10, 12, 13]), ([], [4, 5, 7, 8, 10, 12, 13])],
@@ -322,9 +272,9 @@ def test_the_loop_waits_for_steps_after_which_it_does_something(
     validation: list[str], expected: list[int]
 ) -> None:
     stage = SimpleNamespace(save_steps=4, eval_steps=6)
-    step: Any = SimpleNamespace(stage=stage, total_steps=13)
+    step: Any = SimpleNamespace(passes=SimpleNamespace(stage=stage), total_steps=13)
     fields: dict[str, Any] = dict.fromkeys(
-        ("save", "finish_save", "roll_back", "log_every_steps", "heartbeat")
+        ("saver", "progress", "check", "log_every_steps", "heartbeat")
     )
     fields |= {"data": SimpleNamespace(validation=validation)}
     fields |= {"watchdog": SimpleNamespace(skips={7: None})}  # there the loop loads other batches
@@ -352,45 +302,19 @@ def test_which_steps_overlap(overlaps: bool, words: list[str], device: str, rank
     # A plan's device stands for a GPU, which is not asked for its FP8 units.
     arithmetic = arithmetic_of_recipe(recipe, torch.device("meta" if device == "cuda" else "cpu"))
     stage = next(iter(recipe.stages.values()))
-    assert stages.steps_overlap(recipe, stage, arithmetic, world) == overlaps
-
-
-class Moment:
-    """A CUDA event. The next step begins 20 ms after this one has ended."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def elapsed_time(self, end: "Moment") -> float:
-        assert end is not self
-        return 20.0
-
-
-@pytest.mark.parametrize(("save_steps", "late"), [(0, []), (4, [5])])
-def test_a_wait_while_the_gpu_works_is_no_wait(
-    train: Any, monkeypatch: pytest.MonkeyPatch, save_steps: int, late: list[int]
-) -> None:
-    """Unless the step before was read: then the GPU has nothing to do."""
-    slow_down_loading(monkeypatch, 5, 3.0)
-    monkeypatch.setattr(step_module, "_record_event", lambda _: Moment())
-    stage = {"max_steps": 8, "val_data": [], "save_steps": save_steps}
-    _, run, _ = train(True, stage=stage)
-    assert [row["step"] for row in tiny_run.steps(run) if row["data_wait_s"] >= 2.5] == late
+    assert run_module.steps_overlap(recipe, stage, arithmetic, world) == overlaps
 
 
 @pytest.mark.gpu
-def test_a_gpu_overlaps_steps_by_default(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the losses of steps that wait, and measures a wait for data in which it was idle."""
+def test_a_gpu_overlaps_steps_by_default(train: Any) -> None:
+    """It has the losses of steps that wait."""
     model = tiny_run.no_dropout(tiny_run.tiny_recipe(Path(), Path()))["model"]
     stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
     status, waiting, calls = train(False, stage=stage, model=model)
     assert (status, calls) == (0, [(step, "read") for step in range(1, 9)])
-    slow_down_loading(monkeypatch, 5, 3.0)
     status, overlapping, calls = train(None, stage=stage, model=model)
     unread = range(2, 8)  # FP8 is measured in the first and the last step
     found = [(step, "unread" if step in unread else "read") for step in range(1, 9)]
     assert (status, calls) == (0, found)
     rows, expected = tiny_run.steps(overlapping), tiny_run.steps(waiting)
     assert [row["loss"] for row in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
-    assert [row["step"] for row in rows if row["data_wait_s"] >= 2.5] == [4]
-    assert all(row["data_wait_s"] <= row["step_s"] for row in rows)

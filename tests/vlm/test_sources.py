@@ -237,10 +237,10 @@ def met(*counts: int) -> Any:
 
 def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
     log = log_of(tmp_path, max_bad_samples=9)
-    assert log.row(counts(0, 0), met()) == {"bad_by_source": {}}
-    row = log.row(counts(0, 2), met(30, 10))
+    assert log.entry(counts(0, 0), met()) == {"bad_by_source": {}}
+    row = log.entry(counts(0, 2), met(30, 10))
     assert row == {"bad_by_source": {"b": {"rows": 2, "rate": 0.2}}}
-    rates = log.row(counts(1, 1), met(40, 20))["bad_by_source"]
+    rates = log.entry(counts(1, 1), met(40, 20))["bad_by_source"]
     assert rates == {"a": {"rows": 1, "rate": 0.025}, "b": {"rows": 3, "rate": 0.15}}
     assert log.total == 4
 
@@ -250,7 +250,7 @@ def test_transient_errors_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     log = log_of(tmp_path, max_bad_samples=3)
     away = [replace(bad(0, row), transient=True) for row in (1, 2)]
     assert log.note(loaded(*away, bad(0, 3)), step=1) == counts(1, 0, transient=2)
-    row = log.row(counts(2, 0, transient=2), met(10, 10))
+    row = log.entry(counts(2, 0, transient=2), met(10, 10))
     assert row == {"bad_by_source": {"a": {"rows": 2, "rate": 0.2}}, "transient_errors": 2}
     assert (log.total, log.transient) == (2, 2)
     listed = str(tmp_path / "bad_samples.jsonl")
@@ -263,9 +263,9 @@ def test_transient_errors_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     assert json.loads(lines[0])["transient"]
     assert len(open_source(SourceConfig(name="a", path=str(file), exclude=str(only)), seed=0)) == 20
     with pytest.raises(ValueError, match=r"4 samples could not be reached, .* --resume auto when"):
-        log.row(counts(0, 0, transient=2), met(10, 10))
+        log.entry(counts(0, 0, transient=2), met(10, 10))
     again = log_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up
-    assert again.row(counts(0, 0, transient=3), met(10, 10))["bad_by_source"]["a"]["rows"] == 1
+    assert again.entry(counts(0, 0, transient=3), met(10, 10))["bad_by_source"]["a"]["rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], allowed: 
     seen = [(2, met(5, 0)), (2, met(30, 10)), (0, met(30, 9))]
     for fits, (number, so_far) in zip(allowed, seen, strict=False):
         if fits:
-            log.row(counts(number, 0), so_far)
+            log.entry(counts(number, 0), so_far)
         else:
             with pytest.raises(ValueError, match=r"4 bad samples \(a 4\) are more than max_bad"):
-                log.row(counts(number, 0), so_far)
+                log.entry(counts(number, 0), so_far)
 
 
 def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Pa
         ("pretrain", 9),
     ]
     again = log_of(tmp_path, max_bad_samples=9, total=2)
-    assert again.row(counts(0, 0), met(10, 10))["bad_by_source"] == {
+    assert again.entry(counts(0, 0), met(10, 10))["bad_by_source"] == {
         "a": {"rows": 1, "rate": 0.1},
         "b": {"rows": 1, "rate": 0.1},
     }

@@ -137,7 +137,7 @@ def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         with clock.measure("backward"):
             now += 0.04
         now += 0.01  # between the phases
-    phases = clock.row(data_wait=0.5, seconds=1.0)["phases"]
+    phases = clock.entry(data_wait=0.5, seconds=1.0)["phases"]
     assert list(phases) == [*PHASES]
     assert phases["forward"] == pytest.approx(0.04, abs=1e-4)
     assert phases["backward"] == pytest.approx(0.08, abs=1e-4)
@@ -149,7 +149,7 @@ def test_phases_are_timed_on_request_only() -> None:
     clock = PhaseClock(torch.device("cpu"), enabled=False)
     with clock.measure("forward"):
         pass
-    assert clock.row(0.0, 1.0) == {}
+    assert clock.entry(0.0, 1.0) == {}
 
 
 @pytest.mark.gpu
@@ -171,6 +171,6 @@ def test_on_a_gpu_no_phase_waits_for_it() -> None:
         torch.cuda.set_sync_debug_mode("default")
     y.sum().item()  # as the loop reads the loss
     seconds = time.perf_counter() - started
-    phases = clock.row(0.0, seconds)["phases"]
+    phases = clock.entry(0.0, seconds)["phases"]
     assert phases["backward"] > 5 * phases["forward"] > 0
     assert phases["forward"] + phases["backward"] <= seconds

@@ -35,7 +35,7 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
         batch = make_batch(model, [case.row], None, seed=0)
         step([batch], 0.0)
         step([batch], 0.0)
-        step.engine.eval()  # as a validation does
+        step.passes.engine.eval()  # as a validation does
         assert list_modes(model) == {part: {False} for part in modes}
         step([batch], 0.0)
     assert seen == [modes] * 3
