@@ -23,14 +23,6 @@ from coat_vlm.train.open_sources import (
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedData:
-    """What is known of a stage's data."""
-
-    num_steps: int | None
-    """Optimizer steps; None if only training finds them (packing, documents, a broken source)."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Probe:
     """Checks rows of one stage."""
 
@@ -77,15 +69,18 @@ def check_stage_data(
     processor: AnyProcessor | None,
     problems: list[str],
     notes: list[str],
-) -> CheckedData:
+) -> int | None:
     """Open the sources of a stage as training does, and check sixteen rows of each.
 
     Args:
         recipe: the recipe.
-        name: the stage's name.
+        name: which stage.
         processor: converts samples; None to check paths, formats and media only.
         problems: receives each problem.
         notes: receives bad rows that the stage allows.
+
+    Returns:
+        The optimizer steps; None if only training finds them (packing, documents, a broken source).
     """
     stage = recipe.stages[name]
     encoder = None
@@ -112,18 +107,18 @@ def check_stage_data(
             continue
         _report(name, source, probe.find_problems(rows), False, problems, notes)
     if not whole:
-        return CheckedData(None)
+        return None
     try:
         mixture = mix_sources(sources, datasets, recipe.seed)
     except ValueError as error:
         problems.append(f"stages.{name}.data: {error}")
-        return CheckedData(None)
+        return None
     if stage.max_steps is not None:
-        return CheckedData(stage.max_steps)
+        return stage.max_steps
     if stage.packing is not None or template == "plain":
-        return CheckedData(None)
+        return None
     assert stage.epochs is not None
-    return CheckedData(max(1, round(stage.epochs * mixture.epoch_size / stage.batch_size)))
+    return max(1, round(stage.epochs * mixture.epoch_size / stage.batch_size))
 
 
 def _open(

@@ -42,7 +42,7 @@ from coat_vlm.model.processor import (
     train_tokenizer,
 )
 from coat_vlm.run.lock import LOCK
-from coat_vlm.train.check_data import CheckedData, check_stage_data
+from coat_vlm.train.check_data import check_stage_data
 from coat_vlm.train.model_setup import (
     build_planned_model,
     check_run_folder,
@@ -67,11 +67,7 @@ class Findings:
 
     @contextmanager
     def collect(self, where: str = "") -> Iterator[None]:
-        """Add an error of the block to the problems instead of raising it.
-
-        Args:
-            where: put before the error, for errors that do not name their key.
-        """
+        """Add an error of the block to the problems, after ``where`` if it names no key."""
         try:
             yield
         except (ValueError, OSError, ImportError) as error:
@@ -114,9 +110,6 @@ def check_recipe(
         resume: an earlier run is continued; finished stages are not checked.
         overwrite: an earlier run in the output folder will be deleted.
         num_ranks: number of processes.
-
-    Returns:
-        All problems and notes.
     """
     findings = Findings()
     run_dir = Path(recipe.output_dir)
@@ -150,7 +143,7 @@ def check_recipe(
     processor, vocab_size = None, 0
     if len(findings.problems) == known:
         processor, vocab_size = _build_processor(recipe, start, findings)
-    data: dict[StageName, CheckedData] = {
+    data: dict[StageName, int | None] = {
         name: check_stage_data(recipe, name, processor, findings.problems, findings.notes)
         for name in names
     }
@@ -382,7 +375,7 @@ def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]
 def _check_disk(
     recipe: Recipe,
     meta_models: dict[StageName, PreTrainedModel],
-    data: dict[StageName, CheckedData],
+    data: dict[StageName, int | None],
     run_dir: Path,
     findings: Findings,
 ) -> None:
@@ -399,7 +392,7 @@ def _check_disk(
         trained = count_parameters(meta_model, trainable_only=True)
         whole = count_parameters(meta_model)
         checkpoint = trained * (4 + (2.1 if coat else 8)) + (whole - trained) * stored
-        steps, every = data[name].num_steps, stage.save_steps
+        steps, every = data[name], stage.save_steps
         saves = 1 if not every else recipe.save_total_limit + 1
         if every and steps is not None:
             saves = min(saves, -(-steps // every))

@@ -116,8 +116,8 @@ def open_data(
 
     Args:
         recipe: the recipe.
-        name: the stage's name.
-        run_dir: the run folder; row sizes and split positions are saved in the stage's folder.
+        name: which stage.
+        run_dir: row sizes and split positions are saved in the stage's folder.
         processor: converts samples to model inputs.
         world: the processes of the run.
         check: called with the training sources and their rows before the rows are measured or
@@ -255,7 +255,7 @@ def measure_sources(
     num_workers: int,
     skip_bad: bool,
 ) -> list[np.ndarray]:
-    """Measure the sizes of all rows once and save them in ``folder``.
+    """Measure the sizes of all rows once and save them in the stage's ``folder``.
 
     Every rank measures its share with ``num_workers`` processes.
 
@@ -264,9 +264,9 @@ def measure_sources(
         datasets: the rows of each source.
         encoder: measures a row.
         max_images: a row with more images is bad.
-        folder: the stage's folder in the run, on a file system that all ranks see.
+        folder: on a file system that all ranks see.
         world: the processes of the run.
-        num_workers: measuring processes per rank.
+        num_workers: processes per rank.
         skip_bad: mark bad rows, which training replaces, instead of raising an error.
 
     Returns:
@@ -316,19 +316,9 @@ def split_documents(
 ) -> list[Rows]:
     """Split documents into chunks of at most ``max_length`` tokens.
 
-    Every rank splits its share with ``num_workers`` processes. The split positions are saved in a
-    file, which a resumed run reads instead of splitting again.
-
-    Args:
-        sources: the sources of the recipe.
-        datasets: the rows of each source.
-        encoder: measures whether a chunk fits.
-        path: the file (.npz) in the run folder, on a file system that all ranks see.
-        world: the processes of the run.
-        num_workers: splitting processes per rank.
-
-    Returns:
-        ``datasets`` with the rows of documents split; other sources are unchanged.
+    Every rank splits its share with ``num_workers`` processes. The split positions are saved in
+    ``path`` (.npz), which a resumed run reads instead of splitting again. Returns ``datasets`` with
+    the rows of documents split; other sources are unchanged.
 
     Raises:
         DataError: the template leaves no tokens for text.

@@ -10,7 +10,7 @@ has others.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,16 +48,13 @@ Record = list[dict[str, Any]]
 class SourceRecord:
     """The ``sources.json`` of a stage: compared when the stage continues, then written.
 
-    The main process reads the data and decides for all.
+    Rank 0 reads the data and decides for all. ``changes`` is what changed, if that is allowed.
 
     Args:
         path: the file.
         world: the processes of the run.
         compare: whether the stage continues from a checkpoint.
         allow_changed: continue although the data changed.
-
-    Attributes:
-        changes: what changed, if that is allowed.
     """
 
     def __init__(self, path: Path, world: World, *, compare: bool, allow_changed: bool) -> None:
@@ -80,11 +77,11 @@ class SourceRecord:
             self._contents = describe_contents(datasets)
             self._build(sources, [None] * len(sources))
 
-        self._on_main(describe)
+        self._world.run_on_rank0(describe)
 
     def finish(self, sources: Sequence[SourceConfig], rows: Sequence[int]) -> None:
         """Compare the numbers of rows that training uses; raises as :meth:`open` does."""
-        self._on_main(lambda: self._build(sources, rows))
+        self._world.run_on_rank0(lambda: self._build(sources, rows))
 
     def entries(self, stage: str, step: int) -> list[dict[str, Any]]:
         """Print the allowed changes, and return an entry for metrics.jsonl if there are any."""
@@ -104,17 +101,6 @@ class SourceRecord:
             self.changes = find_source_changes(self._path, self._record)
         elif self._compare:
             check_source_record(self._path, self._record)
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        problem = ""
-        if self._world.is_main:
-            try:
-                work()
-            except (ValueError, OSError) as error:
-                problem = str(error) or repr(error)
-        problem = self._world.gather(problem)[0]
-        if problem:
-            raise ValueError(problem)
 
 
 def describe_contents(datasets: Sequence[Rows]) -> Record:
@@ -138,8 +124,8 @@ def build_source_record(
 
     Args:
         sources: the training sources, with lists expanded.
-        rows: number of selected rows of each source; None if not known yet.
-        contents: see :func:`describe_contents`.
+        rows: selected rows of each source; None if not known yet.
+        contents: from :func:`describe_contents`.
     """
     return [
         {**{key: getattr(source, key) for key in _COMPARED}, "rows": number, **content}
@@ -164,11 +150,7 @@ def find_source_changes(path: Path, record: Record) -> list[str]:
 
 
 def check_source_record(path: Path, record: Record) -> None:
-    """Check that the data did not change, see :func:`find_source_changes`.
-
-    Raises:
-        ValueError: a source was added, removed, moved or changed.
-    """
+    """Raise ValueError if the data changed; see :func:`find_source_changes`."""
     changes = find_source_changes(path, record)
     if changes:
         raise ValueError(

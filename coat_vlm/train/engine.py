@@ -144,12 +144,7 @@ def build_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Build the DeepSpeed engine of one stage.
 
-    Args:
-        model: the model after :func:`coat_vlm.train.model_setup.prepare_model`.
-        recipe: provides the ZeRO stage.
-        stage: provides batch sizes and optimizer settings.
-        arithmetic: the recipe's precision on this device.
-        world: the processes of the run.
+    The model comes from :func:`coat_vlm.train.model_setup.prepare_model`.
     """
     optimizer = build_optimizer(model, stage, arithmetic, world)
     if recipe.zero_stage == 3:

@@ -45,8 +45,8 @@ class LiveEvaluation:
     The constructor encodes all prompts once, so that a bad one raises before training starts.
 
     Args:
-        subsets: the questions; the same on every rank.
-        processor: the processor of the model.
+        subsets: the same on every rank.
+        processor: of the model.
         world: the processes of the run.
         every: steps between two evaluations.
         lockstep: every forward pass needs all ranks, with the same modules in the same order.

@@ -82,7 +82,7 @@ class StageLoop:
                 raise _DivergedError(good)
 
         step.on_entry = handle
-        with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"), line:
+        with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"):
             try:
                 while step.finished < step.total_steps:
                     try:

@@ -134,9 +134,9 @@ def prepare_model(
     """Prepare a model for a stage: adapters, frozen modules, attention, precision.
 
     Args:
-        model: the model as built or loaded; changed in place, once.
-        recipe: provides the attention implementation.
-        stage: provides the trainable modules and packing.
+        model: as built or loaded; changed in place, once.
+        recipe: has the attention implementation.
+        stage: has the trainable modules and packing.
         arithmetic: the recipe's precision on this device.
         packed: rows may be packed although the stage does not ask for it
             (:func:`avoids_padding`).
@@ -189,11 +189,7 @@ def build_planned_model(
 ) -> PreTrainedModel:
     """Build the model of the first step of a stage on ``meta``.
 
-    Args:
-        recipe: names the model or ``init_from``.
-        stage: selects the trainable modules.
-        arithmetic: selects the layers to convert to FP8.
-        vocab_size: size of the tokenizer; None with ``init_from``.
+    ``vocab_size`` is None with ``init_from``.
 
     Raises:
         ValueError: the recipe's model cannot be built, or not in this precision.

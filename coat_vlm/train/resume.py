@@ -147,11 +147,7 @@ def check_changes(
 ) -> None:
     """Raise ValueError if a key changed that must not; the message names each with its reason.
 
-    Args:
-        changes: the keys that differ.
-        states: see :func:`find_stage_states`.
-        path: the recipe.yaml of the run, for the message.
-        allow_changed_data: ``--allow-changed-data``.
+    ``path`` is the recipe.yaml of the run, for the message.
     """
     objections = [(change, _find_objection(change, states)) for change in changes]
     data = any(objection == _DATA for _, objection in objections)
@@ -190,10 +186,8 @@ def continue_sampler(
 ) -> SamplerState:
     """Return the state at which a sampler continues.
 
-    With changed data, the packing window may have fewer rows than were used; it then starts over.
-
-    Raises:
-        ValueError: that is so, and changed data is not allowed.
+    With changed data, the packing window may have fewer rows than were used; it then starts over,
+    or ValueError is raised if changed data is not allowed.
     """
     try:
         sampler.step(state)

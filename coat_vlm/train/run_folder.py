@@ -32,7 +32,7 @@ def prepare_run_folder(
 
     Args:
         run_dir: the folder.
-        recipe: the recipe.
+        recipe: is compared with an earlier run's, and saved.
         continues: an earlier run in the folder is continued.
         overwrite: an earlier run in the folder is deleted.
         restarted: the stage that starts over although it is finished.
@@ -63,11 +63,7 @@ def prepare_run_folder(
 def reset_stage(run_dir: Path, name: str, finished: int, *, fresh: bool) -> None:
     """Remove what a stage wrote after its finished steps.
 
-    Args:
-        run_dir: the run folder.
-        name: the stage's name.
-        finished: number of finished steps.
-        fresh: the stage starts over: its old model and checkpoints must not pass for new ones.
+    If it starts over (``fresh``), its old model and checkpoints must not pass for new ones.
     """
     for file in (METRICS, BAD_SAMPLES):
         rewind(run_dir / file, name, finished)

@@ -75,7 +75,7 @@ class Throughput:
         """Count this rank's micro-batches of a step; the result is to be summed over the ranks.
 
         Args:
-            micro_batches: the micro-batches; none if a signal ended the wait for them.
+            micro_batches: none if a signal ended the wait for them.
             micro_steps: micro-batches per rank and step.
         """
         names = (*_COUNTS, *VIDEO_COUNTS, *NOTES, *MODULES)

@@ -34,7 +34,7 @@ class Metrics:
     """Writes metrics to all loggers, on the main process.
 
     Args:
-        run_dir: the run folder.
+        run_dir: where metrics.jsonl is.
         tracking: loggers in addition to metrics.jsonl.
         run_name: name of the run in Weights & Biases.
         enabled: False on other ranks, where nothing is written.
@@ -94,13 +94,7 @@ class Metrics:
     def write_samples(
         self, stage: str, step: int, answered: Mapping[str, Sequence[AnsweredSample]]
     ) -> None:
-        """Show some answered questions of each evaluation set in TensorBoard and W&B.
-
-        Args:
-            stage: the stage's name.
-            step: the step of the weights that answered.
-            answered: all answered questions by set.
-        """
+        """Show some answered questions of each evaluation set in TensorBoard and W&B."""
         if self._board is None and self._wandb is None:
             return
         self._check()
@@ -173,13 +167,7 @@ def list_measured(path: Path, stage: str, step: int) -> frozenset[str]:
 
 
 def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
-    """Return a source's validation losses by step.
-
-    Args:
-        path: metrics.jsonl.
-        stage: the stage's name.
-        source: name of the validation source.
-    """
+    """Return the losses of a validation source by step, from metrics.jsonl."""
     entries = (
         entry
         for entry in read_entries(path)
@@ -238,13 +226,10 @@ _RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait", 
 
 
 class StepLine:
-    """Shows the steps of a stage on the main process.
+    """Prints a line for every few steps of a stage, on the main process.
 
-    In a terminal this is a progress bar on stderr, followed by loss, tokens/s and other rates. If
-    stderr is a file or a pipe, a bar would fill it with carriage returns; then a whole line is
-    printed to stdout, like the tables and warnings of the stage, which also contains the gradient
-    norm and the learning rates. Rates are those of the steady steps since the last line; the time
-    of other steps stands behind them (:mod:`coat_vlm.train.steady_rates`).
+    Rates are those of the steady steps since the last line; the time of other steps stands after
+    them (:mod:`coat_vlm.train.steady_rates`).
 
     Args:
         stage: the stage's name.
@@ -255,80 +240,46 @@ class StepLine:
     """
 
     def __init__(self, stage: str, total_steps: int, done: int, every: int, world: World) -> None:
-        self._stage, self._total, self._every = stage, total_steps, every
-        self._ranks, self._on_gpu = world.size, world.device.type == "cuda"
-        self._lines = world.is_main and not sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total_steps,
-            initial=done,
-            desc=stage,
-            unit="step",
-            disable=self._lines or not world.is_main,
-            mininterval=1.0,
-        )
+        self._stage, self._total, self._every, self._world = stage, total_steps, every, world
         self._peak_mb: float | None = None
         self._entries: list[Mapping[str, Any]] = []
         self._first = {done + 1}
         self._step_s: float | None = None
 
-    def __enter__(self) -> "StepLine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
     def go_back(self, step: int) -> None:
         """Continue from an earlier step."""
         self._entries.clear()
         self._first.add(step + 1)
-        self._bar.n = step
-        self._bar.refresh()
 
     def show(self, entry: Mapping[str, Any]) -> None:
-        """Add a step's entry of metrics.jsonl, and show a line if one is due."""
+        """Add a step's entry of metrics.jsonl, and print a line if one is due."""
         self._entries.append(entry)
         self._peak_mb = entry["peak_memory_mb"] or self._peak_mb
-        self._bar.update()
         step = entry["step"]
         if step % self._every and step != self._total:
             return
         steady, apart = split_steps(self._entries, self._first)
-        rates = average_rates(steady, self._ranks)
+        rates = average_rates(steady, self._world.size)
         self._step_s = rates.get("step_s", self._step_s)
         tokens, vision, tflop, wait, uneven = map(rates.get, _RATES)
-        tflop = tflop if self._on_gpu else None
-        work = tflop and (f"{tflop:,.0f}" if tflop >= 100 else f"{tflop:.3g}")
-        waited = None if wait is None else f"wait {wait:.1%}"
-        if uneven is not None:
-            waited = f"{waited} imbalance {uneven:.1%}"
-        memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
-        loss = "loss not finite" if entry["loss"] is None else f"loss {entry['loss']:.4f}"
-        if self._lines:
-            norm, lrs = entry["grad_norm"], dict.fromkeys(entry["lr"].values())
-            left = math.ceil((self._total - step) * (self._step_s or entry["step_s"]))
-            parts = [
-                f"{self._stage} step {step}/{self._total}",
-                loss,
-                f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
-                f"lr {'/'.join(f'{rate:.1e}' for rate in lrs)}",
-                tokens and f"tokens/s {tokens:,.0f}",
-                vision and f"(vision {vision:,.0f})",
-                work and f"TFLOP/s {work}",
-                waited,
-                memory and f"mem {memory}",
-                *format_apart(apart),
-                f"eta {timedelta(seconds=left)}",
-            ]
-            tqdm.write(" ".join(filter(None, parts)))
-            sys.stdout.flush()
-        else:
-            parts = [
-                loss,
-                tokens and f"{tokens:,.0f} tokens/s",
-                work and f"{work} TFLOP/s",
-                waited,
-                memory,
-                *format_apart(apart),
-            ]
-            self._bar.set_postfix_str(", ".join(filter(None, parts)))
+        if self._world.device.type != "cuda":
+            tflop = None
+        loss, norm = entry["loss"], entry["grad_norm"]
+        left = math.ceil((self._total - step) * (self._step_s or entry["step_s"]))
+        parts = [
+            f"{self._stage} step {step}/{self._total}",
+            f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
+            f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
+            f"lr {'/'.join(f'{rate:.1e}' for rate in dict.fromkeys(entry['lr'].values()))}",
+            tokens and f"tokens/s {tokens:,.0f}",
+            vision and f"(vision {vision:,.0f})",
+            tflop and f"TFLOP/s {f'{tflop:,.0f}' if tflop >= 100 else f'{tflop:.3g}'}",
+            wait is not None and f"wait {wait:.1%}",
+            uneven is not None and f"imbalance {uneven:.1%}",
+            self._peak_mb and f"mem {self._peak_mb / 1e3:.1f} GB",
+            *format_apart(apart),
+            f"eta {timedelta(seconds=left)}",
+        ]
+        print_on_main(self._world, " ".join(part for part in parts if part))
+        sys.stdout.flush()
         self._entries.clear()

@@ -106,11 +106,6 @@ def test_a_good_recipe_has_no_problems(recipe_path: Path) -> None:
             "stages.sft chat: 16 of 16 inspected rows are bad:*16 rows in one file have this "
             "problem: *chat.json:0: *0.png: no such file -> *",
         ),
-        (
-            ["stages.sft.data.0.media_root=null", "stages.sft.max_bad_samples=100"],
-            "stages.sft chat: 16 of 16 inspected rows are bad:",
-        ),
-        (["stages.sft.val_data.0.path=nowhere.json"], "stages.sft.val_data chat: *no such file"),
         (["stages.sft.batch_size=9"], "stages.sft: batch_size=9 is not a multiple of"),
         (["stages.sft.data.0.select=first 50"], "stages.sft.data chat: *50*40"),
         (["model.max_length=20"], "stages.sft chat: 16 of 16 *tokens* more than max_length=20"),
@@ -119,15 +114,10 @@ def test_a_good_recipe_has_no_problems(recipe_path: Path) -> None:
             "model.language.name_or_path='/models/nowhere': the folder /models/nowhere does not",
         ),
         (
-            ["model.vision={name_or_path: /models/siglip}"],
-            "model.vision.name_or_path='/models/siglip': the folder /models/siglip does not exist",
-        ),
-        (
             ["init_from=runs/vila_pretrain/pretrain/model"],
             "init_from=* does not exist yet: the recipe vila_pretrain writes it; run coat-vlm "
             "train vila_pretrain first",
         ),
-        (["init_from=nowhere"], "init_from='nowhere' is not a folder with a composed model"),
         (["precision=coat", "model.vision.config.hidden_size=36"], "*multiples of 16*"),
         (
             ["stages.sft.language=null", "stages.sft.lora={target_modules: [nothing]}",
@@ -303,22 +293,13 @@ def test_a_server_that_fails_after_the_start_is_a_note(
     assert sum("not all rows were inspected: http://host/a.tar" in n for n in findings.notes) == 2
 
 
-def test_finished_stages_are_not_checked_again(recipe_path: Path) -> None:
-    overrides = ["stages.align.data.0.path=nowhere.json"]
-    model = recipe_path.with_name("run") / "align" / "model"
-    model.mkdir(parents=True)
-    (model / "manifest.json").write_text("{}")
-    assert any("align" in one for one in check_recipe(load(recipe_path, *overrides)).problems)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "coat"])
-def test_an_amd_gpu_is_refused_in_a_sentence(recipe_path: Path, precision: str) -> None:
+def test_an_amd_gpu_is_refused_in_a_sentence(recipe_path: Path) -> None:
     """As torch for ROCm presents it; the kernels' assembly would abort the process."""
     code = (
         "import sys, torch; torch.version.hip = '6.4'; torch.version.cuda = None;"
         "torch.cuda.is_available = lambda: True;"
         "from coat_cli.main import main;"
-        f"status = main(['train', {str(recipe_path)!r}, 'precision={precision}']);"
+        f"status = main(['train', {str(recipe_path)!r}, 'precision=coat']);"
         "print(status, 'deepspeed' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
