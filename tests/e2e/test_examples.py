@@ -64,6 +64,7 @@ def test_the_trainer_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert losses(resume=True) == whole  # steps 1 to 20 from the checkpoint's log, the rest anew
 
 
+@pytest.mark.slow
 def test_two_ranks_of_fsdp2_are_the_plain_loop(tmp_path: Path) -> None:
     """They resume halfway, with weights and FP8 states of their shards read back."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

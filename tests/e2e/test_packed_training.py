@@ -99,6 +99,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_training_without_padding_is_training_with_it(tiny_data: Path, tmp_path: Path) -> None:
     """Micro-batches of four rows that differ in length; validation is padded in both runs."""
     source = {"name": "tiny", "path": str(tiny_data / "data.json")}

@@ -13,12 +13,13 @@ TRAINED = 1_576_192
 """Parameters of the worker's projector and language model: the bucket holds them all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "dtype", "accumulation", "bucket"),
     [
         (1, "bf16", 2, 200_000),
-        pytest.param(2, "bf16", 2, TRAINED, marks=pytest.mark.slow),
-        pytest.param(1, "low_bits", 2, TRAINED, marks=pytest.mark.slow),
+        (2, "bf16", 2, TRAINED),
+        (1, "low_bits", 2, TRAINED),
     ],
     ids=["accumulated-through-small-buckets", "two-ranks-accumulated", "low-bits"],
 )

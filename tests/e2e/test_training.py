@@ -73,7 +73,7 @@ def test_two_ranks_give_the_losses_of_one(
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
     recipe.update(log_every_steps=4, log_phases=True)
     recipe["stages"]["sft"]["balance"] = zero_stage == 1
-    done = (launch if zero_stage == 2 else train)(recipe, tmp_path, ranks=2)
+    done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(losses(small_run), rel=2e-5)
     for ours, alone in zip(steps(tmp_path / "run"), steps(small_run), strict=True):
@@ -183,17 +183,11 @@ def test_coat_takes_the_projector_and_a_tied_output_layer(tiny_data: Path, tmp_p
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "exact"), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("precision", "zero_stage", "num_workers"),
-    [("fp32", 2, 2), ("coat", 0, 0), ("coat", 3, 0)],
-)
-def test_a_signal_saves_and_resume_continues_bit_exactly(
-    tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int, num_workers: int
-) -> None:
-    whole = tiny_recipe(tiny_data, tmp_path / "whole", zero_stage=zero_stage, precision=precision)
+def test_a_signal_saves_and_resume_continues_bit_exactly(tiny_data: Path, tmp_path: Path) -> None:
+    whole = tiny_recipe(tiny_data, tmp_path / "whole", zero_stage=3, precision="coat")
     whole["stages"]["sft"]["max_steps"] = 40
     assert train(whole, tmp_path).returncode == 0
-    broken = {**whole, "output_dir": str(tmp_path / "broken"), "num_workers": num_workers}
+    broken = {**whole, "output_dir": str(tmp_path / "broken"), "num_workers": 2}
     path = write_recipe(broken, tmp_path / "recipe.yaml")
     log = tmp_path / "stderr"
     with log.open("wb") as stderr:
@@ -295,6 +289,7 @@ def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -
     assert losses(tmp_path / "new") == losses(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_checkpoint(
     small_run: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
