@@ -62,11 +62,8 @@ class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
     The same entries give the same result, so a resumed run is brought up to date with those of
-    metrics.jsonl, and all ranks agree without communication.
-
-    Args:
-        config: the recipe's ``divergence``.
-        vocab_size: size of the vocabulary; guessing every token has the loss log(vocab_size).
+    metrics.jsonl, and all ranks agree without communication. Guessing every token has the loss
+    log(vocab_size).
 
     Attributes:
         first: first step of the present spike; None if the last step was in range.
@@ -133,13 +130,8 @@ def _range(window: Iterable[float], floor: float, threshold: float) -> tuple[flo
 class Watchdog:
     """Acts on what :class:`Detector` finds in a stage.
 
-    Args:
-        config: the recipe's ``divergence``.
-        folder: the stage's folder.
-        world: the processes of the run.
-        vocab_size: see :class:`Detector`.
-        entries: the stage's entries of metrics.jsonl (:func:`read_step_entries`), on all ranks.
-        finished: number of finished steps; later entries are not used.
+    ``entries`` are the stage's of metrics.jsonl (:func:`read_step_entries`), on all ranks; those
+    after the finished steps are not used.
 
     Attributes:
         skips: finished steps -> where the sampler continues after them, because of a rollback.
@@ -279,13 +271,7 @@ def read_step_entries(path: Path, stage: str, world: World) -> list[dict[str, An
 
 
 def find_good_checkpoint(folder: Path, before: int, world: World) -> Path | None:
-    """Return the newest intact checkpoint of a step before this one that is not marked.
-
-    Args:
-        folder: the stage's checkpoints folder.
-        before: a step.
-        world: the processes that share the work; all must call this.
-    """
+    """Return the newest intact checkpoint of an earlier step that is not marked."""
     candidates: list[Path] = []
     if world.is_main:
         for path in list_checkpoints(folder):
@@ -309,17 +295,8 @@ def choose_start(
     """Find the checkpoint from which a resumed stage continues.
 
     This is the newest one, unless the last step was out of range and ``action`` is not ``warn``:
-    then it is one from before the spike, and later ones are deleted.
-
-    Args:
-        folder: the stage's checkpoints folder.
-        config: the recipe's ``divergence``.
-        entries: all entries of the stage (:func:`read_step_entries`).
-        vocab_size: see :class:`Detector`.
-        world: the processes of the run.
-
-    Raises:
-        ValueError: all checkpoints are damaged.
+    then it is one from before the spike, and later ones are deleted. Raises ValueError if all
+    checkpoints are damaged.
     """
     detector = Detector(config, vocab_size)
     for entry in entries:

@@ -39,7 +39,7 @@ _RATES = {"saturated": "max_saturated", "underflowed": "max_underflowed"}
 _WORDS = ("first", "middle", "last", "all")
 
 Write = Callable[[dict[str, Any]], None]
-"""Writes a row of metrics.jsonl."""
+"""Writes an entry of metrics.jsonl."""
 
 
 class BlockMonitor:
@@ -200,18 +200,12 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
 
 
 class Fp8Record:
-    """Writes rows of kind ``fp8`` to metrics.jsonl; one object per stage and process.
-
-    Args:
-        stage: the stage's name.
-        report: the converted modules.
-        write: writes a row.
-    """
+    """Writes entries of kind ``fp8`` to metrics.jsonl; one object per stage and process."""
 
     def __init__(self, stage: str, report: ConversionReport, write: Write) -> None:
         self._stage = stage
         self._write = write
-        self._write_row("blocks", 0, converted=report.converted, skipped=report.skipped)
+        self._write_entry("blocks", 0, converted=report.converted, skipped=report.skipped)
 
     def footprint(self, model: PreTrainedModel, batch: Batch, ranks: int = 1) -> None:
         """Measure the activations that each FP8 block saves, on the first row of ``batch``.
@@ -249,14 +243,14 @@ class Fp8Record:
             {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
             for name, fp8, original in footprint
         ]
-        self._write_row("footprint", 1, blocks=blocks)
+        self._write_entry("footprint", 1, blocks=blocks)
 
     @contextmanager
     def watch(self, step: int, optimizer: Any) -> Iterator[None]:
         """Count saturated and underflowed values in this context, then measure the states."""
         with watching() as counts:
             yield
-        self._write_row("rates", step, rates=counts.rates())
+        self._write_entry("rates", step, rates=counts.rates())
         self.states(optimizer, step)
 
     def states(self, optimizer: Any, step: int) -> None:
@@ -275,7 +269,7 @@ class Fp8Record:
         master = next(iter(states), None)
         has_low_bits = master is not None and LOW_BITS in states[master]
         width = 0 if master is None else 4 if has_low_bits else master.element_size()
-        self._write_row(
+        self._write_entry(
             "states",
             step,
             optimizer=type(optimizer).__name__,
@@ -284,7 +278,7 @@ class Fp8Record:
             original_bytes_per_parameter=2.0 * width,
         )
 
-    def _write_row(self, status: str, step: int, **values: Any) -> None:
+    def _write_entry(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
 
 

@@ -64,10 +64,6 @@ def quantize_frozen_weights(model: PreTrainedModel, settings: LoraTraining | Non
     Call it when the weights have their final device, and again after a change of the originals,
     which are on the CPU from then on. The output layer and layers outside of ``lora.modules`` keep
     their weights.
-
-    Args:
-        model: the engine's module, with adapters.
-        settings: the stage's ``lora``.
     """
     if settings is None or settings.quantize is None:
         return

@@ -46,14 +46,8 @@ def copy_reference(model: PreTrainedModel) -> PreTrainedModel:
 class Preference:
     """TRL's loss on the preference pairs of one stage.
 
-    Args:
-        model: the model after ``model_setup.prepare_model``, not in an engine yet.
-            It is moved to the device, and its dropout is turned off.
-        processor: has the tokenizer.
-        recipe: provides the seed.
-        stage: provides the settings of the loss.
-        folder: the stage's folder; TRL creates it, and writes nothing to it.
-        world: the processes of the run.
+    The model, from ``model_setup.prepare_model`` and not in an engine yet, is moved to the device,
+    and its dropout is turned off. TRL creates ``folder``, the stage's, and writes nothing to it.
 
     Raises:
         ValueError: trl is not installed.

@@ -66,14 +66,7 @@ def build_rows(answered: Sequence[AnsweredSample]) -> list[TableRow]:
 
 
 def add_to_tensorboard(board: Any, tag: str, step: int, rows: Sequence[TableRow]) -> None:
-    """Write a table as text and its pictures as images.
-
-    Args:
-        board: a ``SummaryWriter``.
-        tag: tag of the table; that of a picture is ``tag/NUMBER``, counted from 1.
-        step: the step of the weights that answered.
-        rows: the table's rows.
-    """
+    """Write a table as text, and its pictures as images with the tag ``tag/NUMBER`` from 1."""
     lines = [" | ".join(("#", *COLUMNS)), " | ".join("-" * (1 + len(COLUMNS)))]
     for number, row in enumerate(rows, 1):
         lines.append(" | ".join([str(number), *map(_escape, row.cells)]))

@@ -19,12 +19,8 @@ def split_steps(
 ) -> tuple[list[Entry], dict[str, list[Entry]]]:
     """Split the steps of one stage into steady ones and others.
 
-    Args:
-        entries: entries of metrics.jsonl with ``kind: step``.
-        first: the numbers of the first steps after a start, a resume or a rollback.
-
-    Returns:
-        The steady steps, and the others by kind: ``first``, ``measured``, ``capturing``.
+    ``first`` are the numbers of the first steps after a start, a resume or a rollback. The others
+    are returned by kind: ``first``, ``measured``, ``capturing``.
     """
     steady: list[Entry] = []
     apart: dict[str, list[Entry]] = defaultdict(list)
@@ -42,10 +38,6 @@ def split_steps(
 
 def average_rates(entries: Sequence[Entry], ranks: int) -> dict[str, float]:
     """Compute the rates over a number of steps: sums divided by the time of these steps.
-
-    Args:
-        entries: the steps.
-        ranks: processes of the run.
 
     Returns:
         ``tokens_per_s``, ``vision_tokens_per_s`` and ``samples_per_s`` of all ranks;

@@ -74,9 +74,7 @@ class Throughput:
     def count(self, micro_batches: Sequence[LoadedBatch], micro_steps: int) -> dict[str, float]:
         """Count this rank's micro-batches of a step; the result is to be summed over the ranks.
 
-        Args:
-            micro_batches: none if a signal ended the wait for them.
-            micro_steps: micro-batches per rank and step.
+        There are no micro-batches if a signal ended the wait for them; otherwise ``micro_steps``.
         """
         names = (*_COUNTS, *VIDEO_COUNTS, *NOTES, *MODULES)
         counts: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -130,9 +128,7 @@ class Throughput:
     def rates(self, entry: Mapping[str, Any], seconds: float) -> dict[str, float]:
         """Compute the rates of a step: over all ranks, but TFLOP/s per GPU.
 
-        Args:
-            entry: from :meth:`entry`.
-            seconds: duration of the step, including the wait for data.
+        ``seconds`` include the wait for data.
         """
         tokens, vision_tokens = entry["tokens"], entry["vision_tokens"]
         rates = {
@@ -151,21 +147,17 @@ def measure_imbalance(work: np.ndarray) -> float:
     """Return the share of the time that ranks wait for each other, if time is proportional to work.
 
     It is the mean over micro-steps of ``1 - mean / max`` over ranks, in each of which ranks wait
-    with ZeRO-2 and ZeRO-3. With ZeRO-0 and ZeRO-1 they wait once a step, and less.
-
-    Args:
-        work: work of each micro-step and rank, (micro-steps, ranks).
+    with ZeRO-2 and ZeRO-3. With ZeRO-0 and ZeRO-1 they wait once a step, and less. ``work`` has the
+    shape (micro-steps, ranks).
     """
     largest = work.max(axis=1)
     return float(np.mean(1 - work.mean(axis=1) / largest))
 
 
 def measure_work(batch: Batch, image_token_id: int | None) -> Work:
-    """Count tiles and tokens of a micro-batch, without padding.
+    """Count tiles and tokens of a micro-batch on the CPU, without padding.
 
-    Args:
-        batch: a batch on the CPU; padded on the right, or packed.
-        image_token_id: the placeholder of image features; None without a vision tower.
+    ``image_token_id`` is the placeholder of image features; None without a vision tower.
     """
     mask = batch["attention_mask"].bool()
     placed = 0
@@ -223,12 +215,7 @@ class PeakMemory:
 
 
 class PhaseClock:
-    """Times the phases of a step on this process, summed over micro-batches.
-
-    Args:
-        device: the device of the model.
-        enabled: False turns timing off.
-    """
+    """Times the phases of a step on this process, summed over micro-batches."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self._on_gpu = device.type == "cuda"
@@ -251,11 +238,9 @@ class PhaseClock:
         self._spans.append((phase, begin, self._now()))
 
     def entry(self, data_wait: float, seconds: float) -> dict[str, dict[str, float]]:
-        """Return the entry ``phases`` of metrics.jsonl, in seconds that add up to the whole step.
+        """Return the part ``phases`` of a step's entry, in seconds that add up to the whole step.
 
-        Args:
-            data_wait: seconds of waiting for data.
-            seconds: duration of the whole step; its loss has been read.
+        The loss of the step has been read.
         """
         if not self._enabled:
             return {}

@@ -36,7 +36,7 @@ class Metrics:
     Args:
         run_dir: where metrics.jsonl is.
         tracking: loggers in addition to metrics.jsonl.
-        run_name: name of the run in Weights & Biases.
+        run_name: in Weights & Biases.
         enabled: False on other ranks, where nothing is written.
         check: raises an error if this run must write no more; called before each entry.
 
@@ -231,12 +231,7 @@ class StepLine:
     Rates are those of the steady steps since the last line; the time of other steps stands after
     them (:mod:`coat_vlm.train.steady_rates`).
 
-    Args:
-        stage: the stage's name.
-        total_steps: number of steps of the stage.
-        done: number of steps before a resume.
-        every: steps between two lines; the last step also has one.
-        world: the processes of the run.
+    ``done`` are the steps before a resume; the last step has a line whatever ``every`` is.
     """
 
     def __init__(self, stage: str, total_steps: int, done: int, every: int, world: World) -> None:
