@@ -159,22 +159,6 @@ def test_vila_sft_starts_from_the_users_weights(tuned: Path, siglip: Path, qwen:
         assert 0.5 * LEARNING_RATE < moved.max() < 4 * LEARNING_RATE
 
 
-def test_vila_sft_cuts_tiles_as_vila_does(tuned: Path) -> None:
-    """28 pixels in patches of 7 are 4 x 4; blocks of 3 x 3 (padded) make 2 x 2 tokens of a tile.
-
-    The square image is 1 tile. The one of 112 x 56 has the ratio 2 and more than half the area of
-    (4, 2) tiles, which InternVL's rule therefore takes: 8 tiles and the thumbnail, 9 in all.
-    """
-    processor = CoatVlmProcessor.from_pretrained(str(tuned / "sft" / "model"))
-    image_id = processor.tokenizer.get_vocab()[IMAGE_TOKEN]
-    assert processor.tokens_per_image == 4
-    assert processor.image_mean == [0.5, 0.5, 0.5]
-    for size, tiles in (((28, 28), 1), ((112, 56), 9)):
-        inputs = processor(images=Image.new("RGB", size), text="<image>What is this?")
-        assert inputs["pixel_values"].shape == (tiles, 3, 28, 28)
-        assert int((inputs["input_ids"] == image_id).sum()) == 4 * tiles
-
-
 def test_vila_sft_lora_moves_the_projector_and_adapters_alone(tuned: Path, own: Path) -> None:
     run = tuned.parent / "lora"
     start = tuned / "sft" / "model"

@@ -23,7 +23,7 @@ def model(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "sft" / "model"
 
 
-@pytest.mark.parametrize("precision", ["coat", pytest.param("bf16", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("precision", ["coat", "bf16"])
 def test_killed_inside_a_batch(
     precision: str, model: Path, text_data: Path, start: Callable[..., Run], tmp_path: Path
 ) -> None:

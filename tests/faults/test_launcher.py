@@ -53,9 +53,9 @@ def wait_until_dead(pids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
-        ("torchrun", signal.SIGKILL),
-        pytest.param("torchrun", signal.SIGUSR1, marks=pytest.mark.faults),
-        pytest.param("deepspeed", signal.SIGKILL, marks=pytest.mark.faults),
+        pytest.param("torchrun", signal.SIGKILL, id="torchrun-SIGKILL"),
+        pytest.param("torchrun", signal.SIGUSR1, id="torchrun-SIGUSR1"),
+        pytest.param("deepspeed", signal.SIGKILL, id="deepspeed-SIGKILL"),
     ],
 )
 def test_a_killed_launcher_leaves_no_orphan(
@@ -85,8 +85,8 @@ def test_a_killed_launcher_leaves_no_orphan(
     [
         ("script", signal.SIGUSR1),
         ("torchrun", signal.SIGTERM),
-        pytest.param("torchrun", signal.SIGUSR1, marks=pytest.mark.faults),
-        pytest.param("torchrun", signal.SIGHUP, marks=pytest.mark.faults),
+        ("torchrun", signal.SIGUSR1),
+        ("torchrun", signal.SIGHUP),
     ],
 )
 def test_a_signal_of_torchrun_is_a_status_to_requeue(
@@ -110,7 +110,6 @@ def test_a_signal_of_torchrun_is_a_status_to_requeue(
     losses(run_dir)
 
 
-@pytest.mark.faults
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 def test_a_signal_of_deepspeeds_launcher_is_a_status_to_requeue(
     programs: Path, text_data: Path, start: Start, tmp_path: Path

@@ -192,13 +192,6 @@ def start_two(recipe: dict[str, Any], start: Start, tmp_path: Path) -> None:
     assert not list(Path(recipe["output_dir"]).glob(".lock*"))
 
 
-def test_two_runs_started_at_once(text_data: Path, start: Start, tmp_path: Path) -> None:
-    for number in range(2):
-        recipe = tiny_recipe(text_data, tmp_path / f"run-{number}", max_steps=300)
-        start_two(recipe, start, tmp_path)
-
-
-@pytest.mark.faults
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
 def test_two_runs_started_at_once_twenty_times(

@@ -49,10 +49,6 @@ def write_json(path: Path, answer: str) -> None:
     path.write_text(json.dumps(talk(answer)))
 
 
-def write_lines(path: Path, answer: str) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in talk(answer)))
-
-
 def write_tar(path: Path, answer: str) -> None:
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
@@ -69,23 +65,12 @@ def write_picture(path: Path, answer: str) -> None:
     path.with_suffix(".txt").write_text(answer)
 
 
-LISTS = {
-    "list.yaml": "sources:\n- {name: a, path: a.json}\n- {name: b, path: b.json, repeat: 2}\n",
-    "dataset_info.json": json.dumps(
-        {"demo": {"file_name": "b.json", "formatting": "sharegpt",
-                  "columns": {"messages": "conversations"}}}
-    ),
-    "wids-meta.json": json.dumps({"shardlist": [{"url": f"shards/{n}.tar"} for n in range(2)]}),
-}  # fmt: skip
+LISTING = "sources:\n- {name: a, path: a.json}\n- {name: b, path: b.json, repeat: 2}\n"
 
 FORMS = {
     "b.json": ("b.json", write_json),
-    "{a,b}.jsonl": ("b.jsonl", write_lines),
     "list.yaml": ("b.json", write_json),
-    "dataset_info.json#demo": ("b.json", write_json),
     "shards": ("shards/1.tar", write_tar),
-    "shards/{0..1}.tar": ("shards/1.tar", write_tar),
-    "wids-meta.json": ("shards/1.tar", write_tar),
     "pictures": ("pictures/cat/1.jpg", write_picture),
 }
 """Path of a source -> one of its files, and what writes it."""
@@ -96,12 +81,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         write_json(tmp_path / f"{name}.json", "short")
-        write_lines(tmp_path / f"{name}.jsonl", "short")
     for number in range(2):
         write_tar(tmp_path / f"shards/{number}.tar", "short")
         write_picture(tmp_path / f"pictures/cat/{number}.jpg", "short")
-    for name, text in LISTS.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "list.yaml").write_text(LISTING)
     return tmp_path
 
 
@@ -173,14 +156,14 @@ def test_the_main_process_alone_looks_at_the_files(
         decided.append(original(world, function))
         return decided[-1]
 
-    before = lengths_of(data, "dataset_info.json#demo", Counting())
+    before = lengths_of(data, "list.yaml", Counting())
     with monkeypatch.context() as patch:
         patch.setattr(World, "run_on_rank0", noted)
-        lengths_of(data, "dataset_info.json#demo", Counting())
+        lengths_of(data, "list.yaml", Counting())
     monkeypatch.setattr(OtherNode, "decided", decided)
     os.utime(data / "b.json", (0, 0))
     encoder = Counting()
     other = OtherNode(rank=1, size=2, device=torch.device("cpu"))
-    after = lengths_of(data, "dataset_info.json#demo", encoder, other)
+    after = lengths_of(data, "list.yaml", encoder, other)
     assert encoder.calls == 0
     assert after[0][:, 0].tolist() == before[0][:, 0].tolist()

@@ -184,30 +184,6 @@ def test_no_two_sources_have_one_name(file: Path, tmp_path: Path) -> None:
         open_sources([source, SourceConfig(name="x/q", path=str(file))], seed=0)
 
 
-def test_random_parts_of_a_list_have_its_seeds_or_the_recipes(file: Path, tmp_path: Path) -> None:
-    entry = {"path": str(file), "select": "random 50%"}
-    path = tmp_path / "l.yaml"
-    sources = [{**entry, "name": "own", "seed": 5}, {**entry, "name": "recipe"}]
-    path.write_text(yaml.safe_dump({"sources": sources}))
-
-    def chosen(seed: int) -> list[set[str]]:
-        _, datasets = open_sources([SourceConfig(name="l", path=str(path))], seed)
-        return [{rows[index].id for index in range(len(rows))} for rows in datasets]
-
-    def alone(name: str, seed: int) -> set[str]:
-        config = SourceConfig(name=name, path=str(file), select="random 50%", seed=seed)
-        rows = open_source(config, 9)
-        return {rows[index].id for index in range(len(rows))}
-
-    assert chosen(0) == [alone("l/own", 5), alone("l/recipe", 0)]
-    assert chosen(1) == [alone("l/own", 5), alone("l/recipe", 1)]
-    assert chosen(0) != chosen(1)
-    sources[0]["select"] = "first 50%"
-    path.write_text(yaml.safe_dump({"sources": sources}))
-    with pytest.raises(ValueError, match="'l/own': seed=5 has no effect"):
-        chosen(0)
-
-
 def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "l.yaml"
     path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "a.json"}]}))
@@ -339,13 +315,9 @@ def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:
     [
         ({"select": "some"}, {}, "should match pattern"),
         ({"seed": 1}, {}, "seed=1 has no effect without select: random"),
-        ({"seed": 1, "select": "first 3"}, {}, "seed=1 has no effect"),
         ({}, {"max_bad_fraction": 0.1}, "max_bad_fraction needs max_bad_samples"),
         ({}, {"packing": {"tokens": 512}}, "packing.tokens=512 is less than model.max_length=1000"),
-        ({}, {"packing": {"tokens": 1100}}, "for example use 1152"),
         ({}, {"packing": {"buffer": 1001}}, "less than or equal to 1000"),
-        ({}, {"packing": {"budget": 1}}, "unknown key; did you mean stages.sft.packing.buffer"),
-        ({}, {"packing": "yes"}, "packing"),
     ],
 )
 def test_keys_that_make_no_sense(
