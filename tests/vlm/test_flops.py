@@ -204,7 +204,7 @@ def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
     inputs["attention_mask"] = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     inputs["attention_mask"][1, 30:] = 0
     both = two_ranks.count([LoadedBatch(batch=inputs, bad=[], num_samples=2)] * 2, 2)
-    row = two_ranks.row({name: 2 * number for name, number in both.items()})
+    row = two_ranks.entry({name: 2 * number for name, number in both.items()})
     assert (row["tokens"], row["samples"]) == (4 * 70, 8)
     parts = count_flops(model).count(measure_work(inputs))
     assert (row["tiles"], row["vision_tokens"]) == (8, 8 * model.config.tokens_per_image)
