@@ -36,8 +36,6 @@ _NEAR_END = 16
 class JsonRows(IndexedFiles):
     """The rows of JSON or JSONL files; blank lines are skipped and not counted."""
 
-    reuses_index = True
-
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield the rows; a DataError ends a damaged array."""
         with path.open("rb") as stream:

@@ -90,9 +90,9 @@ class IndexedFiles(Rows):
     bytes (:meth:`parse`). ``media_root`` is the folder of the first file.
     """
 
-    reuses_index = False
-    """Whether :meth:`spans` depends on the file only, and the same file need not be scanned again:
-    the checks before training open the sources of all stages, and each stage opens its own."""
+    reuses_index = True
+    """Whether :meth:`spans` depends on the file only. A process then scans it once: the checks
+    before training open the sources of all stages, and each stage opens its own."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)

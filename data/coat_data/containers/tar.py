@@ -38,8 +38,6 @@ class _Header(tarfile.TarInfo):
 class TarRows(IndexedFiles):
     """The samples of several plain tars; a row is an object of field -> bytes, and the key."""
 
-    reuses_index = True
-
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield the spans of the samples of a tar."""
         try:
