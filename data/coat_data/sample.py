@@ -150,7 +150,7 @@ class Sample:
     """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
     without an end token (:mod:`coat_data.load.documents`)."""
     rejected: str = ""
-    """Preference pairs: a worse answer than the last one of ``turns``, which alone is supervised;
+    """Preference pairs: a worse answer than the last one of ``turns``, the only supervised one;
     empty for a sample that is no pair."""
     reading: Reading = field(default=Reading(), compare=False, repr=False)
     """What the reader did with the fields of the row; empty for ingested rows."""
@@ -208,7 +208,7 @@ class Sample:
         return self
 
     def only_last_supervised(self) -> "Sample":
-        """Return the sample with labels on its last answer alone."""
+        """Return the sample with labels only on its last answer."""
         last = max(n for n, turn in enumerate(self.turns) if turn.role == "assistant")
         turns = (
             *(replace(turn, supervised=False) for turn in self.turns[:last]),

@@ -1,8 +1,8 @@
 """Downloads known public data sets and benchmarks from the Hugging Face Hub, or by address.
 
 ``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses, the archives to unpack,
-and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with the sources
-alone (:mod:`coat_data.lists`).
+and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with only the
+sources (:mod:`coat_data.lists`).
 """
 
 import hashlib

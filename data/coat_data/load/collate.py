@@ -143,7 +143,7 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 def collate_unpadded(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
     """Collate ``samples`` as one packed row if more than ``MAX_PADDING`` would be padding.
 
-    Otherwise as padded rows. The loss is the same; VILA's ``repack_multimodal_data`` does so, too.
+    Otherwise as padded rows. The loss is the same, as in VILA's ``repack_multimodal_data``.
     Arguments as in :func:`collate_packed`.
     """
     lengths = [len(sample.input_ids) for sample in samples]

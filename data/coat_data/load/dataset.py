@@ -240,7 +240,7 @@ class SampleDataset:
                 yield error
 
     def sources(self) -> "Sequence[SampleDataset]":
-        """Return the sources of a list, each with all rows; otherwise this dataset alone."""
+        """Return the sources of a list, each with all rows; otherwise only this dataset."""
         return self._sources or [self]
 
 

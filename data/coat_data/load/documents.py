@@ -34,7 +34,7 @@ class RowKinds:
     """Conversations, captions, and other rows."""
     dropped_question: str | None
     """File and row of a question without media, if any: the template ``plain`` drops the question
-    and would train the answer alone."""
+    and would train only on the answer."""
 
 
 def probe_rows(dataset: Rows) -> list[int]:
@@ -100,7 +100,7 @@ def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     """Split a document; return the first character and last character + 1 of each chunk.
 
     Raises:
-        DataError: the template alone fills ``max_length``.
+        DataError: the template by itself fills ``max_length``.
     """
     text = sample.turns[1].text
     starts = encoder.tokenizer.starts(text)

@@ -109,8 +109,8 @@ class Encoder:
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """Encode the whole conversation, with the answers as labels.
 
-        A preference pair is encoded twice, up to the end token of its last answer, which alone has
-        labels.
+        A preference pair is encoded twice, up to the end token of its last answer; only that
+        answer has labels.
 
         Args:
             rng: generator of the augmentation; None turns augmentation off.
@@ -330,9 +330,9 @@ class Encoder:
         An answer has labels up to the end token behind it, unless its turn is not supervised.
 
         A space between template text and a user's text is tokenized with the user's text, as in
-        running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, whose
-        own characters alone are supervised, unless the tokenizer hides the first space anyway, or
-        ``joins_space``.
+        running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, of
+        which only its own characters are supervised, unless the tokenizer hides the first space
+        anyway, or ``joins_space``.
         """
         tokenizer = self.tokenizer
         ids: list[int] = []

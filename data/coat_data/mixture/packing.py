@@ -42,7 +42,7 @@ _TRIED_UNDER_BOTH = 64
 
 _SCARCE = 0.75
 """Mean share of the image budget that rows full of tokens need, above which images are scarce:
-filling bins by tokens alone would use up the samples without images, and the last bins would be
+filling bins only by tokens would use up the samples without images, and the last bins would be
 limited by images."""
 
 _CACHED_WINDOWS = 4

@@ -13,7 +13,7 @@ from coat_data.mixture.sampler import Stream, generator
 from coat_data.sample import DataError, Sample
 
 ANY_SOURCE = ""
-"""Stands for the source of listed rows that name their file alone."""
+"""Stands for the source of listed rows that name only their file."""
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")
 

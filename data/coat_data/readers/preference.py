@@ -40,7 +40,7 @@ class Pair(NamedTuple):
     """A preference row, taken apart."""
 
     row: dict[str, Any]
-    """The row of the same format with the chosen answer alone."""
+    """The row of the same format with only the chosen answer."""
     rejected: str
     fields: frozenset[str]
     """The fields of the pair in the file."""
@@ -58,7 +58,7 @@ def is_pair(row: Any) -> bool:
 
 
 def with_chosen(row: Any) -> Any:
-    """Return an ordinary row of the same format: a preference row with its chosen answer alone."""
+    """Return an ordinary row of the same format: a preference row with only its chosen answer."""
     if not is_pair(row):
         return row
     rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
@@ -78,7 +78,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
     rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
     if swift and is_missing(row.get(CHOSEN)):
         if len(_turns(row[worse])) > 1:
-            raise DataError(where, f"{worse} is a conversation", "give its last answer alone")
+            raise DataError(where, f"{worse} is a conversation", "give only its last answer")
         return Pair(rest, rejected, frozenset({worse}), None)
     chosen = _text(row.get(CHOSEN), CHOSEN, where)
     speaker = _check_conversations(row, worse, ignore, where)
@@ -133,7 +133,7 @@ def _check_conversations(
         raise DataError(
             where,
             "the conversations of chosen and rejected differ before their last answer",
-            "let them differ in the last answer alone, or remove the row",
+            "let them differ only in the last answer, or remove the row",
         )
     speakers = {name: _speaker(row[name]) for name in (CHOSEN, worse)}
     if None not in speakers.values() and speakers[CHOSEN] != speakers[worse]:
@@ -150,7 +150,7 @@ def _check_conversations(
             raise DataError(
                 where,
                 f"the row has another conversation in {name} than in chosen and {worse}",
-                f"give the answers alone in chosen and {worse}, or leave {name} out with "
+                f"give only the answers in chosen and {worse}, or leave {name} out with "
                 f"ignore_fields: [{name}]",
             )
     return speakers[CHOSEN]

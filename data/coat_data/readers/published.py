@@ -165,7 +165,7 @@ _PIXMO = (
 _LINKS = (
     _Layout(has=frozenset({"URL", "TEXT"}), said=_caption, images=("{URL}",)),  # LAION
     _Layout(has=frozenset({"url", "caption"}), said=_caption, images=("{url}",)),  # Re-LAION
-    # COYO and DataComp; a url and a text alone are a web page (C4, FineWeb)
+    # COYO and DataComp; only a url and a text are a web page (C4, FineWeb)
     _Layout(has=frozenset({"url", "text", "width"}), said=_caption, images=("{url}",)),
     _Layout(has=frozenset({"url", "text", "original_width"}), said=_caption, images=("{url}",)),
 )

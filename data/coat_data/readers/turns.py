@@ -76,7 +76,7 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
 
 def with_loss(turns: Sequence[Turn], supervised: Sequence[bool]) -> tuple[Turn, ...]:
-    """Return the turns with labels on the supervised answers alone.
+    """Return the turns with labels only on the supervised answers.
 
     Args:
         supervised: one for each answer of the file; the first may have been removed from the turns.

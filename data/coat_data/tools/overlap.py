@@ -11,7 +11,7 @@ table per part finds it. A nearly plain image matches nothing. A video counts as
 Texts are compared by n-grams of words as in GPT-3 (Brown et al. 2020, appendix C): n is the 5th
 percentile of the lengths of a benchmark's questions, between 8 and 13, and one common n-gram is a
 match. A line that many questions of a benchmark share, such as its instructions, is ignored.
-Questions of fewer words are found by their images alone.
+Questions of fewer words are found only by their images.
 
 Measured on photographs: 78 million pairs of Tiny ImageNet (64 x 64 pixels) and 51 million of
 CIFAR-10 give 20 matches, each of them a copy by eye: fewer than 3 false ones in 100 million pairs
