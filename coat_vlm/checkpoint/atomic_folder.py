@@ -50,7 +50,6 @@ def write_folder(
     :func:`recover_folders`).
 
     Args:
-        target: the folder.
         world: all ranks must call this, and all raise an error if it failed.
         write: writes the files into the given folder; called on rank 0 only.
         check: called before writing and before the rename.
@@ -88,7 +87,6 @@ class FolderSave:
     Args:
         temporary: an empty folder that rank 0 made (:func:`make_temporary`).
         target: its name when it is complete.
-        world: the processes of the run.
         check: called on rank 0 before the rename.
 
     Attributes:

@@ -111,10 +111,8 @@ def load_checkpoint(
     then requantized in the groups of the new partitions; weights and FP32 moments stay exact.
 
     Args:
-        checkpoint: a complete checkpoint.
         engine: built for the same stage of the same recipe.
         expected: stage and precision of this run; other fields are not used.
-        world: the processes of the run.
 
     Raises:
         ValueError: the checkpoint is of another stage, precision, model or optimizer.

@@ -54,9 +54,6 @@ class CheckpointSaver:
     All ranks must call :meth:`save` and :meth:`finish` at the same steps.
 
     Args:
-        folder: the stage's checkpoints folder.
-        engine: model and optimizer.
-        world: the processes of the run.
         keep: which checkpoints stay.
         describe: writes configuration, tokenizer and processor into a folder; called once, on the
             main process.

@@ -75,10 +75,8 @@ class Heartbeat:
     """Writes this rank's file while the context is open, and deletes it after an orderly end.
 
     Args:
-        run_dir: the run folder.
         stage: the stage that it shows.
         step: number of finished steps.
-        world: the processes of the run.
         timeout_s: seconds after which this rank ends, if others do not respond or are elsewhere.
         check: raises ValueError if this run must write no more (its lock was taken over), and then
             nothing is renewed.

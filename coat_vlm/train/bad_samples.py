@@ -32,8 +32,6 @@ class BadSamples:
             resumed.
 
     Args:
-        run_dir: the run folder.
-        name: the stage's name.
         stage: its limits.
         sources: in the order of the mixture.
         total: bad samples before a resume.

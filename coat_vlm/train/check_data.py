@@ -73,8 +73,6 @@ def check_stage_data(
     """Open the sources of a stage as training does, and check sixteen rows of each.
 
     Args:
-        recipe: the recipe.
-        name: which stage.
         processor: converts samples; None to check paths, formats and media only.
         problems: receives each problem.
         notes: receives bad rows that the stage allows.

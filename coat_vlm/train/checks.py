@@ -105,8 +105,6 @@ def check_recipe(
     """Check what training with the same arguments needs.
 
     Args:
-        recipe: the recipe.
-        only_stage: check only this stage.
         resume: an earlier run is continued; finished stages are not checked.
         overwrite: an earlier run in the output folder will be deleted.
         num_ranks: number of processes.

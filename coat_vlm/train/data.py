@@ -115,11 +115,8 @@ def open_data(
     """Open the stage's sources and verify the label masks of the first rows.
 
     Args:
-        recipe: the recipe.
-        name: which stage.
         run_dir: row sizes and split positions are saved in the stage's folder.
         processor: converts samples to model inputs.
-        world: the processes of the run.
         check: called with the training sources and their rows before the rows are measured or
             split; may raise.
         flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
@@ -260,12 +257,9 @@ def measure_sources(
     Every rank measures its share with ``num_workers`` processes.
 
     Args:
-        sources: the stage's sources.
-        datasets: the rows of each source.
         encoder: measures a row.
         max_images: a row with more images is bad.
         folder: on a file system that all ranks see.
-        world: the processes of the run.
         num_workers: processes per rank.
         skip_bad: mark bad rows, which training replaces, instead of raising an error.
 
@@ -370,7 +364,6 @@ def _load_or_compute(
         state: returns what the arrays depend on; called on the main process only, since
             modification times may differ between nodes.
         datasets: the rows; rank r computes rows r, r + world.size, ...
-        world: the processes of the run.
         title: title of the progress bar.
         compute: yields arrays for the given rows in order, each with its number of rows.
         join: merges the arrays of all ranks.

@@ -52,7 +52,6 @@ class SourceRecord:
 
     Args:
         path: the file.
-        world: the processes of the run.
         compare: whether the stage continues from a checkpoint.
         allow_changed: continue although the data changed.
     """

@@ -46,8 +46,6 @@ class LiveEvaluation:
 
     Args:
         subsets: the same on every rank.
-        processor: of the model.
-        world: the processes of the run.
         every: steps between two evaluations.
         lockstep: every forward pass needs all ranks, with the same modules in the same order.
 

@@ -50,7 +50,6 @@ class BlockMonitor:
         report: the converted modules; None in a run without FP8.
         config: the recipe's ``monitor``; None turns the monitor off.
         arithmetic: the recipe's precision on this device.
-        world: the processes of the run.
         split: whether weights are partitioned over the ranks (ZeRO-3).
 
     Raises:

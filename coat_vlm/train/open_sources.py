@@ -58,7 +58,6 @@ def open_sources(
     entries; a list in a list also does.
 
     Args:
-        sources: the sources of the recipe.
         seed: seed of random selections, for sources without their own.
         access: see :func:`open_source`.
 

@@ -79,7 +79,6 @@ def run_recipe(
     """Train the stages of a recipe.
 
     Args:
-        recipe: the recipe.
         resume: continue from the newest complete checkpoint; finished stages are skipped.
         only_stage: run only this stage, on the previous stage's model in the run folder.
         overwrite: delete an earlier run in the output folder first.

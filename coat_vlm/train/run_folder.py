@@ -31,7 +31,6 @@ def prepare_run_folder(
     """Prepare the run folder, on the main process.
 
     Args:
-        run_dir: the folder.
         recipe: is compared with an earlier run's, and saved.
         continues: an earlier run in the folder is continued.
         overwrite: an earlier run in the folder is deleted.

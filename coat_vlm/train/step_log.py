@@ -92,10 +92,8 @@ class StepLog:
         """Add the times of a step whose results were read, and write its entry.
 
         Args:
-            entry: the entry.
             started: ``time.perf_counter()`` before loading the micro-batches.
             waited: from :meth:`launch`.
-            results: of the step.
         """
         now = time.perf_counter()
         # A step that overlaps with the previous one takes the time since that one was read.

@@ -50,7 +50,6 @@ class Throughput:
 
     Args:
         model: the model with ``requires_grad`` set for the stage, before DeepSpeed gets it.
-        world: the processes of the run.
         sequence_parallel: number of consecutive ranks that share micro-batches, of which the first
             counts.
     """
