@@ -21,7 +21,6 @@ class HostCopies:
 
         Args:
             name: identifies the tensor; later copies of this name use the same memory.
-            tensor: on any device.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

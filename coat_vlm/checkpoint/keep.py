@@ -38,9 +38,7 @@ def choose_deletions(
     are not deleted, unless they are discarded.
 
     Args:
-        checkpoints: all checkpoints of the stage.
         newest: step of the checkpoint that was just completed; it is never deleted.
-        rule: which checkpoints are kept.
         losses: validation losses by step, for ``rule.best``; steps without one are ignored.
     """
     earlier = [saved for saved in checkpoints if saved.step < newest and not saved.discarded]

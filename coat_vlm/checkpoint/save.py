@@ -54,7 +54,6 @@ class CheckpointSaver:
     All ranks must call :meth:`save` and :meth:`finish` at the same steps.
 
     Args:
-        keep: which checkpoints stay.
         describe: writes configuration, tokenizer and processor into a folder; called once, on the
             main process.
         background: write in a thread. Otherwise :meth:`save` returns when the checkpoint is

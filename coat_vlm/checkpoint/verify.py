@@ -37,7 +37,6 @@ def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None)
 
     Args:
         folder: the folder; on a file system that all ranks see.
-        world: the processes that share the work.
         wait_s: seconds to wait until every rank sees what rank 0 sees. Default: ``WAIT_S``.
 
     Raises:

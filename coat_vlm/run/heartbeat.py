@@ -75,12 +75,9 @@ class Heartbeat:
     """Writes this rank's file while the context is open, and deletes it after an orderly end.
 
     Args:
-        stage: the stage that it shows.
-        step: number of finished steps.
         timeout_s: seconds after which this rank ends, if others do not respond or are elsewhere.
         check: raises ValueError if this run must write no more (its lock was taken over), and then
             nothing is renewed.
-        renew_s: seconds between two renewals.
         silent_s: see :data:`SILENT_S`.
     """
 

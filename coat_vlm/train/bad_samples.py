@@ -32,7 +32,6 @@ class BadSamples:
             resumed.
 
     Args:
-        stage: its limits.
         sources: in the order of the mixture.
         total: bad samples before a resume.
         check: raises an error if this run must write no more; called before rows are listed.

@@ -74,7 +74,6 @@ def check_stage_data(
 
     Args:
         processor: converts samples; None to check paths, formats and media only.
-        problems: receives each problem.
         notes: receives bad rows that the stage allows.
 
     Returns:

@@ -107,7 +107,6 @@ def check_recipe(
     Args:
         resume: an earlier run is continued; finished stages are not checked.
         overwrite: an earlier run in the output folder will be deleted.
-        num_ranks: number of processes.
     """
     findings = Findings()
     run_dir = Path(recipe.output_dir)

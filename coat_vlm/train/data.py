@@ -116,7 +116,6 @@ def open_data(
 
     Args:
         run_dir: row sizes and split positions are saved in the stage's folder.
-        processor: converts samples to model inputs.
         check: called with the training sources and their rows before the rows are measured or
             split; may raise.
         flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
@@ -257,10 +256,8 @@ def measure_sources(
     Every rank measures its share with ``num_workers`` processes.
 
     Args:
-        encoder: measures a row.
         max_images: a row with more images is bad.
         folder: on a file system that all ranks see.
-        num_workers: processes per rank.
         skip_bad: mark bad rows, which training replaces, instead of raising an error.
 
     Returns:
@@ -364,10 +361,8 @@ def _load_or_compute(
         state: returns what the arrays depend on; called on the main process only, since
             modification times may differ between nodes.
         datasets: the rows; rank r computes rows r, r + world.size, ...
-        title: title of the progress bar.
         compute: yields arrays for the given rows in order, each with its number of rows.
         join: merges the arrays of all ranks.
-        empty: the array for no rows.
     """
     known = world.run_on_rank0(lambda: _find_saved(path, json.dumps(state()), len(datasets)))
     digest = known.digest

@@ -51,7 +51,6 @@ class SourceRecord:
     Rank 0 reads the data and decides for all. ``changes`` is what changed, if that is allowed.
 
     Args:
-        path: the file.
         compare: whether the stage continues from a checkpoint.
         allow_changed: continue although the data changed.
     """
@@ -122,9 +121,7 @@ def build_source_record(
     """Return what determines the order of samples and their contents, for ``sources.json``.
 
     Args:
-        sources: the training sources, with lists expanded.
         rows: selected rows of each source; None if not known yet.
-        contents: from :func:`describe_contents`.
     """
     return [
         {**{key: getattr(source, key) for key in _COMPARED}, "rows": number, **content}

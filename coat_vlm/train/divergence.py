@@ -169,10 +169,8 @@ class Watchdog:
         """Check a step; return the checkpoint to which training goes back, if it must.
 
         Args:
-            entry: the step's entry of metrics.jsonl.
-            state: state of the sampler after the step.
-            metrics: gets a entry ``kind: divergence`` when a spike begins and when training goes
-                back.
+            metrics: gets an entry of kind ``divergence`` when a spike begins, and ``rollback``
+                when training goes back.
 
         Raises:
             ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.

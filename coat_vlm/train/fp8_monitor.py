@@ -46,10 +46,8 @@ class BlockMonitor:
     """Compares the FP8 blocks of one stage with BF16.
 
     Args:
-        model: the converted model.
         report: the converted modules; None in a run without FP8.
         config: the recipe's ``monitor``; None turns the monitor off.
-        arithmetic: the recipe's precision on this device.
         split: whether weights are partitioned over the ranks (ZeRO-3).
 
     Raises:

@@ -135,9 +135,6 @@ def prepare_model(
 
     Args:
         model: as built or loaded; changed in place, once.
-        recipe: has the attention implementation.
-        stage: has the trainable modules and packing.
-        arithmetic: the recipe's precision on this device.
         packed: rows may be packed although the stage does not ask for it
             (:func:`avoids_padding`).
 

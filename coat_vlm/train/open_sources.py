@@ -202,7 +202,6 @@ def open_source(
     """Open the selected rows of one source; a list is read as one source.
 
     Args:
-        source: a source of a recipe, or an entry of a list.
         seed: of a random selection, if the source has none.
         field_map: the reader's field names -> the file's column names (LlamaFactory).
         access: the recipe's hosts and limits (:func:`access_of`); by default the defaults.

@@ -106,7 +106,6 @@ class Passes:
         """Launch forward, backward and the optimizer.
 
         Args:
-            micro_batches: the micro-batches of this rank.
             divisor: terms of the loss of all micro-batches and ranks.
             read_previous: reads and checks the previous step, while the GPU has work.
             first_step: check that all modules that train get gradients.

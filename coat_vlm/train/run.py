@@ -81,7 +81,6 @@ def run_recipe(
     Args:
         resume: continue from the newest complete checkpoint; finished stages are skipped.
         only_stage: run only this stage, on the previous stage's model in the run folder.
-        overwrite: delete an earlier run in the output folder first.
         allow_changed_data: continue although the data, or recipe keys that change the samples or
             their order, differ from those with which the stage started.
         subsets: the questions of ``eval_every`` with their scoring functions, see

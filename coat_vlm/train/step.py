@@ -94,8 +94,6 @@ class TrainStep:
             micro_batches: the micro-batches of this rank; None if a signal ended the wait for
                 them. No rank then runs the step.
             started: ``time.perf_counter()`` before loading the micro-batches.
-            data_wait: seconds of waiting for the micro-batches.
-            stop_requested: whether this process received a signal.
             wait: whether the results must be read before this call returns. They also are after a
                 signal and if FP8 is measured in the step.
 

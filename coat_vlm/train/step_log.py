@@ -59,7 +59,6 @@ class StepLog:
 
         Args:
             counts: sums of :meth:`count`.
-            batch_size: rows of the step.
             measured: whether FP8 was measured, which needs memory that training does not.
         """
         if measured:

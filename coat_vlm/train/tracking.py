@@ -34,7 +34,6 @@ class Metrics:
     """Writes metrics to all loggers, on the main process.
 
     Args:
-        run_dir: where metrics.jsonl is.
         tracking: loggers in addition to metrics.jsonl.
         run_name: in Weights & Biases.
         enabled: False on other ranks, where nothing is written.
@@ -187,8 +186,6 @@ def rewind(path: Path, stage: str, step: int) -> None:
     Args:
         path: metrics.jsonl or bad_samples.jsonl, whose entries contain stage and step; other lines
             are deleted.
-        stage: the stage that is resumed.
-        step: the step of the checkpoint.
     """
     if not path.is_file():
         return
@@ -214,7 +211,7 @@ def print_on_main(world: World, text: str) -> None:
 
 
 def _flatten(prefix: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a entry by path, such as ``sft/lr/vision``."""
+    """Yield the numbers of an entry by path, such as ``sft/lr/vision``."""
     for name, value in entry.items():
         if isinstance(value, Mapping):
             yield from _flatten(f"{prefix}/{name}", value)
