@@ -4,7 +4,7 @@
 transformers' :class:`GenerationMixin` repeats and drops inputs by rows of a batch.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import GenerationMixin
@@ -54,28 +54,11 @@ class ImageGenerationMixin(GenerationMixin):
         if first or not kwargs.get("use_cache", True):
             media: dict[str, torch.Tensor | None] = {"pixel_values": pixel_values}
             media |= {"image_grids": image_grids, "frame_groups": frame_groups}
-            if count_images(pixel_values):
-                everything = self.placeholder_ids(input_ids, inputs_embeds)
-                shown = self.placeholder_ids(inputs["input_ids"], inputs.get("inputs_embeds"))
-                if shown.shape[1] < everything.shape[1]:
-                    media = self._keep_last_images(everything, shown.shape[1], media)
+            shown = 0 if inputs["input_ids"] is None else inputs["input_ids"].shape[1]
+            if count_images(pixel_values) and shown < input_ids.shape[1]:
+                media = self._keep_last_images(input_ids, shown, media)
             inputs |= media
         return inputs
-
-    def placeholder_ids(
-        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return token ids (B, T); for embeddings (B, T, H), the placeholder's id and -1 elsewhere.
-
-        As in transformers' models, an embedding is a placeholder's if it equals that of its id.
-        """
-        if input_ids is not None and (input_ids.shape[1] or inputs_embeds is None):
-            return input_ids
-        assert inputs_embeds is not None
-        image_id = inputs_embeds.new_tensor(self.config.image_token_id, dtype=torch.long)
-        embedding = cast(Any, self).get_input_embeddings()(image_id)
-        is_image = (inputs_embeds == embedding).all(-1)
-        return torch.where(is_image, image_id, -1)
 
     def _split_media(
         self, ids: torch.Tensor, media: dict[str, torch.Tensor | None]
@@ -123,8 +106,8 @@ class ImageGenerationMixin(GenerationMixin):
         # transformers would repeat each image; all images of a row must be repeated together.
         media = {name: model_kwargs.pop(name, None) for name in ("pixel_values", *_LAYOUT)}
         if count_images(media["pixel_values"]) and expand_size > 1:
-            ids = self.placeholder_ids(input_ids, model_kwargs.get("inputs_embeds"))
-            for name, rows in self._split_media(ids, media).items():
+            assert input_ids is not None
+            for name, rows in self._split_media(input_ids, media).items():
                 repeated = [row.repeat(expand_size, *[1] * (row.ndim - 1)) for row in rows]
                 media[name] = torch.cat(repeated)
         expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]

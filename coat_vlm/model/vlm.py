@@ -165,8 +165,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
                 largest scale. Default: every image is one tile.
             frame_groups: (G,) integers: the number of consecutive tiles of ``pixel_values`` that
                 share the tokens of one frame (:mod:`coat_vlm.model.placeholders`). Default: 1 each.
-            inputs_embeds: (B, T, H) instead of input_ids. With pixel_values, features replace what
-                equals the placeholder's embedding; without, they are already inserted.
+            inputs_embeds: (B, T, H) instead of input_ids and images.
             labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
                 Labels on the CPU avoid a synchronization.
             num_items_in_batch: divisor of the summed loss (the supervised tokens of all
@@ -282,12 +281,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             return self.embed(input_ids, pixel_values, *layout)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        if not count_images(pixel_values):
-            return inputs_embeds
-        self._check_tower(pixel_values)
-        is_image = self.placeholder_ids(None, inputs_embeds) == self.config.image_token_id
-        places = self._find_places(is_image, pixel_values, *layout)
-        return self._place_images(inputs_embeds, pixel_values, *places)
+        if count_images(pixel_values):
+            raise ValueError("images need input_ids with their placeholders, not inputs_embeds")
+        return inputs_embeds
 
     def embed(
         self,

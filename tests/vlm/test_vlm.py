@@ -147,7 +147,7 @@ def test_arguments_that_contradict_each_other(model, images):
         model(ids, inputs_embeds=embeds)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match=r"contain 0 image placeholders .* 2 images"):
+    with pytest.raises(ValueError, match="images need input_ids"):
         model(inputs_embeds=embeds, pixel_values=images)
     with pytest.raises(ValueError, match="labels or logits_to_keep"):
         model(ids, labels=ids, logits_to_keep=1)

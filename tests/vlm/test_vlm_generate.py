@@ -58,16 +58,6 @@ def test_the_placeholder_is_never_generated(model, images):
 ROWS = [tokens(IMAGE, 5, IMAGE, 6), [PAD, *tokens(7, 8, 9, IMAGE, 4, 5)]]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generation_from_embeddings(model, images, beams):
-    ids = torch.tensor(ROWS)
-    given = {"attention_mask": (ids != PAD).long(), "num_beams": beams, "max_new_tokens": NEW}
-    given |= {"pixel_values": images, "do_sample": False, "pad_token_id": PAD}
-    wanted = model.generate(ids, **given)[:, ids.shape[1] :]
-    embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **given), wanted)
-
-
 @pytest.mark.parametrize("new", [[], [IMAGE, 9]], ids=["same images", "another image"])
 def test_a_second_turn_continues_from_the_cache(model, images, new):
     """The whole conversation is given again; its cache has the images of the first turn."""
