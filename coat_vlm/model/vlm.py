@@ -303,42 +303,16 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             ValueError: placeholders, images, grids and groups do not match each other or the
                 configuration, ``image_positions`` are wrong, or there are images but no tower.
         """
-        self._check_tower(pixel_values)
+        num_images = count_images(pixel_values)
         if self.vision_tower is None:
+            if num_images:
+                raise ValueError(
+                    f"pixel_values contain {num_images} images, and the model has no vision tower "
+                    "(model.vision: null); give only text"
+                )
             return self.get_input_embeddings()(input_ids)
         is_image = input_ids == self.config.image_token_id
-        layout = (image_grids, frame_groups, image_positions)
-        places = self._find_places(is_image, pixel_values, *layout)
-        # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
-        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
-        return self._place_images(embeds, pixel_values, *places)
-
-    def _check_tower(self, pixel_values: torch.Tensor | None) -> None:
-        if self.vision_tower is None and count_images(pixel_values):
-            raise ValueError(
-                f"pixel_values contain {count_images(pixel_values)} images, and the model has no "
-                "vision tower (model.vision: null); give only text"
-            )
-
-    def _find_places(
-        self,
-        is_image: torch.Tensor,
-        pixel_values: torch.Tensor | None,
-        image_grids: torch.Tensor | None = None,
-        frame_groups: torch.Tensor | None = None,
-        image_positions: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, list[Grid], list[int] | None]:
-        """Return positions of the placeholders, where ``is_image`` (B, T), grids and groups."""
-        num_images = count_images(pixel_values)
-        grids: list[Grid] = [(1, 1)] * num_images
-        if image_grids is not None:
-            if self.config.s2_scales is None:
-                raise ValueError(
-                    "image_grids are for a model with s2_scales, and this model has none; use the "
-                    "processor that was saved with the model"
-                )
-            grids = [(rows, columns) for rows, columns in image_grids.tolist()]
-        groups = None if frame_groups is None else [int(size) for size in frame_groups.tolist()]
+        grids, groups = self._read_layout(num_images, image_grids, frame_groups)
         placed = sum(rows * cols for rows, cols in grids) if groups is None else len(groups)
         positions = find_placeholders(is_image, image_positions)
         per_image = self.config.tokens_per_image
@@ -349,23 +323,32 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
                 f"{placed * per_image} features ({per_image} each); give {per_image} placeholders "
                 "per image, as the processor does, and check that no sequence was truncated"
             )
-        return positions, grids, groups
-
-    def _place_images(
-        self,
-        embeds: torch.Tensor,
-        pixel_values: torch.Tensor | None,
-        positions: torch.Tensor,
-        grids: list[Grid],
-        groups: list[int] | None,
-    ) -> torch.Tensor:
-        """Replace the embeddings (B, T, H) at the positions by features of the images."""
-        if pixel_values is not None and count_images(pixel_values):
-            features = self._project_images(pixel_values, grids, groups)
-            return place_features(embeds, positions, features)
+        # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
+        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
+        if pixel_values is not None and num_images:
+            return place_features(
+                embeds, positions, self._project_images(pixel_values, grids, groups)
+            )
         if self.training:
             return embeds + self._project_zero_image(embeds).sum().to(embeds.dtype) * 0
         return embeds
+
+    def _read_layout(
+        self,
+        num_images: int,
+        image_grids: torch.Tensor | None,
+        frame_groups: torch.Tensor | None,
+    ) -> tuple[list[Grid], list[int] | None]:
+        """Return the grid of each image, and the sizes of groups of frames."""
+        grids: list[Grid] = [(1, 1)] * num_images
+        if image_grids is not None:
+            if self.config.s2_scales is None:
+                raise ValueError(
+                    "image_grids are for a model with s2_scales, and this model has none; use the "
+                    "processor that was saved with the model"
+                )
+            grids = [(rows, columns) for rows, columns in image_grids.tolist()]
+        return grids, None if frame_groups is None else frame_groups.tolist()
 
     def _embed_shard(
         self,
@@ -383,13 +366,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         embeds = self.get_input_embeddings()(input_ids)
         if self.vision_tower is None or not (self.training or shard.sends):
             return embeds
-        if count_images(pixel_values):
-            assert pixel_values is not None
-            grids = [(1, 1)] * len(pixel_values)
-            if image_grids is not None:
-                grids = [(rows, columns) for rows, columns in image_grids.tolist()]
-            groups = None if frame_groups is None else frame_groups.tolist()
-            features = self._project_images(pixel_values, grids, groups)
+        if pixel_values is not None and len(pixel_values):
+            layout = self._read_layout(len(pixel_values), image_grids, frame_groups)
+            features = self._project_images(pixel_values, *layout)
             features = features.reshape(-1, embeds.shape[2])
         else:
             features = self._project_zero_image(embeds).flatten(0, -2)[:0]
