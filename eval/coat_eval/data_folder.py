@@ -80,12 +80,7 @@ class DataFolder:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        name: str,
-        layouts: Layouts,
-        split: str = "",
-        others: Collection[str] = (),
+        cls, path: Path, name: str, layouts: Layouts, split: str = "", others: Collection[str] = ()
     ) -> "DataFolder":
         """Read the tables of :func:`find_tables`; DataError if one is broken or exists twice."""
         files = find_tables(path, name, layouts, split, others)

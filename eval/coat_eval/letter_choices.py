@@ -34,12 +34,7 @@ from coat_eval.benchmark import (
     to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
-from coat_eval.extract import (
-    LETTER_RULES,
-    declines,
-    infer_letter_c03bc048,
-    letter_choices,
-)
+from coat_eval.extract import LETTER_RULES, declines, infer_letter_c03bc048, letter_choices
 from coat_eval.files import IMAGE_HASH, Table
 
 LMMS_EVAL = "EvolvingLMMs-Lab/lmms-eval @v0.7.3"

@@ -25,14 +25,7 @@ from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
-from coat_eval.files import (
-    REPORT_FILE,
-    Table,
-    folder_sha256,
-    read_json,
-    write_json,
-    write_rows,
-)
+from coat_eval.files import REPORT_FILE, Table, folder_sha256, read_json, write_json, write_rows
 from coat_eval.generation import (
     PREDICTIONS_FILE,
     Generation,
@@ -278,10 +271,7 @@ def _make_prompts(adapter: ModelAdapter, eval_task: EvalTask, folder: DataFolder
 
 
 def _make_identity(
-    adapter: ModelAdapter,
-    eval_task: EvalTask,
-    prompts: Sequence[Prompt],
-    generation: Generation,
+    adapter: ModelAdapter, eval_task: EvalTask, prompts: Sequence[Prompt], generation: Generation
 ) -> dict[str, Any]:
     """Return what the answers depend on."""
     identity = {

@@ -15,10 +15,7 @@ from coat_eval.compare_models import compare_runs
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "output_dir": "runs/tiny",
-    "model": {
-        "vision": {"name_or_path": "tower"},
-        "language": {"name_or_path": "llm"},
-    },
+    "model": {"vision": {"name_or_path": "tower"}, "language": {"name_or_path": "llm"}},
     "stages": {
         "sft": {
             "data": [{"name": "a", "path": "a.json"}],

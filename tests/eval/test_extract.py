@@ -2,12 +2,7 @@
 
 import pytest
 
-from coat_eval.extract import (
-    extract_choice,
-    extract_pope,
-    extract_short_answer,
-    mentions_yes_or_no,
-)
+from coat_eval.extract import extract_choice, extract_pope, extract_short_answer, mentions_yes_or_no
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,7 @@ def test_scienceqa_by_llava(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "predictions", "references"),
     [
-        (
-            "mmbench",
-            "pred_llava-v1.5-13b.300groups.jsonl",
-            "mmbench_dev_20230712.300groups.tsv",
-        ),
+        ("mmbench", "pred_llava-v1.5-13b.300groups.jsonl", "mmbench_dev_20230712.300groups.tsv"),
         ("ccbench", VILA, "CCBench.min.tsv"),
     ],
 )

@@ -115,11 +115,7 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
 
 
 def go(
-    folder: Path,
-    script: Script,
-    limit: int | None = None,
-    overwrite: bool = False,
-    **options: Any,
+    folder: Path, script: Script, limit: int | None = None, overwrite: bool = False, **options: Any
 ) -> dict:
     model_dir, task = folder / "model", get_task("yes_no")
     adapter = CoatAdapter(

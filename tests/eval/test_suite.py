@@ -276,10 +276,7 @@ def test_a_video_that_arrives_later_is_asked_about(
 
 
 def test_subtitles_that_cannot_be_read_are_named(
-    video_mme: Path,
-    speaking_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    video_mme: Path, speaking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (video_mme / "subtitle" / "aaa.srt").write_bytes(b"1\n00:00:00,000 --> 00:00:09,900\ncaf\xe9\n")
     assert evaluate(speaking_model, video_mme, tmp_path, "videomme_subtitles") == 2

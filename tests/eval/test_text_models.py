@@ -10,11 +10,7 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval.text import (
-    load_language_model,
-    measure_perplexity,
-    read_documents,
-)
+from coat_eval.text import load_language_model, measure_perplexity, read_documents
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
@@ -98,10 +94,7 @@ def test_windows_change_the_number_and_must_fit(language: tuple[Any, Any]) -> No
 
 
 def test_the_command_reads_rows_and_plain_text(
-    checkpoint: Path,
-    language: tuple[Any, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, language: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, plain, out = tmp_path / "c4.jsonl", tmp_path / "wiki.txt", tmp_path / "out"
     rows.write_text("\n".join(json.dumps({"text": text, "url": "-"}) for text in TEXTS))

@@ -102,10 +102,7 @@ def test_mvbench_in_parquet_and_with_a_wrong_answer(tmp_path: Path):
     pq.write_table(pa.Table.from_pylist(rows), path)
     assert score("mvbench", {"action_sequence/0": "B", "action_sequence/1": "B"}, path)[
         "metrics"
-    ] == {
-        "overall": 50,
-        "task.action_sequence": 50,
-    }
+    ] == {"overall": 50, "task.action_sequence": 50}
     assert [one.question_id for one in prompts_of(tmp_path, "mvbench")] == [
         "action_sequence/0",
         "action_sequence/1",
@@ -128,10 +125,7 @@ def test_mlvu_averages_over_tasks(tmp_path: Path):
     texts = [one.format(letter) for one in WRITTEN for letter in "AB"] + list(OTHER)
     count = [row(f"{i}.mp4", question_type="count") for i in range(len(texts))]
     order = [row("1.mp4", "a bus", question_type="order")]
-    files = [
-        write(tmp_path / "4_count.json", count),
-        write(tmp_path / "5_order.json", order),
-    ]
+    files = [write(tmp_path / "4_count.json", count), write(tmp_path / "5_order.json", order)]
     said = {f"count/{i}": text for i, text in enumerate(texts)}
     report = score("mlvu", {**said, "order/0": "C)"}, *files)
     right = sum(is_right_in_mlvu(text, "B") for text in texts)

@@ -56,9 +56,7 @@ def test_vizwiz_contractions_have_curly_apostrophes_with_exceptions():
     assert vqa_text.normalize_vizwiz("dont weve cant") == "don\u2019t we've can't"
 
 
-@given(
-    st.text(st.sampled_from("aA.,;-'?!/ 0123\n\tthe"), max_size=40),
-)
+@given(st.text(st.sampled_from("aA.,;-'?!/ 0123\n\tthe"), max_size=40))
 def test_punctuation_equals_the_rule_mark_by_mark(text: str):
     """Another way to the same: every character on its own, then the periods from the left."""
     comma = re.search("[0-9],[0-9]", text)

@@ -106,11 +106,7 @@ class MathVision(Benchmark):
         return Question(
             question_id=str(pick(row, self.id_fields, where)),
             answer=answer,
-            tables={
-                "level": level,
-                "subject": subject,
-                "subject_level": f"{subject}_level{level}",
-            },
+            tables={"level": level, "subject": subject, "subject_level": f"{subject}_level{level}"},
             details={"choice": options[ord(answer) - ord("A")] if options else ""},
             text=str(row.get("question") or ""),
             cluster=str(row.get("image") or ""),

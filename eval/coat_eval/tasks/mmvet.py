@@ -46,9 +46,7 @@ class MmVet(Benchmark):
     text_fields = ("prediction", "text", "value")
     carries_answers = True
     judged = True
-    layouts: ClassVar[Layouts] = {
-        "test": (("mm-vet.json",), ("test-*.parquet",), ("*.parquet",)),
-    }
+    layouts: ClassVar[Layouts] = {"test": (("mm-vet.json",), ("test-*.parquet",), ("*.parquet",))}
     variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's, which asks for reasoning first"}
 
     def is_reference(self, table: Table) -> bool:

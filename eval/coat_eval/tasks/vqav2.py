@@ -48,10 +48,7 @@ class VqaV2(Benchmark):
             ("v2_OpenEnded_mscoco_val2014_questions.json", "v2_mscoco_val2014_annotations.json"),
             ("validation-*.parquet",),
         ),
-        "testdev": (
-            ("v2_OpenEnded_mscoco_test-dev2015_questions.json",),
-            ("testdev-*.parquet",),
-        ),
+        "testdev": (("v2_OpenEnded_mscoco_test-dev2015_questions.json",), ("testdev-*.parquet",)),
         "test": (("v2_OpenEnded_mscoco_test2015_questions.json",), ("test-*.parquet",)),
     }
 
