@@ -104,8 +104,8 @@ def score_tables(
 
     Args:
         benchmark: a benchmark or question set.
-        predictions: tables of predictions.
-        references: tables of questions with answers.
+        predictions: one or several files' rows.
+        references: questions with answers.
         settings: profile and options; default: the official ones.
         judge: is asked about the answers that need one. Without it they count as wrong; if all
             answers need one, the report has no metrics.
