@@ -121,7 +121,7 @@ def measure_perplexity(
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: that of the model.
+        tokenizer: the one the model was trained with.
         documents: independent texts.
         window: maximum number of tokens per window; default: 2048, or the number of positions of
             the model if that is less.
