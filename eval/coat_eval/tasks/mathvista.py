@@ -86,7 +86,7 @@ class MathVista(Benchmark):
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the figure, in a folder or in Parquet."""
-        name = str(row.values["image"]).rpartition("/")[2]
+        name = str(row.values.get("image")).rpartition("/")[2]
         return (row.image(name, ("images", "."), column="decoded_image"),)
 
     def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
