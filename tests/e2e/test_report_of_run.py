@@ -123,15 +123,6 @@ def test_the_named_commands_continue_the_run(run_dir: Path):
     assert find_commands(page) == []
 
 
-def test_no_command_is_named_that_would_fail(run_dir: Path, tmp_path: Path):
-    """The questions are gone, as on another machine."""
-    recipe = (run_dir / "recipe.yaml").read_text()
-    (run_dir / "recipe.yaml").write_text(re.sub(r"path: .*questions", "path: gone", recipe))
-    page = report(run_dir)
-    assert "Trained, but not all" in page
-    assert find_commands(page) == []
-
-
 def test_planned_memory_is_that_of_plan(run_dir: Path):
     text = (run_dir / "metrics.jsonl").read_text().replace('"device": "cpu"', '"device": "H200"')
     (run_dir / "metrics.jsonl").write_text(text)

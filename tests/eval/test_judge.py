@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from official_files import noise
+from scoring_helpers import write
 
 from coat_cli.main import main
 from coat_data.sample import DataError
@@ -62,11 +63,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     yield own
     own.http.shutdown()
     own.http.server_close()
-
-
-def write(path: Path, content: Any) -> Path:
-    path.write_text(json.dumps(content))
-    return path
 
 
 def mmvet_files(folder: Path) -> tuple[Path, Path]:

@@ -6,22 +6,14 @@ docs/reference/benchmarks.md.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import scoring_helpers
+from scoring_helpers import agree, expected, find, needs_official_files
 
-from coat_eval.benchmark import Settings
-from coat_eval.scoring import score_official
-from coat_eval.tasks import get_benchmark
-
-DATA = os.environ.get("COAT_EVAL_DATA")
-pytestmark = pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
-ROOT = Path(DATA or ".")
-# The files carry six decimals.
-ROUNDING = 1e-6
-
+pytestmark = needs_official_files
 REFERENCES = {
     "gqa": ["testdev_balanced_questions.1000.json"],
     "vqav2": [
@@ -36,24 +28,10 @@ REFERENCES = {
 VQAV2 = "v2_OpenEnded_mscoco_subset2000_annotator1{}_results.json"
 
 
-def score(name: str, predictions: str, references: list[str] | None = None, **settings) -> dict:
+def score(name: str, predictions: str, references: list[str] | None = None, **options) -> dict:
     files = REFERENCES[name] if references is None else references
-    return score_official(
-        get_benchmark(name),
-        [ROOT / name / predictions],
-        [ROOT / name / file for file in files],
-        settings=Settings(**settings),
-        with_items=True,
-        allow_missing=name == "videomme",  # four of the 900 videos
-    )
-
-
-def expected(name: str) -> dict:
-    return json.loads((ROOT / name / "expected.dev.json").read_text())
-
-
-def agree(metrics: dict, wanted: dict[str, float], tolerance: float = ROUNDING):
-    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, abs=tolerance, rel=0)
+    options |= {"allow_missing": name == "videomme"}  # four of the 900 videos
+    return scoring_helpers.score_files(name, predictions, *files, **options)
 
 
 CLIP = "pred_clip-vit-l14-336_zero-shot.9000.jsonl"
@@ -64,7 +42,7 @@ LLAVA = "pred_llava-v1.5-7b.adversarial.jsonl"
     ("file", "reference"), [(CLIP, "labels9000.jsonl"), (LLAVA, "coco_pope_adversarial.json")]
 )
 def test_pope(file: str, reference: str):
-    wanted = expected("pope")[file]
+    wanted = expected("pope", file)
     metrics = score("pope", file, [reference])["metrics"]
     for split, values in wanted["official"].items():
         if split == "mean_f1":
@@ -87,7 +65,7 @@ GQA_FILES = ("testdev_balanced_predictions.1000.json", "answers_type_prior.jsonl
 
 @pytest.mark.parametrize("file", GQA_FILES)
 def test_gqa(file: str):
-    wanted = expected("gqa")[GQA_FILES[0]]["official"]
+    wanted = expected("gqa", GQA_FILES[0])["official"]
     report = score("gqa", file)
     metrics = report["metrics"]
     agree(metrics, {name: wanted[name] for name in ("accuracy", "binary", "open", "distribution")})
@@ -98,7 +76,7 @@ def test_gqa(file: str):
 
 
 def test_gqa_on_raw_text_and_by_lmms():
-    wanted = expected("gqa")[GQA_FILES[1]]
+    wanted = expected("gqa", GQA_FILES[1])
     agree(score("gqa", GQA_FILES[1], raw=True)["metrics"], wanted["official_on_raw_text"])
     lmms = score("gqa", GQA_FILES[1], profile="lmms")["metrics"]
     agree(lmms, {"accuracy": wanted["lmms_eval_exact_match"]})
@@ -107,7 +85,7 @@ def test_gqa_on_raw_text_and_by_lmms():
 @pytest.mark.parametrize("kind", ["", "_capitalized"])
 @pytest.mark.parametrize("raw", [True, False])
 def test_vqav2(kind: str, raw: bool):
-    wanted = expected("vqav2")[VQAV2.format(kind)]
+    wanted = expected("vqav2", VQAV2.format(kind))
     official = wanted["official" if raw else "official_after_llava_processor"]
     metrics = score("vqav2", VQAV2.format(kind), raw=raw)["metrics"]
     agree(metrics, {"overall": official["overall"]})
@@ -122,7 +100,7 @@ def test_vqav2(kind: str, raw: bool):
     "file", ["pred_qwen2.5vl_zero_shot.1000.jsonl", "pred_minicpm_0513.1000.jsonl"]
 )
 def test_textvqa(file: str):
-    wanted = expected("textvqa")[file]
+    wanted = expected("textvqa", file)
     agree(score("textvqa", file)["metrics"], {"accuracy": wanted["official"]["accuracy"]})
     agree(score("textvqa", file, profile="lmms")["metrics"], {"accuracy": wanted["lmms_eval"]})
     vlmeval = score("textvqa", file, profile="vlmeval")["metrics"]
@@ -131,7 +109,7 @@ def test_textvqa(file: str):
 
 def test_textvqa_row_by_row_against_the_models_own_scores():
     file = "pred_minicpm_0513.1000.jsonl"
-    rows = map(json.loads, (ROOT / "textvqa" / file).read_text().splitlines())
+    rows = map(json.loads, (find("textvqa") / file).read_text().splitlines())
     theirs = {str(row["question_id"]): row["upstream_accuracy"] for row in rows}
     ours = {item["question_id"]: item["score"] for item in score("textvqa", file)["items"]}
     assert ours == pytest.approx(theirs, abs=1e-9)
@@ -144,9 +122,9 @@ def test_vizwiz(raw: bool, made: str | None, tmp_path: Path):
     key = {None: file, "unanswerable": "_always_unanswerable"}.get(
         made, "_first_annotator_as_prediction"
     )
-    wanted = expected("vizwiz")[key]
+    wanted = expected("vizwiz", key)
     if made is not None:
-        references = json.loads((ROOT / "vizwiz" / "val.1000.json").read_text())
+        references = json.loads((find("vizwiz") / "val.1000.json").read_text())
         rows = [
             {
                 "image": row["image"],
@@ -167,7 +145,7 @@ def test_vizwiz(raw: bool, made: str | None, tmp_path: Path):
 
 
 def test_seedbench():
-    wanted = expected("seedbench")["results_gpt4v.500.jsonl"]
+    wanted = expected("seedbench", "results_gpt4v.500.jsonl")
     report = score("seedbench", "results_gpt4v.500.jsonl")
     official = wanted["official"]
     agree(
@@ -192,7 +170,7 @@ def mmmu_names(table: dict) -> Iterator[tuple[str, float]]:
 
 @pytest.mark.parametrize("references", [[], ["answer_dict_val.json"]])
 def test_mmmu_outputs(references: list[str]):
-    wanted = expected("mmmu")["qwen_vl_outputs.jsonl"]
+    wanted = expected("mmmu", "qwen_vl_outputs.jsonl")
     report = score("mmmu", "qwen_vl_outputs.jsonl", references)
     # Fractions of six decimals.
     agree(report["metrics"], dict(mmmu_names(wanted["parse_and_eval_seed42"])), 1e-4)
@@ -216,7 +194,7 @@ def test_mmmu_outputs(references: list[str]):
 
 
 def test_mmmu_answers_already_read():
-    wanted = expected("mmmu")["baseline_always_A.json"]["eval_only"]
+    wanted = expected("mmmu", "baseline_always_A.json")["eval_only"]
     metrics = score("mmmu", "baseline_always_A.json", ["answer_dict_val.json"])["metrics"]
     agree(metrics, dict(mmmu_names(wanted)), 1e-4)
 
@@ -230,7 +208,7 @@ def test_mmmu_answers_already_read():
     ],
 )
 def test_videomme(profile: str, key: str):
-    wanted = expected("videomme")["results_made_up.json"]
+    wanted = expected("videomme", "results_made_up.json")
     report = score("videomme", "results_made_up.json", profile=profile)
     letters = {item["question_id"]: item["extracted"] or "" for item in report["items"]}
     assert letters == wanted[key]
