@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from coat_data.sample import DataError
 from coat_eval.files import read_json, read_table
+from coat_eval.generation import select_device
+from coat_eval.own_model import load_run_or_model
 from coat_vlm.config import Precision
-from coat_vlm.generate import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,9 +40,10 @@ def load_language_model(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load the causal language model of a checkpoint in evaluation mode, and its tokenizer.
 
-    The model is on the first GPU in the checkpoint's dtype, or without a GPU on the CPU in FP32.
-    ``folder`` is a model folder of this project, or that of a language model (such as the one that
-    a recipe started from, to measure the effect of training).
+    ``folder`` is a run folder (its last stage in the run's precision), a model folder of this
+    project, or the folder of a language model (such as the one that a recipe started from, to
+    measure the effect of training). Without ``precision`` a model folder is loaded in the dtype of
+    its weights, on a CPU in FP32.
 
     Raises:
         FileNotFoundError: there is no config.json.
@@ -49,15 +51,15 @@ def load_language_model(
             that is not a checkpoint of this project.
     """
     folder = Path(folder)
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.json; give RUN/sft/model, an exported folder or the folder "
-            "of a language model"
-        )
-    if read_json(config_path, "copy the model again").get("model_type") == "coat_vlm":
-        model, processor = load(folder, precision=precision)
+    config = read_json(folder / "config.json", "copy the model again")
+    if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
+        model, processor, *_ = load_run_or_model(folder, select_device(), precision)
         return cast(Any, model).language_model, processor.tokenizer
+    if not config:
+        raise FileNotFoundError(
+            f"{folder} has no config.json; give a run folder, RUN/sft/model, an exported folder or "
+            "the folder of a language model"
+        )
     if precision is not None:
         raise ValueError(f"precision={precision} is for checkpoints of this project, not {folder}")
     # Imported here because coat_vlm must be imported before transformers (torchvision_ops.py).

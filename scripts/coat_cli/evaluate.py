@@ -16,7 +16,6 @@ from coat_cli.command import (
     check_effects,
     command,
     complain,
-    find_model,
     say,
     stoppable,
 )
@@ -121,7 +120,7 @@ recipe started from; the difference between the two results is the effect of tra
         "--num-workers",
         type=at_least(0),
         metavar="N",
-        help="processes that load data of benchmarks; default up to 12, on a CPU 0",
+        help="processes that load data; default up to 12, on a CPU 0",
     )
     add("--overwrite", action="store_true", help="replace answers of another model or prompt")
     add = parser.add_argument_group("with --text").add_argument
@@ -206,7 +205,7 @@ def _eval_text(args: argparse.Namespace) -> int:
 
     # Errors in a file are reported before the model is loaded.
     documents = {path: read_documents(path, args.text_field or "text") for path in args.text}
-    model, tokenizer = load_language_model(find_model(Path(args.model)), precision=args.precision)
+    model, tokenizer = load_language_model(Path(args.model), args.precision)
     report: dict[str, Any] = {}
     for path, texts in documents.items():
         sizes = {"window": args.window, "batch_size": args.batch_size or 4}
@@ -254,7 +253,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
         raise ValueError("--to is missing; name the folder to write")
     own_sets = ["=" in word for word in args.tasks]
     if all(own_sets):
-        names = ("data", "split", "profile", "num_frames", "num_workers", *_JUDGE)
+        names = ("data", "split", "profile", *_JUDGE)
         check_effects(args, dict.fromkeys(names, "is for benchmarks, not for question sets"))
     elif not any(own_sets):
         check_effects(args, {"media_root": "is for question sets; benchmarks are below --data"})
@@ -274,7 +273,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens or _BENCHMARK_TOKENS,
         num_workers=workers,
     )
-    of_sets = replace(generation, max_new_tokens=args.max_new_tokens or _SET_TOKENS, num_workers=0)
+    of_sets = replace(generation, max_new_tokens=args.max_new_tokens or _SET_TOKENS)
     adapters: dict[str, Path | None] = {**name_adapters(args.adapters)} or {"": None}
     with join_ranks() as world, ExitStack() as locks:
         checks = {
