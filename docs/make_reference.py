@@ -1,7 +1,6 @@
 """Writes docs/reference/commands.md and recipe.md from the parser and the recipe's classes.
 
-``make docs`` runs this. With ``--check`` nothing is written, and the exit status is 1 if a page is
-stale, which a test asks for.
+With ``--check`` nothing is written, and the exit status is 1 if a page is stale.
 """
 
 import argparse
@@ -169,12 +168,13 @@ def _values(hint: Any) -> str:
 
 def _limit(extra: Any) -> str:
     """A pydantic Field's bounds."""
-    found = []
-    for bound in getattr(extra, "metadata", []):
-        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
-            if (value := getattr(bound, name, None)) is not None:
-                found.append(f"{sign} {value:g}")
-    return ", ".join(found)
+    signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+    return ", ".join(
+        f"{sign} {value:g}"
+        for bound in getattr(extra, "metadata", [])
+        for name, sign in signs
+        if (value := getattr(bound, name, None)) is not None
+    )
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:

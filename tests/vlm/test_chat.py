@@ -129,12 +129,6 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     assert text.read_text() == "no picture"
 
 
-def test_a_missing_file_ends_the_command(chat: Any):
-    status, _, problems = chat([], "--image", "gone.png")
-    assert status == 2
-    assert "--image gone.png: there is no such file" in problems
-
-
 def test_a_terminal_shows_a_prompt_and_the_answer_as_it_grows(
     checkpoint: Path, stock: Any, monkeypatch: pytest.MonkeyPatch
 ):
