@@ -70,14 +70,11 @@ def attention_output(
     """Compute attention, and its output projection in FP8.
 
     Args:
-        module: the attention module.
         heads: query [B, H, T, D], key and value [B, H_kv, S, D], in the model's dtype.
-        mask: the model's mask for its attention implementation.
         layer: the output projection.
         source: what backward computes the heads from; they are saved when absent.
         dropout: probability of attention; 0 with ``source``.
         implementation: name of the attention implementation; the model's when absent.
-        **kwargs: passed to the attention implementation.
 
     Returns:
         [B, T, hidden].
@@ -128,10 +125,6 @@ def fused_kernel(
     """Return the fused kernel equivalent to the attention implementation, or None.
 
     Args:
-        module: the attention module.
-        heads: as in :func:`attention_output`.
-        mask: as in :func:`attention_output`.
-        implementation: its name.
         kwargs: arguments of the attention implementation.
     """
     packing = None

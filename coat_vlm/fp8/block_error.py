@@ -91,7 +91,6 @@ def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> Block
 
     Args:
         block: a block that :func:`coat_vlm.fp8.convert.convert` converted, with gathered weights.
-        live: its input.
         round_linears: on a CPU, compute BF16 by rounding (:class:`coat_vlm.fp8.Arithmetic`).
 
     Returns:

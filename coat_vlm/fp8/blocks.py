@@ -73,13 +73,7 @@ class Fp8DecoderLayer:
         """Map [B, T, hidden] to the same shape like the original; returns no attention weights.
 
         Args:
-            hidden_states: the residual stream.
-            attention_mask: the model's mask for its attention implementation.
-            position_ids: passed to the attention implementation (packed sequences need them).
             past_key_values: the cache of generation, updated in place.
-            use_cache: passed to the attention implementation.
-            position_embeddings: (cos, sin) of the rotary embedding.
-            **kwargs: passed to the attention implementation.
         """
         attention = self.self_attn
         assert position_embeddings is not None
@@ -154,13 +148,7 @@ class Fp8EncoderLayer(Fp8Encoder):
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original; returns no attention weights.
-
-        Args:
-            hidden_states: the residual stream.
-            attention_mask: the model's mask for its attention implementation.
-            **kwargs: passed to the attention implementation.
-        """
+        """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
         attention = self.self_attn
         return _encode(
             self,
@@ -224,11 +212,9 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         ``sdpa_packed``, not by one call per image or window as in the original.
 
         Args:
-            hidden_states: the residual stream.
             cu_seqlens: bounds [N + 1] of the images or windows in the row.
             position_embeddings: (cos, sin) [T, head_dim] of the rotary embedding.
             max_seqlen: tokens of the longest image or window; computed when absent.
-            **kwargs: passed to the attention implementation.
         """
         attention = self.attn
         implementation = None if is_flash_attention_requested(attention.config) else PACKED
@@ -294,13 +280,8 @@ def _encode(
     Args:
         block: the layer, with the attributes of :class:`Fp8Encoder`.
         x: the residual stream [B, T, hidden].
-        norms: in front of attention and MLP.
-        attention: the attention module.
-        mask: the model's mask for its attention implementation.
         position_embeddings: (cos, sin) of the rotary embedding, if there is one.
         scale_branches: applied to the outputs of attention and MLP before they are added.
-        dropout: probability of attention.
-        **kwargs: of :func:`attention_output`.
     """
     # LINEARS is in the order of use: heads, the output projection, the MLP's first layers, its last
     names = block.LINEARS

@@ -336,7 +336,6 @@ def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.
     """Return the converted blocks of a model with their names.
 
     Args:
-        model: a converted model.
         adapted: also return blocks with LoRA adapters, whose weights may be in FP8 only.
     """
     return [
@@ -442,7 +441,6 @@ def arithmetic_of(
     """Return the arithmetic of a recipe on a device.
 
     Args:
-        precision: the recipe's precision.
         fp8: the recipe's section; defaults when absent.
         device: where the model will run; ``meta`` stands for a GPU with FP8 tensor cores.
         low_bits: the recipe's ``has_low_bits`` on this device; weights are then BF16 on a CPU too.

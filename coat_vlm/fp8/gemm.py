@@ -170,7 +170,6 @@ def collect(
     The first layer's attribute ``fp8_bf16_forward`` applies to all layers.
 
     Args:
-        layers: the linear layers.
         pad_rows: zero rows appended to each weight, bias and matrix B.
         pad_columns: zero columns appended to each weight and matrix A.
 
@@ -223,9 +222,6 @@ def forward(
 
     Args:
         x: E4M3 [M, K].
-        fused: the layers.
-        layers: their parameters.
-        dtype: dtype of the result.
         hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
         weight_scale: the scale that an earlier call saved, to run the same GEMM again.
 
@@ -305,7 +301,6 @@ def quantize_grad(parts: Sequence[Tensor], needs: Needs) -> QuantizedGradient:
 
     Args:
         parts: the gradient, as matrices [M, n_i] to be concatenated by columns.
-        needs: the gradients to compute.
     """
     quantized = quantize_gradient(parts, rows=needs.rows, transposed=needs.weight, bias=needs.bias)
     saturation.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
@@ -325,10 +320,6 @@ def backward(
     Args:
         grad_output: gradient of :func:`forward`'s result, [..., N] in high precision; or a function
             that returns it in FP8. Each layout is freed after its GEMM.
-        fused: the layers.
-        saved: from :func:`forward`.
-        needs: the gradients to compute.
-        dtype: dtype of the input's gradient.
         input_transposed: returns x^T, E4M3 [K, M'], given the input's gradient; called only for
             gradients of weights or adapters, once.
 

@@ -182,7 +182,6 @@ def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) ->
     What is no FP8 block, such as a language model in BF16, is not counted.
 
     Args:
-        loads: all rows of blocks that run in a step.
         spare: bytes that graphs may take.
         accumulates: whether a step has several micro-batches.
 

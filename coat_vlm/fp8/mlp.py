@@ -59,11 +59,9 @@ def norm_mlp(
 
     Args:
         x: the residual stream [..., K], FP32, BF16 or FP16.
-        norm: a LayerNorm, or an RMSNorm of transformers.
         layers_in: (gate, up) for gated activations, else one layer; weights [F, K].
         layer_out: weight [K, F].
         activation: one of ``coat_kernels.ACTIVATIONS``.
-        group_size: group size of the saved activations.
         delta: added to x first, of x's shape; nothing when absent.
 
     Returns:

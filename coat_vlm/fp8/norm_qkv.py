@@ -61,10 +61,8 @@ def norm_heads(
 
     Args:
         x: the residual stream [B, T, hidden].
-        norm: a LayerNorm, or an RMSNorm of transformers.
         attention: an attention module with ``head_dim`` and either ``q_proj``, ``k_proj`` and
             ``v_proj`` or one layer ``qkv`` with as many keys and values as queries.
-        group_size: group size of the norm's saved input.
         recompute: return what the heads can be computed from again.
         position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens; no rotation
             when absent.
@@ -121,8 +119,6 @@ def _finish_by_model(
 
     Args:
         projected: q, k and v as the projection returns them.
-        attention: the attention module, with its norms.
-        position_embeddings: as in :func:`norm_heads`.
         recompute: return what the heads can be computed from again.
 
     Returns:

@@ -55,11 +55,6 @@ def choose(
     Args:
         query: [B, H, T, D].
         key: [B, H_kv, T, D].
-        value: like key.
-        causal: whether attention is causal.
-        scale: see :class:`Fused`.
-        packing: see :class:`Fused`.
-        shard: see :class:`Fused`.
     """
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel

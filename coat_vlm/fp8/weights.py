@@ -129,7 +129,6 @@ def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = No
 
     Args:
         key: from :func:`key_of`.
-        parts: the weights.
         scale: of an earlier call with the same weights, whose result is returned again; values are
             then not counted.
     """

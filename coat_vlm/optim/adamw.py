@@ -50,10 +50,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them; FP32, BF16 or FP16, contiguous.
-        lr: learning rate, or a tensor () with it.
-        betas: decay rates of the moments.
         eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
         master: master weights of BF16 parameters. ``fp32``: none, parameters are rounded to
             nearest; ``bf16_low_bits``: FP32, with their low 16 bits in the state;
             ``bf16_stochastic``: none, parameters are rounded stochastically, so that small steps

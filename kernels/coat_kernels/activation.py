@@ -491,9 +491,6 @@ def activation_bwd_stats(
 
     Args:
         grad_output: gradient of h [M, F], contiguous.
-        saved: from the forward pass.
-        kind: as in the forward pass.
-        fmt: FP8 format of the gradient.
 
     Returns:
         The scale of :func:`activation_bwd`, FP32 [], and the activation's output in E4M3,
@@ -524,12 +521,9 @@ def activation_bwd(
 
     Args:
         grad_output: gradient of h [M, F], contiguous.
-        saved: from the forward pass.
-        kind: as in the forward pass.
         rows: write FP8 data [M, W], for the preceding layer's grad-input GEMM.
         transposed: write FP8 data [W, M'], for the preceding layer's grad-weight GEMM.
         bias: compute the sum over the tokens, for the preceding layer's bias.
-        fmt: FP8 format.
         scale: from :func:`activation_bwd_stats` with the same format; computed when absent.
 
     Raises:

@@ -411,7 +411,6 @@ class AdamwTable:
     """Runs foreach (multi-tensor) steps of AdamW on tensors of one device.
 
     Args:
-        device: device of the tensors.
         seed: 31 bits; BF16 parameters without low bits are rounded stochastically with it. If None,
             they are rounded to nearest, and second moments are rounded with seed 0.
     """

@@ -379,13 +379,7 @@ def split_row(columns: int) -> tuple[int, int]:
 
 
 def _persistent(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs for the rows of [M, N], and launch options.
-
-    Args:
-        kernel: one of ``WARPS_AND_REGISTERS``.
-        M: rows.
-        N: columns.
-    """
+    """Return the number of programs for the rows of [M, N], and launch options."""
     head, tail = split_row(N)
     table = WARPS_AND_REGISTERS[kernel]
     _, warps, registers = next((row for row in table if head + tail <= row[0]), table[-1])
@@ -510,9 +504,7 @@ def norm_fwd(
         x: FP32, BF16 or FP16 [M, N], contiguous.
         weight: [N], FP32, BF16 or FP16.
         bias: [N] or None.
-        eps: the model's epsilon, inside the square root.
         centered: subtract the mean (LayerNorm).
-        group_size: group size of the saved input.
         delta: added to x first (a residual connection); like x.
 
     Returns:
@@ -558,7 +550,6 @@ def norm_bwd(
 
     Args:
         grad_output: gradient of the output [M, N], contiguous.
-        saved: from the forward pass.
         weight: [N].
         grad_residual: gradient of the norm's input through the residual path, like grad_output;
             added to the input gradient.

@@ -345,7 +345,6 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
-        fmt: FP8 format.
 
     Raises:
         ValueError: x is not a contiguous matrix of such a dtype.
@@ -360,7 +359,6 @@ def quantize_layouts(
 
     Args:
         parts: FP32, BF16 or FP16 [m_i, N], contiguous; M is the sum of the m_i.
-        fmt: FP8 format.
         rows: write FP8 data [M, N].
         transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16, as an operand
             of a GEMM over tokens (grad-weight).
@@ -383,9 +381,6 @@ def quantize_again(
     """Quantize with a scale from before, in one layout; see :func:`quantize_layouts`.
 
     Args:
-        parts: as in :func:`quantize_layouts`.
-        scale: the scale that was computed from the same parts.
-        fmt: FP8 format.
         transposed: return [N, M'] instead of [M, N].
 
     Raises:
@@ -409,7 +404,6 @@ def quantize_gradient(
     Args:
         parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
             of 16 if there is more than one.
-        fmt: FP8 format.
         rows: write FP8 data [M, N], for the grad-input GEMM.
         transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
             multiple of 16.

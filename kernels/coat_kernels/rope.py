@@ -247,7 +247,6 @@ def rope(
     Args:
         qkv: [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16: q, k, v of M tokens.
         cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
-        sin: as cos.
         heads: number of heads of q.
         kv_heads: number of heads of k and of v.
 
@@ -285,9 +284,6 @@ def rope_gradient(
         dq: gradient of q [M, heads D], FP32, BF16 or FP16, contiguous.
         dk: gradient of k [M, kv_heads D].
         dv: gradient of v, of k's shape.
-        cos: as in :func:`coat_kernels.rope`.
-        sin: as cos.
-        fmt: FP8 format.
         rows: write FP8 data [M, N], N = (heads + 2 kv_heads) D, for the grad-input GEMM.
         transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
             multiple of 16.

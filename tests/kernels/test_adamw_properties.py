@@ -77,36 +77,6 @@ def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
         assert ((stepped - exact).abs() <= 1e-6 * (LR + p.abs())).all()
 
 
-@given(vectors(1), st.integers(1, 1000))
-def test_without_gradient_and_moments_only_weight_decay_acts(
-    run: Run, one: tuple[Tensor, ...], step: int
-):
-    (p,) = one
-    zero = torch.zeros_like(p)
-    for body in (run, run_reference):
-        kept, moments = adamw(body, p, zero, zero_moments(p), step, decay=0.0)
-        assert torch.equal(kept, p)
-        assert not any(t.float().any() for t in (*moments[:2], *moments[3:5]))
-        decayed, _ = adamw(body, p, zero, moments, step + 1)
-        torch.testing.assert_close(decayed, p * (1 - LR * DECAY), rtol=2e-7, atol=0)
-
-
-@given(vectors(3))
-def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
-    run: Run, tensors: tuple[Tensor, ...]
-):
-    p, *gradients = tensors
-    for body in (run, run_reference):
-        ends = []
-        for sign in (1, -1):
-            there, moments = sign * p, zero_moments(p)
-            for step, g in enumerate(gradients, start=1):
-                there, moments = adamw(body, there, sign * g, moments, step)
-            ends.append((sign * there, sign * moments[0].float(), *moments[1:]))
-        for name, one, other in zip(("p", "m", "", "", "v", "", ""), *ends, strict=True):
-            assert torch.equal(one.float(), other.float()), name
-
-
 @given(vectors(6), st.integers(0, 2))
 def test_a_group_of_elements_depends_on_no_other(run: Run, tensors: tuple[Tensor, ...], which: int):
     own, others = tensors[:3], tensors[3:]

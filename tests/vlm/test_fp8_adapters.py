@@ -12,7 +12,6 @@ from coat_kernels import (
     E5M2,
     dequantize_tensor,
     quantize_gradient,
-    quantize_layouts,
     quantize_tensor,
     transpose_quantized,
 )
@@ -107,9 +106,7 @@ def test_one_layer_by_the_formula() -> None:
     assert base.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    "targets", [None, ["k_proj"], ["down_proj"], ["up_proj"], ["o_proj", "q_proj"]]
-)
+@pytest.mark.parametrize("targets", [None, ["down_proj"], ["o_proj", "q_proj"]])
 @pytest.mark.parametrize("recompute_qkv", [False, True])
 def test_adapters_of_some_layers(tiny: Any, recompute_qkv: bool, targets: list[str] | None) -> None:
     """Gradients are those of peft in FP32 within the precision, whatever layers are adapted."""
@@ -308,12 +305,3 @@ def test_on_a_gpu_the_originals_are_on_the_cpu(tiny: Any, precision: Any) -> Non
     assert all(torch.equal(grad, stored[1][name]) for name, grad in quantized[1].items())
     store_frozen_weights(model)  # as after loading a checkpoint
     assert all(stored.q.is_cuda for stored in list_stored(model))
-
-
-@pytest.mark.gpu
-def test_a_transposed_weight_is_the_quantized_one() -> None:
-    """The bytes that the grad-input GEMM reads, from the stored ones and from BF16."""
-    weight = torch.randn(112, 80, device="cuda", dtype=torch.bfloat16)
-    rows, transposed = quantize_layouts([weight], rows=True, transposed=True)
-    again = transpose_quantized(rows)
-    assert torch.equal(again.q.view(torch.uint8), transposed.q.view(torch.uint8))

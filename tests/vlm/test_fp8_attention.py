@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, run_block
+from one_block import DECODERS, decoder, encoder, inputs, run_block
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +20,6 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, blocks, convert, gemm, norm_mlp, sdpa, watching
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.sequence_parallel import SHARD
 
 B, T, D = 5, 24, 64
 
@@ -106,7 +105,7 @@ def test_recomputed_heads_have_the_same_bits(kind: type[Any], mask: bool, device
 
 @pytest.mark.parametrize("train", ["all", "output projection", "heads"])
 @pytest.mark.parametrize("bf16_forward_first", [0, 2])
-@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("kind", ["qwen3", "siglip"])
 def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
     kind: str, bf16_forward_first: int, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,31 +153,6 @@ def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool, arg
         layer(x, position_embeddings=embeddings, past_key_values=cache, **packed)
 
 
-def test_without_gradients_no_kernel_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "fused_kernel", None)
-    layer, rotary = block(False)
-    x = torch.randn(1, T, 256).bfloat16()
-    with torch.no_grad():
-        layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
-
-
-def test_ranks_that_share_tokens_look_for_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans divide the memory of one rank, so what is saved must not depend on sharing."""
-
-    class FoundError(Exception):
-        pass
-
-    def fused_kernel(*_: Any) -> None:
-        raise FoundError
-
-    monkeypatch.setattr(attention, "fused_kernel", fused_kernel)
-    layer, rotary = block(False)
-    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
-    embeddings = rotary(x, torch.arange(T)[None])
-    with pytest.raises(FoundError):
-        layer(x, position_embeddings=embeddings, **{SHARD: object()})
-
-
 def test_what_is_computed_again_is_counted_once() -> None:
     rates = []
     for recompute_qkv in (False, True):
@@ -190,14 +164,6 @@ def test_what_is_computed_again_is_counted_once() -> None:
         rates.append(counts.rates())
     assert rates[0]["weight"]["values"] > 0
     assert rates[0] == rates[1]
-
-
-def test_a_second_backward_pass_gives_the_same() -> None:
-    layer, rotary = block()
-    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
-    y = layer(x, position_embeddings=rotary(x, torch.arange(T)[None]))
-    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +224,6 @@ def test_dropout_in_attention_is_not_repeated_but_recorded() -> None:
     first.sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
-
-
-def test_heads_that_torch_would_pad_are_not_given_to_a_kernel() -> None:
-    x = torch.randn(1, 2, 8, 12)
-    assert sdpa.choose(x, x, x, True, None) is None
 
 
 @pytest.mark.parametrize("use", ["residual", "both"])

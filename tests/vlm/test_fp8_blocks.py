@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_block import DECODERS, ENCODERS, TOKENS, decoder, encoder, inputs, relative, run_block
+from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, relative, run_block
 from torch import Tensor, nn
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
@@ -111,17 +111,6 @@ def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
     torch.testing.assert_close(layer.bias.grad, dy.sum((0, 1)))
 
 
-def test_frozen_weights_get_no_gradient_and_the_input_gradient_stays() -> None:
-    model = decoder("qwen2")
-    convert(model, Fp8Config())
-    x = inputs(model)
-    _, trained, _ = run_block(copy.deepcopy(model), x)
-    model.requires_grad_(False)
-    _, frozen, gradients = run_block(model, x)
-    assert gradients == {}
-    assert torch.equal(frozen, trained)
-
-
 def test_partly_frozen_linears_train_the_rest() -> None:
     model = decoder("qwen2")
     convert(model, Fp8Config())
@@ -177,14 +166,6 @@ def test_checkpointing_gives_the_same_gradients() -> None:
         assert torch.equal(gradient, results[1][name]), name
 
 
-@pytest.mark.parametrize("precision", FP8_PRECISIONS)
-def test_training_and_evaluation_compute_alike(precision: Fp8Precision) -> None:
-    model = decoder("qwen2")
-    convert(model, Fp8Config().resolved(precision))
-    ids = torch.arange(16)[None]
-    assert torch.equal(model.train()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_numbers_do_not_become_good_ones(bad: float) -> None:
     model = decoder("qwen2")
@@ -201,18 +182,6 @@ def test_bad_numbers_do_not_become_good_ones(bad: float) -> None:
         16,
     )
     assert out[0, 2].isnan().all()
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 63])
-def test_any_number_of_tokens(tokens: int) -> None:
-    original = decoder("llama")
-    converted = copy.deepcopy(original)
-    convert(converted, Fp8Config())
-    x = inputs(original)[:1, :tokens]
-    y, dx, _ = run_block(original, x)
-    y8, dx8, _ = run_block(converted, x)
-    assert relative(y8, y) <= 0.09
-    assert relative(dx8, dx) <= 0.15
 
 
 def test_the_monitor_counts_each_kind_of_tensor() -> None:
@@ -240,24 +209,3 @@ def test_the_monitor_counts_each_kind_of_tensor() -> None:
         linear(torch.exp2(-torch.arange(32.0))[None], layer)
     expected = int((torch.exp2(-torch.arange(32.0)) * 448 <= 2**-10).sum())
     assert counts.rates()["linear input"]["underflowed"] == pytest.approx(expected / 32)
-
-
-def test_the_fused_gemm_result_does_not_outlive_attention() -> None:
-    """Attention keeps q, k and v; a view of the fused q|k|v would keep everything twice."""
-    model = decoder("llama").bfloat16()
-    convert(model, Fp8Config())
-    block = model.model.layers[0]
-    x = inputs(model).bfloat16().requires_grad_()
-    embeddings = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
-    largest = 0
-
-    def keep(t: Tensor) -> Tensor:
-        nonlocal largest
-        if t.dtype == torch.bfloat16 and t.ndim == 4:
-            largest = max(largest, t.untyped_storage().nbytes())
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        block(x, attention_mask=None, position_embeddings=embeddings)
-    query_bytes = x.numel() * 2
-    assert 0 < largest <= query_bytes

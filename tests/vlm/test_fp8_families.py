@@ -16,7 +16,7 @@ from coat_kernels import TensorScaled, gemm, quantize_blockwise
 from coat_kernels.formats import pad_length
 from coat_kernels.reference import quantize
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
-from coat_vlm.fp8 import convert, fp8_blocks, graph_blocks
+from coat_vlm.fp8 import convert, fp8_blocks
 from coat_vlm.fp8.block_error import LiveInput, block_error
 from coat_vlm.fp8.blocks import FP8_LAYERS
 from coat_vlm.model.packing import PACKED
@@ -232,26 +232,6 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
             assert 0.01 < both[1] <= 0.15, name
 
 
-@FAMILY
-def test_a_whole_model_stays_near_the_original(family: str) -> None:
-    """A row with images and a padded row of text: loss, logits, and which gradients there are."""
-    model, batch = FAMILIES[family]()
-    converted = copy.deepcopy(model)
-    convert(converted, Fp8Config())
-    loss, logits, gradients = run_model(model, batch)
-    loss8, logits8, gradients8 = run_model(converted, batch)
-    # Each of the blocks adds an error as above; errors of different blocks are independent.
-    assert 1e-3 < relative(logits8, logits) < 0.12
-    assert abs(loss8 - loss) < 0.01 * loss
-    assert gradients8.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert gradients8[name].isfinite().all(), name
-        assert bool(gradients8[name].any()) == bool(gradient.any()), name
-    frozen = [name for name, gradient in gradients8.items() if not gradient.any()]
-    # LLaVA reads the last layer but one of CLIP, and no norm behind the tower's layers.
-    assert not [name for name in frozen if "layers.2" not in name and "post_layernorm" not in name]
-
-
 @pytest.mark.gpu
 @FAMILY
 def test_training_steps_on_a_gpu(family: str) -> None:
@@ -318,23 +298,3 @@ def test_packed_images_do_not_see_each_other() -> None:
         with torch.no_grad():
             first, second = (block(hidden, **given.kwargs) for hidden in (x, other))
         assert relative(second[96:], first[96:]) < 1e-5 < relative(second[:96], first[:96])
-
-
-def test_graphs_leave_packed_towers_alone(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = qwen3_vl()
-    convert(model, Fp8Config())
-    (row,) = graph_blocks(model)
-    assert len(row.blocks) == 2
-    assert "the 2 blocks from model.visual.blocks.0 on run eagerly" in caplog.text
-    assert "forward" not in vars(model.model.visual.blocks[0])
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])
-def test_checkpointing_gives_the_same_gradients(family: str) -> None:
-    model, batch = FAMILIES[family]()
-    convert(model, Fp8Config())
-    _, _, gradients = run_model(model, batch)
-    expected = {name: gradient.clone() for name, gradient in gradients.items()}
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    _, _, again = run_model(model, batch)
-    assert all(torch.equal(again[name], gradient) for name, gradient in expected.items())

@@ -108,16 +108,6 @@ def test_only_what_is_trained_gets_a_gradient(device: str, trained: str) -> None
     assert relative_errors([gradient], [wanted[number]])[0] < 3e-3
 
 
-def test_no_supervised_token(device: str) -> None:
-    layer, hidden, targets = case(device)
-    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
-    hidden = hidden.detach()[:0].requires_grad_()
-    loss, *gradients = results(layer, hidden, targets[:0], 112)
-    assert loss == 0
-    assert [list(g.shape) for g in gradients] == [[0, WIDTH], [VOCABULARY, WIDTH]]
-    assert not gradients[1].any()
-
-
 def decoder(vocabulary: int) -> Any:
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -135,16 +125,3 @@ def test_conversion_marks_the_output_layer(setting: Any, expected: bool) -> None
     report = convert(model, Fp8Config(lm_head=setting))
     assert (vars(model.lm_head).get(FP8_GRADIENTS) is Fp8Gradients) is expected
     assert ("lm_head" in report.converted) is (setting != "bf16")
-
-
-def test_conversion_says_why_an_output_layer_is_left() -> None:
-    model = decoder(500)
-    report = convert(model, Fp8Config())
-    assert vars(model.lm_head)[FP8_GRADIENTS] is None
-    assert report.skipped["lm_head"] == "a bias, or sizes that are no multiples of 16"
-
-
-def test_the_default_depends_on_the_precision() -> None:
-    assert Fp8Config().resolved("coat").lm_head == "fp8_gradients"
-    assert Fp8Config().resolved("fp8_linear").lm_head == "bf16"
-    assert Fp8Config(lm_head="bf16").resolved("coat").lm_head == "bf16"

@@ -80,31 +80,6 @@ def test_reused_weights_change_no_gradient_and_are_quantized_once(
         assert torch.equal(actual.grad, expected.grad), name
 
 
-def test_the_next_scope_sees_changed_weights(quantized: list[str]) -> None:
-    changed = model()
-    with reused_weights():
-        backward(changed, 1)
-    gradient = changed.model.layers[0].mlp.up_proj.weight.grad.clone()
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.mul_(1.5)
-    changed.zero_grad()
-    expected = copy.deepcopy(changed)
-    backward(expected, 1)
-    with reused_weights():
-        backward(changed, 1)
-    new = changed.model.layers[0].mlp.up_proj.weight.grad
-    assert torch.equal(new, expected.model.layers[0].mlp.up_proj.weight.grad)
-    assert not torch.equal(new, gradient)
-
-
-def test_a_scope_that_is_not_enabled_keeps_nothing(quantized: list[str]) -> None:
-    with reused_weights(enabled=False):
-        backward(model(), 1)
-        assert saved_bytes() == 0
-    assert len(quantized) == 2 * 2 * WEIGHT_GROUPS
-
-
 def test_copies_of_an_output_layer_serve_all_chunks_and_losses() -> None:
     """The loss works on shallow copies of the layer, which die with it."""
     config = LlamaConfig(

@@ -28,7 +28,6 @@ from coat_vlm.plan.measure import (
     open_case,
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
-from coat_vlm.train.checks import describe_lone_zero
 from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.step import TrainStep
 from step_models import make_recipe
@@ -255,25 +254,6 @@ def test_they_are_the_default_on_a_gpu_without_zero(
     explicit = dataclasses.replace(recipe, master_weights="fp32")
     assert not explicit.has_low_bits(gpu=True, zero_stage=0)
     assert recipe.has_low_bits(gpu=True, zero_stage=0) == at_zero_0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "noted"),
-    [
-        (["precision=coat", "zero_stage=2"], 1, True),
-        (["precision=coat", "zero_stage=2"], 2, False),
-        (["precision=coat"], 1, False),
-        (["precision=bf16", "zero_stage=2"], 1, False),
-        (["precision=coat", "zero_stage=2", "master_weights=fp32"], 1, False),
-        (["precision=coat", "zero_stage=2", "memory.gpu_gb=80"], 1, False),  # which sets it to 0
-    ],
-)
-def test_zero_with_one_process_is_noted(overrides: list[str], ranks: int, noted: bool) -> None:
-    note = describe_lone_zero(load_recipe("quickstart", overrides), ranks)
-    assert (note is not None) == noted
-    if note is not None:
-        assert note.startswith("zero_stage=2 has nothing to shard in a single process")
-        assert "zero_stage=0 trains" in note
 
 
 def test_a_plan_counts_the_tensors_of_training(world: World) -> None:

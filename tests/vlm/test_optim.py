@@ -29,12 +29,6 @@ def test_schedules_after_warmup_equal_transformers(schedule, reference):
         scheduler.step()
 
 
-def test_warmup_starts_above_zero_and_ends_at_the_peak():
-    factors = [lr_factor(step, 20, 4, "constant") for step in range(6)]
-    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert lr_factor(19, 20, 0, "linear", min_lr_ratio=0.5) == pytest.approx(0.525)
-
-
 STAGE = StageConfig(
     data=[SourceConfig(name="a", path="a.json")],
     projector=ModuleTraining(train=True, lr=1e-3),
