@@ -22,7 +22,7 @@ from coat_kernels import (
 from coat_kernels.master_weights import round_stochastically, split_master
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
-Moment = tuple[Tensor, ...]
+Moment = tuple[Tensor, Tensor, Tensor]
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
 OFF_BY_ONE = 0.002
