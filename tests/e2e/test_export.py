@@ -111,7 +111,7 @@ def test_the_last_checkpoint_exports_the_stages_model(changing: Path, tmp_path: 
 def test_what_cannot_be_exported(
     changing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--model", str(changing), "--to", str(tmp_path / "a")]) == 2
+    assert main(["export", "--model", str(changing / "sft"), "--to", str(tmp_path / "a")]) == 2
     assert "did you mean" in capsys.readouterr().err
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint(changing, 2), damaged)
