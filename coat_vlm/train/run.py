@@ -300,17 +300,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     )
     vocab_size = len(opened.processor.tokenizer)
     entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
-    found = FoundCheckpoint()
-    if opened.continues:
-        found = choose_start(stage.checkpoints, recipe.divergence, entries, vocab_size, world)
-    done = new
-    if found.path is not None:
-        done = _load(found.path, passes, new, opened.total_steps)
-    if world.is_main:
-        stage.lock.check()
-        reset_stage(stage.run_dir, name, done.step, fresh=found.path is None)
-        opened.record.write()
-    world.barrier()  # before another rank logs a bad sample
+    done, damaged = _restore(stage, opened, passes, new, entries)
     watchdog = Watchdog(recipe.divergence, stage.folder, world, vocab_size, entries, done.step)
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
@@ -355,22 +345,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
             data.loader.sampler, SamplerState(*done.sampler_state), stage.allow_changed_data
         ),
     )
-    best = recipe.keep_best
-    saver = CheckpointSaver(
-        stage.checkpoints,
-        passes.engine,
-        world,
-        KeepRule(
-            last=recipe.save_total_limit,
-            every_steps=recipe.keep_every_steps,
-            best=best is not None,
-        ),
-        describe=partial(save_description, model=model, processor=opened.processor),
-        background=recipe.async_save,
-        check=stage.lock.check,
-        discarded=found.damaged,
-        losses=partial(read_losses, stage.run_dir / METRICS, name, best) if best else None,
-    )
+    saver = _build_saver(stage, opened, passes, damaged)
     watchdog.finish_save = saver.finish
     return StageLoop(
         step=step,
@@ -387,6 +362,51 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
         measured=measured,
         saved=done.step,
     )
+
+
+def _build_saver(
+    stage: _Stage, opened: _Opened, passes: Passes, damaged: Sequence[str]
+) -> CheckpointSaver:
+    recipe, best = stage.recipe, stage.recipe.keep_best
+    return CheckpointSaver(
+        stage.checkpoints,
+        passes.engine,
+        stage.world,
+        KeepRule(
+            last=recipe.save_total_limit,
+            every_steps=recipe.keep_every_steps,
+            best=best is not None,
+        ),
+        describe=partial(save_description, model=opened.model, processor=opened.processor),
+        background=recipe.async_save,
+        check=stage.lock.check,
+        discarded=damaged,
+        losses=partial(read_losses, stage.run_dir / METRICS, stage.name, best) if best else None,
+    )
+
+
+def _restore(
+    stage: _Stage,
+    opened: _Opened,
+    passes: Passes,
+    new: Progress,
+    entries: Sequence[dict[str, Any]],
+) -> tuple[Progress, Sequence[str]]:
+    """Load the checkpoint from which the stage continues; remove what it wrote after that.
+
+    Returns the finished progress, ``new`` without a checkpoint, and names of damaged checkpoints.
+    """
+    world, found = stage.world, FoundCheckpoint()
+    if opened.continues:
+        vocab_size = len(opened.processor.tokenizer)
+        found = choose_start(stage.checkpoints, stage.recipe.divergence, entries, vocab_size, world)
+    done = new if found.path is None else _load(found.path, passes, new, opened.total_steps)
+    if world.is_main:
+        stage.lock.check()
+        reset_stage(stage.run_dir, stage.name, done.step, fresh=found.path is None)
+        opened.record.write()
+    world.barrier()  # before another rank logs a bad sample
+    return done, found.damaged
 
 
 def _load(checkpoint: Path, passes: Passes, new: Progress, total_steps: int) -> Progress:
