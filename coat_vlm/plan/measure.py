@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
@@ -61,7 +61,6 @@ class RowShape:
     groups: tuple[int, ...]
     """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
     pooled: bool = False
-    """Whether frames are pooled; the batch then contains the groups."""
 
     @property
     def images(self) -> int:
@@ -79,15 +78,12 @@ class StageCase:
     stage: StageConfig
     """The stage, with the batch size of this number of ranks."""
     meta_model: Any
-    config: PretrainedConfig
-    """The model's configuration, with a token id for images."""
     row: RowShape
     accumulation: int
     """Micro-batches of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Measured steps; the same on every rank, except ``entries``."""
 
     ms: float
@@ -101,10 +97,7 @@ class Timing:
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     """Measure a planned stage, and format a Markdown table of it next to the plan.
 
-    Args:
-        recipe: the recipe of the plan.
-        plan: the stage's plan, for the number of processes of ``world``.
-        world: the processes of the run; all must call this.
+    The plan is for the number of processes of ``world``, all of which must call this.
 
     Raises:
         ValueError: the stage does not fit this machine.
@@ -165,25 +158,14 @@ def open_case(
     tokens: int | None = None,
     accumulation: int | None = None,
 ) -> StageCase:
-    """Build a stage's model on ``meta`` and the shape of its rows.
+    """Build a stage's model on ``meta`` and the shape of its rows, by default those of a plan.
 
-    Args:
-        recipe: any recipe.
-        name: the stage.
-        world: the processes of the run.
-        images: tiles or frames of a row. Default: as for a plan.
-        tokens: tokens of a row. Default: ``model.max_length``, or the length of a packed row.
-        accumulation: micro-batches of a step. Default: the recipe's, at most two.
+    ``accumulation``: micro-batches of a step; by default the recipe's, at most two.
 
     Raises:
         ValueError: images that do not fit, or a model that cannot be built.
     """
     recipe = use_published_shapes(recipe)
-    if recipe.init_from is None and recipe.model.image.mode == "dynamic_s2":
-        raise ValueError(
-            "model.image.mode: dynamic_s2: rows of several scales are not measured; measure the "
-            "same model with model.image.mode=dynamic"
-        )
     given = recipe.init_from is not None or recipe.model.pretrained is not None
     vocab_size = None if given else find_vocab_size(recipe)
     stage = recipe.stages[name]
@@ -196,14 +178,14 @@ def open_case(
     )
     meta = torch.device("meta")
     model = build_planned_model(recipe, stage, arithmetic_of_recipe(recipe, meta), vocab_size)
-    config: Any = copy.deepcopy(model.config)
     tokens = tokens or row_tokens(recipe, stage)
     groups, pool = (1,) * (images or 0), None
     if isinstance(model, CoatVlm):
+        config: Any = model.config
         if config.s2_scales is not None:
             raise ValueError(
-                f"init_from={recipe.init_from!r} is a model of images at several scales, which are "
-                "not measured; measure one of model.image.mode=dynamic with init_from=null"
+                "rows of images at several scales (dynamic_s2) are not measured; measure the same "
+                "model with model.image.mode=dynamic init_from=null"
             )
         if model.vision_tower is not None and vocab_size is not None:
             config.image_token_id = vocab_size - 1  # the tokenizer's last
@@ -216,7 +198,6 @@ def open_case(
         recipe=recipe,
         stage=stage,
         meta_model=model,
-        config=config,
         row=RowShape(tokens=tokens, groups=groups, pooled=pool is not None),
         accumulation=accumulation,
     )
@@ -233,7 +214,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     """
     recipe = case.recipe
     arithmetic = arithmetic_of_recipe(recipe, device)
-    config: Any = copy.deepcopy(case.config)
+    config: Any = copy.deepcopy(case.meta_model.config)
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
             part.dtype = arithmetic.dtype
@@ -354,15 +335,9 @@ def take_steps(
     steps: int = STEPS,
     warmup: int = WARMUP,
 ) -> Timing:
-    """Take steps on the same micro-batches.
+    """Take ``warmup`` and ``steps`` steps on the same micro-batches; all processes must call this.
 
-    Args:
-        step: a :class:`TrainStep`, or what has its ``on_entry`` and ``__call__``.
-        batches: the micro-batches of each step.
-        title: of the progress bar.
-        world: the processes of the run; all must call this.
-        steps: measured steps.
-        warmup: steps before them.
+    ``step`` is a :class:`TrainStep`, or has its ``on_entry`` and ``__call__``.
     """
     entries: list[dict[str, Any]] = []
     step.on_entry = lambda entry, _: entries.append(entry)

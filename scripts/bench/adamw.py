@@ -55,20 +55,16 @@ class Implementation(NamedTuple):
 
 @dataclass(slots=True)
 class AdamwResult(VersionedResult):
-    """One measurement; the columns of ``adamw.csv``."""
+    """One measurement; the columns of ``adamw.csv`` (kernels/benchmarks/README.md)."""
 
     implementation: str
     codec: str
     param_dtype: str
     params: int
     ms: float | None = None
-    """Median time of a step on the GPU."""
     ps_per_param: float | None = None
-    """``ms`` in picoseconds per parameter."""
     state_bytes_per_param: float | None = None
-    """Measured bytes of all tensors of the optimizer's state."""
     problem: str = ""
-    """Why there is no speed."""
 
 
 def list_implementations() -> list[Implementation]:
@@ -101,11 +97,7 @@ def list_implementations() -> list[Implementation]:
 
 
 def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwResult]:
-    """Measure all optimizers in FP32 and BF16 on tensors of these numbers of elements.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
+    """Measure all optimizers in FP32 and BF16 on tensors of these numbers of elements."""
     harness.require_gpu("the speed of a step is")
     origin, results = harness.get_origin(), []
     pairs: list[tuple[Implementation, Dtype]] = [

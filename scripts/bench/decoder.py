@@ -51,26 +51,15 @@ class DecoderBench:
 
 SIZES = {
     "tiny": DecoderBench(
-        hidden_size=64,
-        num_layers=2,
-        intermediate_size=128,
-        vocab_size=300,
-        tokens=32,
-        batch_size=8,
-        steps=30,
+        hidden_size=64, num_layers=2, intermediate_size=128, vocab_size=300, tokens=32,
+        batch_size=8, steps=30,
     ),
     "30m": DecoderBench(),
     "100m": DecoderBench(
-        hidden_size=768,
-        num_layers=12,
-        num_heads=12,
-        intermediate_size=2688,
-        vocab_size=8192,
-        tokens=512,
-        steps=300,
-        lr=6e-4,
+        hidden_size=768, num_layers=12, num_heads=12, intermediate_size=2688, vocab_size=8192,
+        tokens=512, steps=300, lr=6e-4,
     ),
-}
+}  # fmt: skip
 """Values of ``--size``: 27.3M parameters (30m) and 99.5M (100m)."""
 
 

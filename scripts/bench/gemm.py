@@ -60,7 +60,7 @@ class Gemm(NamedTuple):
 
 @dataclass(slots=True)
 class GemmResult(VersionedResult):
-    """One measurement; the columns of ``gemm.csv``."""
+    """One measurement; the columns of ``gemm.csv`` (kernels/benchmarks/README.md)."""
 
     shape: str
     layer: str
@@ -72,9 +72,7 @@ class GemmResult(VersionedResult):
     us: float | None = None
     tflops: float | None = None
     rel_err: float | None = None
-    """Relative RMS error against FP32 on the BF16 operands."""
     problem: str = ""
-    """Why there is no speed."""
 
 
 class Operands(NamedTuple):
@@ -149,11 +147,7 @@ def _make_operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, Ten
 
 
 def bench_gemm(shape: LayerShape) -> list[GemmResult]:
-    """Measure every GEMM of a block in every implementation.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
+    """Measure every GEMM of a block in every implementation."""
     harness.require_gpu("the speed of GEMMs is")
     origin, results = harness.get_origin(), []
     for gemm in tqdm(list_gemms(shape), desc=shape.name, unit="gemm"):

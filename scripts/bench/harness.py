@@ -22,6 +22,8 @@ import torch
 import triton
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, cuda
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from coat_vlm import commit
 from coat_vlm.config import Fp8Config, Precision
@@ -303,3 +305,34 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         cuda.synchronize(device)
         cuda.empty_cache()
+
+
+def profile_step(step: Callable[[], object], device: torch.device) -> str:
+    """Run a step, which is warmed up, under torch's profiler; formats kernels and CPU operators.
+
+    The GPU is busy while at least one kernel or copy runs on any of its streams, including NCCL's
+    waits for other ranks; in the rest of the step it mostly waits for the CPU's launches.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as recorded:
+        started = time.perf_counter()
+        step()
+        if on_gpu:
+            cuda.synchronize(device)
+        wall_ms = 1e3 * (time.perf_counter() - started)
+    averages = recorded.key_averages()
+    tables = [averages.table(sort_by="self_cpu_time_total", row_limit=15)]
+    if on_gpu:
+        busy, until = 0.0, 0.0
+        ran = [
+            event.time_range
+            for event in recorded.events() or ()
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        ]
+        for times in sorted(ran, key=lambda times: times.start):
+            busy += max(0.0, times.end - max(until, times.start))
+            until = max(until, times.end)
+        tables.insert(0, averages.table(sort_by="self_cuda_time_total", row_limit=30))
+        tables.insert(0, f"the GPU was busy for {busy / 1e3:.1f} ms, with {len(ran)} launches")
+    return "\n".join([f"{wall_ms:.1f} ms under the profiler", *tables])

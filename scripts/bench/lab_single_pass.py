@@ -43,16 +43,10 @@ SIZES = {
     "30m": replace(DECODERS["30m"], steps=0),
     "100m": replace(DECODERS["100m"], steps=0, lr=1.2e-3),  # the best of four in BF16
     "350m": replace(
-        DECODERS["100m"],
-        hidden_size=1024,
-        num_layers=24,
-        num_heads=16,
-        num_key_value_heads=8,
-        intermediate_size=3584,
-        steps=0,
-        lr=8e-4,  # the best of three in BF16
+        DECODERS["100m"], hidden_size=1024, num_layers=24, num_heads=16, num_key_value_heads=8,
+        intermediate_size=3584, steps=0, lr=8e-4,  # the best of three in BF16
     ),
-}
+}  # fmt: skip
 """Values of ``--size``; ``steps``: 0 reads the whole text."""
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's t with 1 to 9 degrees of freedom; the last one also for more."""

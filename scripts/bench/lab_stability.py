@@ -81,14 +81,10 @@ class StabilityResult(VersionedResult):
     seed: int
     outcome: str
     steps: int
-    """Steps until the run ended."""
     final_loss: float
-    """Mean of the last 20 training losses, nats per token."""
     lowest_loss: float
-    """Lowest mean of 20 consecutive training losses."""
     held_out_loss: float
     sharpness: float
-    """At the last measurement."""
     max_sharpness: float
 
 
@@ -128,8 +124,6 @@ def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights
     if re.match(r"(e|int)\d", name):
         model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         fmt, scaling = parse_format(name), parse_scaling(scales or "none")
-        if scaling.static:
-            raise ValueError(f"variant {variant!r}: static scales are for converted models")
 
         def rounding(letter: str, x: Tensor) -> Tensor:
             return quantize(x, fmt, scaling, "weight" if letter in "wv" else "input")

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 import harness
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, reused_weights, saved_bytes
-from gpu_profile import format_gpu_tables, profile_step
 from harness import VersionedResult, choose_precision
 from layer_shapes import SHAPES, Forward, LayerShape, build_forward, build_layer, find_shape
 
@@ -42,7 +41,7 @@ _MIB = 2**20
 
 @dataclass(slots=True)
 class LayerResult(VersionedResult):
-    """One measurement; the columns of ``layer.csv``."""
+    """One measurement; the columns of ``layer.csv`` (kernels/benchmarks/README.md)."""
 
     shape: str
     tokens: int
@@ -57,9 +56,7 @@ class LayerResult(VersionedResult):
     rel_err_out: float | None = None
     rel_err_grad: float | None = None
     length: int = 0
-    """Tokens of a sequence, patches of an image."""
     problem: str = ""
-    """Why there is no speed."""
 
 
 class Pass(NamedTuple):
@@ -154,10 +151,7 @@ def bench_layer(
         shape: the block and its input.
         implementations: keys of :data:`IMPLEMENTATIONS`; the reference is added in front.
         attention: one of :data:`ATTENTIONS`, for all.
-        profile: also print each implementation's GPU time by kind and by kernel.
-
-    Raises:
-        ValueError: there is no GPU, or a package is missing.
+        profile: also print each implementation's kernels.
     """
     names = [REFERENCE, *(name for name in implementations if name != REFERENCE)]
     missing = sorted({str(IMPLEMENTATIONS[n][0]) for n in names if n not in list_available()})
@@ -288,13 +282,11 @@ def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> t
 
 
 def format_kernel_table(layer: nn.Module, forward: Forward, shape: LayerShape) -> str:
-    """Profile a forward and backward pass; formats its GPU time by kind and by kernel."""
+    """Profile a forward and backward pass."""
     x, grad_output = _inputs_of(layer, shape)
-    forward(x).backward(grad_output)
+    table = harness.profile_step(lambda: forward(x).backward(grad_output), x.device)
     _clear_gradients(layer, x)
-    profile = profile_step(lambda: forward(x).backward(grad_output), x.device)
-    _clear_gradients(layer, x)
-    return f"{profile.busy_ms:.2f} ms on the GPU\n\n{format_gpu_tables(profile)}"
+    return table
 
 
 def _measure_memory(layer: nn.Module, forward: Forward, shape: LayerShape) -> tuple[int, int]:
@@ -362,7 +354,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, help="default: all installed")
     add("--attention", choices=ATTENTIONS, default="default", help="default: chosen by SDPA")
     add("--csv", type=Path, help="append the results to this file")
-    add("--profile", action="store_true", help="also print the GPU time by kind and by kernel")
+    add("--profile", action="store_true", help="also print the time of each kernel")
     return parser
 
 

@@ -47,28 +47,19 @@ _CREEP = 0.02
 
 @dataclass(slots=True)
 class LongResult(Result):
-    """One measurement; the columns of ``long.csv``."""
+    """One measurement; the columns of ``long.csv`` (kernels/benchmarks/README.md)."""
 
     gpus: int
     zero: int
-    """ZeRO stage; 0 also without an optimizer."""
     sequence_parallel: int
     model: str
-    """Name of the recipe, and the number of parameters."""
     implementation: str
-    """Name of ``step.csv``, then recomputation."""
     tokens: int
-    """Tokens of a step on all GPUs, including image tokens."""
     frames: int
-    """Frames and tiles of images of a step on all GPUs."""
     ms: float | None = None
-    """Median time of a step on the slowest GPU."""
     tok_s: float | None = None
-    """Tokens per second of all GPUs together."""
     peak_gb: float | None = None
-    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
     note: str = ""
-    """What was measured; OOM if there is no speed for this reason."""
 
 
 def measure_step(case: StageCase, world: World, steps: int, warmup: int) -> LongResult:

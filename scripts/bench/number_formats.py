@@ -37,7 +37,7 @@ MSE_RATIOS = tuple(2.0 ** (-i / 8) for i in range(40))
 """Ranges that are tried for ``mse``, relative to amax."""
 
 _NAME = re.compile(r"e(\d+)m(\d+)(fn|ieee)?|int(\d+)")
-_SCALING = re.compile(r"(none|tensor|channel|token|group([1-9]\d*))(:mse)?(:static)?")
+_SCALING = re.compile(r"(none|tensor|channel|token|group([1-9]\d*))(:mse)?")
 
 Kind = Literal["weight", "input"]
 """What a matrix is: a weight [N, K], or an input or gradient [tokens, K]."""
@@ -124,18 +124,16 @@ class Scaling:
     """Elements of a group."""
     mse: bool = False
     """Whether the range is the one with the smallest mean squared error."""
-    static: bool = False
-    """Whether scales of inputs are computed from other inputs, before use."""
 
     @property
     def name(self) -> str:
         """The text that :func:`parse_scaling` reads."""
         size = str(self.group) if self.group else ""
-        return f"{self.granularity}{size}{':mse' * self.mse}{':static' * self.static}"
+        return f"{self.granularity}{size}{':mse' * self.mse}"
 
 
 def parse_scaling(name: str) -> Scaling:
-    """Return the scaling called ``name``: a granularity, ``:mse``, ``:static``.
+    """Return the scaling called ``name``: a granularity, then ``:mse``.
 
     Raises:
         ValueError: there is no such scaling.
@@ -144,19 +142,14 @@ def parse_scaling(name: str) -> Scaling:
     if found is None:
         raise ValueError(
             f"scales {name!r}: give none, tensor, channel, token or groupN, then :mse for the "
-            "range with the smallest error and :static for scales of calibration data"
+            "range with the smallest error"
         )
     group = int(found[2] or 0)
     granularity = "group" if group else found[1]
-    mse, static = found[3] is not None, found[4] is not None
-    if static and granularity not in ("tensor", "channel"):
-        raise ValueError(
-            f"scales {name!r}: static scales are one number per tensor; give tensor:static or "
-            "channel:static"
-        )
+    mse = found[3] is not None
     if mse and granularity == "none":
         raise ValueError(f"scales {name!r}: without scales there is no range to choose")
-    return Scaling(granularity, group, mse, static)  # pyright: ignore[reportArgumentType]
+    return Scaling(granularity, group, mse)  # pyright: ignore[reportArgumentType]
 
 
 def find_scale(x: Tensor, fmt: NumberFormat, scaling: Scaling, kind: Kind = "weight") -> Tensor:

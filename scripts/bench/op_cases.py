@@ -148,47 +148,30 @@ def _build_quantize_cases(shape: LayerShape) -> list[Case]:
 
         return Case("quantize_tensor", variant, arguments)
 
-    found = [
+    def three(draw: Draw) -> Arguments:
+        return ([*x(draw), *x(draw), *x(draw)], "e5m2", True, True, True)
+
+    by_group = OPS["quantize_group"].reference
+    # fmt: off
+    return [
         Case("tensor_scale", output, lambda draw: (x(draw), "e4m3")),
         Case("tensor_scale", name, lambda draw: (weights(draw), "e4m3")),
         quantize(f"{output}, rows", x, True, False),
         quantize(f"{name}, rows", weights, True, False),
         quantize(f"{name}, transposed", weights, False, True),
         quantize(f"{name}, both", weights, True, True),
-        Case(
-            "quantize_gradient",
-            "of the block's output",
-            lambda draw: (x(draw), "e5m2", True, True, encoder),
-        ),
-    ]
-    if encoder:
-        found.append(
-            Case(
-                "quantize_gradient",
-                "of q, k, v, side by side",
-                lambda draw: ([*x(draw), *x(draw), *x(draw)], "e5m2", True, True, True),
-            )
-        )
-    by_group = OPS["quantize_group"].reference
-    return [
-        *found,
+        Case("quantize_gradient", "of the block's output",
+             lambda draw: (x(draw), "e5m2", True, True, encoder)),
+        *([Case("quantize_gradient", "of q, k, v, side by side", three)] if encoder else []),
         Case("transpose_quantized", output, lambda draw: (quantized(draw)[0],)),
-        Case(
-            "dequantize_tensor",
-            f"{output}, to BF16",
-            lambda draw: (*quantized(draw), torch.bfloat16),
-        ),
-        Case(
-            "quantize_group",
-            "residual stream",
-            lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3"),
-        ),
-        Case(
-            "dequantize_group",
-            "residual stream, to BF16",
-            lambda draw: (*by_group(draw.matrix(t, h), GROUP_SIZE, "e4m3"), torch.bfloat16),
-        ),
+        Case("dequantize_tensor", f"{output}, to BF16",
+             lambda draw: (*quantized(draw), torch.bfloat16)),
+        Case("quantize_group", "residual stream",
+             lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3")),
+        Case("dequantize_group", "residual stream, to BF16",
+             lambda draw: (*by_group(draw.matrix(t, h), GROUP_SIZE, "e4m3"), torch.bfloat16)),
     ]
+    # fmt: on
 
 
 def _build_norm_cases(shape: LayerShape) -> list[Case]:

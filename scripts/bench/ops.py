@@ -40,30 +40,21 @@ PASSES = {"quantize_gradient": 2, "rope_gradient": 2}
 
 @dataclass(slots=True)
 class OpResult(VersionedResult):
-    """One measurement; the columns of ``kernels.csv``."""
+    """One measurement; the columns of ``kernels.csv`` (kernels/benchmarks/README.md)."""
 
     shape: str
     op: str
     variant: str
     mib: float | None = None
-    """MiB read and written."""
     us: float | None = None
     gbps: float | None = None
-    """10^9 bytes per second."""
     copy_gbps: float | None = None
-    """10^9 bytes per second of a device copy."""
     fraction: float | None = None
-    """``gbps`` divided by ``copy_gbps``."""
     problem: str = ""
-    """Why there is no speed."""
 
 
 def bench_ops(shape: LayerShape, ops: Sequence[str] = ()) -> list[OpResult]:
-    """Measure ops as the block's training step calls them; all if none are named.
-
-    Raises:
-        ValueError: an op has no case in this block, or there is no GPU.
-    """
+    """Measure ops as the block's training step calls them; all if none are named."""
     pairs = select_cases(shape, ops)
     harness.require_gpu("the speed of kernels is")
     origin, copy_gbps = harness.get_origin(), measure_copy_bandwidth(DEVICE)

@@ -22,8 +22,7 @@ memory in use on the GPU after the steps, by all processes. A batch that does no
 OOM, and no larger one is tried; with several processes the run ends there.
 
 --profile runs one more step of each model under torch's profiler and prints the time in which the
-GPU worked and waited for the CPU, the number of kernels, their time by kind, the longest kernels
-and the longest CPU operations.
+GPU was busy, the number of launches, the longest kernels and the longest CPU operators.
 """
 
 import argparse
@@ -58,7 +57,6 @@ from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
-from gpu_profile import format_profile, profile_step
 from harness import PRECISIONS, Result
 from layer import use_attention
 from step_models import (
@@ -91,30 +89,21 @@ NAMES = {
 
 @dataclass(slots=True)
 class StepResult(Result):
-    """One measurement; the columns of ``step.csv``."""
+    """One measurement; the columns of ``step.csv`` (kernels/benchmarks/README.md)."""
 
     gpus: int
     zero: int
-    """ZeRO stage; 0 also without an optimizer."""
     model: str
     implementation: str
-    """Our FP8 ones begin with ``coat_``; ``bf16`` is our BF16, ``hf_eager`` transformers'."""
     checkpointing: bool
     optimizer: str
-    """``none`` for only forward and backward passes."""
     batch: int
-    """Samples of a micro-batch on one GPU."""
     tokens: int
-    """Tokens of a step over all micro-batches and GPUs, including image tokens."""
     ms: float | None = None
-    """Median time of a step on the slowest GPU."""
     tok_s: float | None = None
-    """Tokens per second of all GPUs together."""
     peak_gb: float | None = None
-    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
     note: str = ""
     problem: str = ""
-    """Why there is no speed."""
 
 
 class Implementation(NamedTuple):
@@ -384,10 +373,10 @@ class StepRun:
                 f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}{harness.note_memory(world.device)}"
             )
             if args.profile:
-                profile = profile_step(lambda: step(batches, time.perf_counter()), world.device)
-                harness.say(
-                    f"\n{title}, ZeRO-{result.zero}: {format_profile(profile, timing.ms)}\n"
+                table = harness.profile_step(
+                    lambda: step(batches, time.perf_counter()), world.device
                 )
+                harness.say(f"\n{title}, ZeRO-{result.zero}: {table}\n")
 
 
 def format_steps(results: Sequence[StepResult]) -> str:

@@ -95,6 +95,18 @@ _QWEN_HALF_BILLION = {
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }  # fmt: skip
 
+
+def _build_text(name: str, language: LanguageConfig, tokens: int, **keys: Any) -> StepModel:
+    """A language model without a tower."""
+    model = ModelConfig(vision=None, language=language, max_length=tokens, **keys)
+    return StepModel(name, model, images=0)
+
+
+def _published(name: str) -> LanguageConfig:
+    return LanguageConfig(name_or_path=name)
+
+
+_TINY_TOKENIZER = TokenizerConfig(train_vocab_size=512)
 SIZES = {
     "tiny": StepModel(
         "tiny",
@@ -103,43 +115,23 @@ SIZES = {
             language=LanguageConfig(
                 config={"model_type": "qwen2", "num_key_value_heads": 2, **_TINY}
             ),
-            tokenizer=TokenizerConfig(train_vocab_size=512),
+            tokenizer=_TINY_TOKENIZER,
             max_length=32,
         ),
         images=2,
     ),
-    "tiny-llm": StepModel(
+    "tiny-llm": _build_text(
         "tiny-llm",
-        ModelConfig(
-            vision=None,
-            language=LanguageConfig(config={"model_type": "llama", **_TINY}),
-            tokenizer=TokenizerConfig(train_vocab_size=512),
-            max_length=32,
-        ),
-        images=0,
+        LanguageConfig(config={"model_type": "llama", **_TINY}),
+        32,
+        tokenizer=_TINY_TOKENIZER,
     ),
     "1b": _build_qwen("0.5b", LanguageConfig(config=_QWEN_HALF_BILLION), 151936),
-    "2b": _build_qwen("1.5b", LanguageConfig(name_or_path="Qwen/Qwen2.5-1.5B-Instruct")),
-    "8b": _build_qwen("7b", LanguageConfig(name_or_path="Qwen/Qwen2.5-7B-Instruct")),
-    "14b": _build_qwen("14b", LanguageConfig(name_or_path="Qwen/Qwen2.5-14B-Instruct")),
-    "qwen2.5-7b": StepModel(
-        "qwen2.5-7b",
-        ModelConfig(
-            vision=None,
-            language=LanguageConfig(name_or_path="Qwen/Qwen2.5-7B-Instruct"),
-            max_length=4096,
-        ),
-        images=0,
-    ),
-    "llama-2-7b": StepModel(
-        "llama-2-7b",
-        ModelConfig(
-            vision=None,
-            language=LanguageConfig(name_or_path="lmsys/vicuna-7b-v1.5"),
-            max_length=2048,
-        ),
-        images=0,
-    ),
+    "2b": _build_qwen("1.5b", _published("Qwen/Qwen2.5-1.5B-Instruct")),
+    "8b": _build_qwen("7b", _published("Qwen/Qwen2.5-7B-Instruct")),
+    "14b": _build_qwen("14b", _published("Qwen/Qwen2.5-14B-Instruct")),
+    "qwen2.5-7b": _build_text("qwen2.5-7b", _published("Qwen/Qwen2.5-7B-Instruct"), 4096),
+    "llama-2-7b": _build_text("llama-2-7b", _published("lmsys/vicuna-7b-v1.5"), 2048),
     "qwen2.5-vl-7b": _read_published("qwen2.5-vl-7b", "qwen2_5_vl_7b"),
     "qwen3-vl-8b": _read_published("qwen3-vl-8b", "qwen3_vl_8b"),
 }

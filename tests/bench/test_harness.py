@@ -92,6 +92,13 @@ def test_examples_of_every_script_parse(name: str) -> None:
         parser.parse_intermixed_args(command[command.index(script) + 1 :])
 
 
+def test_a_profile_has_the_operators_of_a_cpu() -> None:
+    x = torch.randn(64, 64)
+    table = harness.profile_step(lambda: [x @ x for _ in range(3)], torch.device("cpu"))
+    assert "ms under the profiler" in table
+    assert "aten::mm" in table
+
+
 def test_a_script_runs_alone_and_an_error_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS["lab_formats"]), "--formats", "e0m0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

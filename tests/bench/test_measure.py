@@ -32,7 +32,7 @@ from coat_vlm.plan.measure import (
     release_engine,
     take_steps,
 )
-from coat_vlm.plan.stage import LANGUAGES, use_published_shapes
+from coat_vlm.plan.published import LANGUAGES, use_published_shapes
 from coat_vlm.train.model_setup import set_trainable
 from step_models import LR, make_recipe
 
@@ -155,7 +155,7 @@ def test_what_is_fed_has_the_shapes_of_the_plan(
 def test_text_has_no_placeholder_wherever_that_stands_in_the_vocabulary() -> None:
     case = small()
     for image_id in (0, 7, 511):
-        case.config.image_token_id = image_id
+        case.meta_model.config.image_token_id = image_id
         model = build_stage_model(case, CPU)
         row = dataclasses.replace(case.row, tokens=3000)  # every id is drawn some times
         sample = make_sample(model, row, torch.Generator().manual_seed(0))

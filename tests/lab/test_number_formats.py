@@ -112,7 +112,7 @@ def test_formats_that_cannot_exist(name: str, problem: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["tensor:static:mse", "group", "group0", "row", "token:static"])
+@pytest.mark.parametrize("name", ["tensor:static", "group", "group0", "row", "none:mse"])
 def test_scales_that_cannot_exist(name: str) -> None:
     with pytest.raises(ValueError, match=rf"scales '{name}': "):
         parse_scaling(name)

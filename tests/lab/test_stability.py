@@ -77,7 +77,6 @@ def test_all_bits_of_the_mantissa_change_nothing() -> None:
     [
         ("e8m3:coat", 1e-3, "operands 'coat'"),
         ("bf17", 1e-3, "precision 'bf17'"),
-        ("e4m3,tensor:static", 1e-3, "operands 'static'"),
         ("e4m3,group128:dg", 1e-3, r"'group128': rows have .* do not divide"),
         ("fp32", math.nan, "--lrs nan: must be above 0 and finite"),
     ],
