@@ -70,7 +70,6 @@ def draw(name: str, shape: tuple[int, int]) -> Tensor:
     Args:
         name: ``normal``, ``outliers`` (0.1% of normal values times 30), or ``tN`` (Student's t with
             N degrees of freedom).
-        shape: of the values.
 
     Raises:
         ValueError: there is no such distribution, or it has no variance.

@@ -33,7 +33,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,10 +151,12 @@ def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implement
     stages: Sequence[ZeroStage] = args.zero or (0,)
     if not names:
         raise ValueError("nothing to measure; give --precisions or --baselines")
-    listed: list[Implementation] = []
-    for zero, optimizer, name in product(stages, args.optimizer, names):
-        trains = optimizer != "none"
-        listed.append(Implementation(str(name), trains, zero if trains else 0))
+    listed = [
+        Implementation(name, optimizer != "none", zero if optimizer != "none" else 0)
+        for zero in stages
+        for optimizer in args.optimizer
+        for name in names
+    ]
     return list(dict.fromkeys(listed))
 
 
