@@ -284,7 +284,7 @@ def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1)
     if len(groups) * per_image >= length:
         raise ValueError(
             f"{len(groups)} images of {per_image} tokens leave no tokens for text in rows of "
-            f"{length}; raise model.max_length (or --tokens) or lower --images"
+            f"{length}; raise model.max_length or lower --images"
         )
     return groups
 

@@ -239,7 +239,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
             if not overwrite and any(_read_complete_lines(file) for file in files):
                 raise ValueError(
                     f"{out_dir} has answers made with another {', '.join(differing)}; "
-                    "choose another --out, remove the folder, or replace them with --overwrite"
+                    "choose another --to, remove the folder, or replace them with --overwrite"
                 )
             # Delete the old answers first: a kill in between must not relabel them.
             for file in files:

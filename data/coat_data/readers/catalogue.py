@@ -107,6 +107,6 @@ def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     known = "; ".join(f"{reader.name}: {reader.summary}" for reader in READERS)
     remedy = (
         "map its columns, such as columns: {image: img_path, question: q, answer: a}, or name the "
-        f"format with --format if it is one of these: {known}"
+        f"format (--read-as) if it is one of these: {known}"
     )
     raise DataError(path, f"the format of the rows is unknown ({found})", remedy)

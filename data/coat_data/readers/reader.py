@@ -98,7 +98,7 @@ class Reader:
     """One row format."""
 
     name: str
-    """Name for ``--format`` and a recipe's ``format``."""
+    """Name for ``--read-as`` and a recipe's ``format``."""
     summary: str
     """One line for ``--help``."""
     matches: Callable[[Any], bool]
