@@ -174,7 +174,7 @@ def test_the_engine_trains_as_plain_adamw(world: World, zero_stage: Any, accumul
     loaded = make_batch(model, [case.row] * 2, None, seed=0)
     step = build_training_step(model, case, world, 4)
     timing = take_steps(step, [loaded] * accumulation, "", world, 3, 1)
-    release_engine(step.engine, model)
+    release_engine(step.passes.engine, model)
     stage = case.stage
     groups = param_groups(plain_model, stage)
     plain = torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps)
