@@ -369,17 +369,16 @@ def _add_export(jobs: Commands) -> None:
         jobs,
         "export",
         _export,
-        "write a source as LLaVA JSON, messages JSONL or WebDataset tars",
+        "write a source as LLaVA JSON or messages JSONL",
         """\
   coat-vlm data export data/chat --format messages --to data/messages
-  coat-vlm data export chat.json --media-root images --format webdataset --to data/tars
-  coat-vlm data export data/tars --format llava --to data/llava
+  coat-vlm data export "data/{000..099}.tar" --format llava --to data/llava
 """,
     )
     add = _add_source(parser, parallel=False)
     add(
         "--format",
-        choices=("llava", "messages", "webdataset"),
+        choices=("llava", "messages"),
         required=True,
         help="layout that is written",
     )

@@ -201,9 +201,8 @@ def test_the_weight_of_a_turn_survives_reading_ingest_and_export(
     path = jsonl(tmp_path, row)
     ingest(path, tmp_path / "ingested")
     sources = [path, tmp_path / "ingested"]
-    for to in ("llava", "messages", "webdataset"):
-        if to != "webdataset":
-            sources.append(export(path, tmp_path / to, to).path)
+    for to in ("llava", "messages"):
+        sources.append(export(path, tmp_path / to, to).path)
     for source in sources:
         turns = SampleDataset(source)[0].turns
         assert [turn.supervised for turn in turns] == UNSUPERVISED, source
@@ -343,13 +342,3 @@ def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = ["data", "lint", str(path), "--check-media", "none"]
     assert main(arguments) == 1
     assert main([*arguments, "--ignore-fields", "audio"]) == 0
-
-
-def test_a_sample_loader_of_energon_is_refused(tmp_path: Path, tar: Tar) -> None:
-    (tmp_path / ".nv-meta").mkdir()
-    tar(tmp_path / "0.tar", {"a.jpg": b"1", "a.txt": b"A bus"})
-    (tmp_path / ".nv-meta/split.yaml").write_text("split_parts: {train: [0.tar]}")
-    loader = {"sample_loader": "sample_loader.py:sample_loader", "part_filter": "x.py:f"}
-    (tmp_path / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(loader))
-    with pytest.raises(DataError, match=r"sample_loader 'sample_loader\.py:sample_loader'"):
-        SampleDataset(tmp_path)

@@ -3,16 +3,13 @@
 import glob
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import yaml
 
 from coat_data.containers.compressed import unpack
-from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
+from coat_data.containers.csv_file import CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import BOM, JsonRows
@@ -51,8 +48,8 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    An address is given as text. ``FOLDER#val`` and ``FILE#val`` open another split than ``train``
-    of a folder prepared by Energon, or of an object of rows.
+    An address is given as text. ``FILE#val`` opens another split than ``train`` of an object of
+    rows.
 
     Raises:
         DataError: nothing is there, the format is unknown, or a folder has several splits.
@@ -74,8 +71,6 @@ def open_rows(
         # A WIDS list has shards, and annotations of VQA v2 a file of questions.
         paths = [path, *(rows.files if isinstance(rows, TarRows | JoinedRows) else [])]
         paths = [file for file in paths if file not in rows.names]
-    elif split and (base / ".nv-meta").is_dir():
-        rows, paths = _open_energon(base, split), [base]
     elif split and base.is_file() and (rows := open_object(base, split)):
         paths = [base]
     else:
@@ -103,8 +98,6 @@ def _open_folder(folder: Path, limits: Limits) -> Rows:
         return ShardRows(folder)
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return TableRows(folder, [])
-    if (folder / ".nv-meta").is_dir():
-        return _open_energon(folder)
     if (folder / "wids-meta.json").is_file():
         return _open_wids(folder / "wids-meta.json")
     for name in _METADATA:
@@ -266,8 +259,7 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
         rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
         return JsonRows([path]) if rows is None else rows
     if suffix in (".csv", ".tsv"):
-        rows = CsvRows(path)
-        return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
+        return CsvRows(path)
     problem = "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt"
     remedy = "give a data file, or a folder written by coat-vlm data ingest"
     raise DataError(str(path), problem, remedy)
@@ -275,8 +267,11 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
 
 def _open_wids(path: Path) -> Rows:
     """Open the tars of a WIDS shard list (webdataset, wids; VILA's simple_vila_webdataset)."""
-    content = _described(path, json.loads)
-    shards = content.get("shardlist")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(str(path), f"cannot be read: {error}", "make it again") from error
+    shards = content.get("shardlist") if isinstance(content, dict) else None
     if not isinstance(shards, list) or not shards:
         raise DataError(str(path), "has no shardlist", "make the list again")
     try:
@@ -301,44 +296,3 @@ def _shard_file(listing: Path, name: str) -> Path:
     if not path.is_file():
         raise DataError(str(path), "this shard is missing", "copy the whole folder")
     return path
-
-
-def _open_energon(folder: Path, name: str = "train") -> Rows:
-    """Open the shards of one split, and the field map, of a folder prepared by Energon."""
-    meta = folder / ".nv-meta"
-    split = _described(meta / "split.yaml", yaml.safe_load)
-    parts = split.get("split_parts")
-    if not isinstance(parts, Mapping) or not parts.get(name):
-        known = [key for key, shards in parts.items() if shards] if parts else []
-        problem = f"names no {name} shards"
-        remedy = f"choose from {', '.join(known)}" if known else "run energon prepare again"
-        raise DataError(str(meta / "split.yaml"), problem, remedy)
-    excluded = set(split.get("exclude") or [])
-    shards = [shard for part in parts[name] for shard in expand_braces(str(part))]
-    files = [_shard_file(folder / "split.yaml", shard) for shard in shards if shard not in excluded]
-    rows = TarRows(files)
-    if (meta / "dataset.yaml").is_file():
-        described = _described(meta / "dataset.yaml", yaml.safe_load)
-        loader = described.get("sample_loader")
-        if loader is not None:
-            raise DataError(
-                str(meta / "dataset.yaml"),
-                f"names the sample_loader {loader!r}, which is code and is not run",
-                f"write a field_map instead, or name the tars ({folder}/*.tar) to read them as "
-                "conversations in .json, or as media with captions",
-            )
-        field_map = described.get("field_map") or {}
-        if isinstance(field_map, Mapping):
-            rows.field_map = {str(name): str(value) for name, value in field_map.items()}
-    return rows
-
-
-def _described(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Parse a small JSON or YAML file whose content is an object."""
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(str(path), f"cannot be read: {error}", "make it again") from error
-    if not isinstance(content, Mapping):
-        raise DataError(str(path), "is not an object", "make it again")
-    return content

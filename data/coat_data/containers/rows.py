@@ -23,8 +23,6 @@ class Rows:
     """Folder or address that relative media paths start from, unless the user gives another."""
     damage: DataError | None = None
     """Why the container cannot be read to its end; the rows before the damage can be read."""
-    field_map: Mapping[str, str] = MappingProxyType({})
-    """The reader's field names -> field names of the rows (Energon)."""
     paths: tuple[Path, ...] = ()
     """Files that the rows come from; a folder means all files below it."""
     names: Mapping[Path, str] = MappingProxyType({})

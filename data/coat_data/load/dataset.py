@@ -119,7 +119,7 @@ class SampleDataset:
             self.paths = self.container.paths
             self._columns = dict(columns or {})
             check_columns(self._columns)
-            self._field_map = {**self.container.field_map, **(field_map or {})}
+            self._field_map = dict(field_map or {})
             self._ignore = frozenset(ignore_fields)
             self._only_last = supervise == "last"
             root = media_root or self.container.media_root

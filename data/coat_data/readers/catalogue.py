@@ -62,7 +62,6 @@ READERS = (
     documents.OBELICS,
     pairs.CAULDRON,
     documents.INTERLEAVED,
-    captions.VIDEO_SETS,
     pairs.QUERY,
     published.CHOICES,
     published.VQA,

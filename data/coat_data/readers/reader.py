@@ -11,7 +11,7 @@ from coat_data.media.root import MediaRoot
 from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
 from coat_data.readers.preference import REJECTED, add_rejected, is_pair, split_pair, with_chosen
-from coat_data.sample import KEY, DataError, Media, Reading, Sample, Turn
+from coat_data.sample import DataError, Media, Reading, Sample, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Reader:
             if REJECTED not in place.ignore:
                 sample = add_rejected(sample, place.as_string(pair.rejected, REJECTED))
             used = used - {pair.added} | pair.fields
-        if unused and not (place.columns and KEY in row):  # a field map of Energon is complete
+        if unused:
             check_unused(row, unused, place.ignore, place.where, sample)
         noted = "placeholder_as_text" in place.notes  # by a reader that knows that it is text
         if not noted and find_placeholder(sample, place.ignore):

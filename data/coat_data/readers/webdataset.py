@@ -7,9 +7,6 @@
   ``start`` and ``end`` (``{"path": "0001.mp4", "start": 1.5}``), or all if it names none.
 - Otherwise the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in
   ``json`` (img2dataset; VILA's WIDS folders).
-- Energon's ``field_map`` maps ``image`` or ``video``, ``caption``, or ``context`` and ``answers``
-  to fields; ``json[a][b]`` is a value inside a field (NVIDIA/Megatron-Energon,
-  docs/source/basic/data_prep.md).
 """
 
 import json
@@ -23,7 +20,7 @@ from coat_data.readers import llava, messages, pairs
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import MEDIA_FIELDS
-from coat_data.readers.turns import Said, caption_turns, first_of, place_media
+from coat_data.readers.turns import caption_turns, first_of
 from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
@@ -32,7 +29,6 @@ _LONGEST_NAME = 4096
 """A longer text is the medium, not its name."""
 _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
-_SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 def _matches(row: Any) -> bool:
@@ -52,8 +48,6 @@ def _to_sample(row: Any, place: Place) -> Sample:
     for value in row.values():
         if isinstance(value, DataError):
             raise value if value.where == place.where else value.within(place.where)
-    if any(name in place.columns for name in ("image", "video", "images", "videos")):
-        return _mapped(row, key, place)
     media = [_medium(row, field, place) for field in _media_members(row)]
     field = next((name for name in row if name == "json" or name.endswith(".json")), None)
     value = None if field is None else _parsed(row, field, place)
@@ -200,59 +194,9 @@ def _text(value: Any, name: str, place: Place) -> str:
     return place.as_string(value, name).strip()
 
 
-def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
-    """Convert a sample with Energon's field map."""
-    columns = place.columns
-    media = []
-    for name in ("image", "images", "video", "videos"):
-        for field in columns.get(name, "").split(",") if name in columns else ():
-            if field not in row:
-                raise place.error(f"{key} has no field {field}", "fix the field map")
-            media.append(_medium(row, field, place))
-    if "caption" in columns:
-        caption = _text(_selected(row, columns["caption"], place), columns["caption"], place)
-        return place.sample(key, caption_turns(media, caption), media)
-    if "context" in columns and "answers" in columns:
-        question = _text(_selected(row, columns["context"], place), columns["context"], place)
-        answers = _selected(row, columns["answers"], place)
-        answer = first_of(answers, place)
-        said: Said = [
-            ("user", question),
-            ("assistant", _text(answer, columns["answers"], place)),
-        ]
-        files: dict[MediaKind, list[Media]] = {
-            kind: [one for one in media if one.kind == kind] for kind in ("image", "video")
-        }
-        turns, shown = place_media(said, files, place)
-        return place.sample(key, turns, shown)
-    raise place.error(
-        f"the field map has {sorted(columns)}",
-        "map image or video, and caption, or context and answers",
-    )
-
-
-def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
-    """Return the value of ``txt``, ``json[caption]`` or ``answers.json``."""
-    found = _SELECTOR.fullmatch(selector)
-    if found is None or found[1] not in row:
-        raise place.error(f"{row[KEY]} has no field {selector}", "fix the field map")
-    field, keys = found[1], re.findall(r"\[([^\[\]]+)\]", found[2])
-    if not field.endswith("json"):
-        return row[field]
-    value = _parsed(row, field, place)
-    for name in keys:
-        try:
-            value = value[int(name)] if isinstance(value, list) else value[name]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise place.error(
-                f"{row[KEY]}.{selector} does not exist", "fix the field map"
-            ) from error
-    return value
-
-
 READER = Reader(
     "webdataset",
-    "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS, Energon",
+    "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS",
     _matches,
     _to_sample,
 )

@@ -1,4 +1,4 @@
-"""Writes the samples of a source as LLaVA JSON, messages JSONL or WebDataset tars.
+"""Writes the samples of a source as LLaVA JSON or messages JSONL.
 
 Every row is read back by the reader of its format before it is written: a sample that the format
 cannot represent is left out and listed, never changed. Media are copied into a folder beside the
@@ -9,7 +9,6 @@ import dataclasses
 import io
 import json
 import shutil
-import tarfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from coat_data.containers.media_files import IMAGE_FORMATS, VIDEO_SUFFIXES, imag
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.root import MediaRoot
-from coat_data.readers import llava, messages, webdataset
+from coat_data.readers import llava, messages
 from coat_data.readers.preference import RESPONSE
 from coat_data.readers.reader import Place
-from coat_data.sample import KEY, DataError, Media, Part, Role, Sample, Turn
+from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
 from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
 
 _Name = str | list[str]
@@ -35,17 +34,12 @@ FOLDER = "media"
 """Name of the folder beside the exported rows."""
 
 _FILES_PER_FOLDER = 1000
-_ROWS_PER_TAR = 1000
 
 
-ExportFormat = Literal["llava", "messages", "webdataset"]
+ExportFormat = Literal["llava", "messages"]
 BAD_NAME = "left_out.jsonl"
 
-_NAMES: Mapping[ExportFormat, str] = {
-    "llava": "data.json",
-    "messages": "data.jsonl",
-    "webdataset": ".",
-}
+_NAMES: Mapping[ExportFormat, str] = {"llava": "data.json", "messages": "data.jsonl"}
 
 _SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -58,7 +52,7 @@ class ExportSummary:
     left_out: int
     """Bad samples, and samples that the format cannot represent; see ``left_out.jsonl``."""
     path: Path
-    """The exported data: the data file, or the folder of tars."""
+    """The data file."""
 
 
 def export(
@@ -70,15 +64,13 @@ def export(
     """Write every good sample of ``path`` to the new folder ``out_dir``.
 
     Args:
-        to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
-            ``webdataset`` writes tars with the media inside.
+        to: ``llava`` writes data.json, ``messages`` data.jsonl, both next to a folder of the media.
     """
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
     why = "there are no rows"
     with new_folder(out_dir) as folder:
-        writer = _TarWriter(folder) if to == "webdataset" else _JsonWriter(folder, to)
-        with closing(writer):
+        with closing(_JsonWriter(folder, to)) as writer:
             for sample in read_samples(dataset, f"export {to}"):
                 try:
                     if isinstance(sample, DataError):
@@ -135,14 +127,13 @@ def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     return row
 
 
-def messages_row(sample: Sample, names: Sequence[_Name] | None) -> dict[str, Any]:
+def messages_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     """Convert the sample to chat messages with content parts.
 
     Args:
-        names: path of each medium, relative to the media root; None writes no paths, for media
-            that are stored beside the row in order.
+        names: path of each medium, relative to the media root.
     """
-    waiting = iter(zip(sample.media, names or [""] * len(sample.media), strict=True))
+    waiting = iter(zip(sample.media, names, strict=True))
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:
         content: list[dict[str, Any]] = []
@@ -151,8 +142,7 @@ def messages_row(sample: Sample, names: Sequence[_Name] | None) -> dict[str, Any
                 content.append({"type": "text", "text": part.text})
                 continue
             medium, name = next(waiting)
-            path = {"path": name} if names is not None else {}
-            content.append({"type": part.kind, **path, **_span(medium)})
+            content.append({"type": part.kind, "path": name, **_span(medium)})
         messages.append({"role": turn.role, "content": content} | _loss(turn))
     return {**_head(sample), "messages": messages}
 
@@ -260,37 +250,3 @@ class _JsonWriter:
     def close(self) -> None:
         self._stream.write(self._end)
         self._stream.close()
-
-
-class _TarWriter:
-    """Writes tars ``00000.tar``, ...: per sample a ``.json`` with messages, and its media."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
-        self._archive: tarfile.TarFile | None = None
-
-    def write(self, sample: Sample) -> None:
-        key = f"{self._count:09d}"
-        row: dict[str, Any] = {KEY: key}
-        row["json"] = json.dumps(messages_row(sample, None)).encode("ascii")
-        for number, medium in enumerate(sample.media):
-            row[f"{number:03d}{media_suffix(medium)}"] = media_bytes(medium)
-        read = webdataset.READER.read(row, _place(sample, self._folder))
-        check_same(sample, read, "WebDataset")
-        if self._count % _ROWS_PER_TAR == 0:
-            self.close()
-            name = f"{self._count // _ROWS_PER_TAR:05d}.tar"
-            self._archive = tarfile.open(self._folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
-        assert self._archive is not None
-        for field, data in row.items():
-            if field != KEY:
-                info = tarfile.TarInfo(f"{key}.{field}")
-                info.size = len(data)
-                self._archive.addfile(info, io.BytesIO(data))
-        self._count += 1
-
-    def close(self) -> None:
-        if self._archive is not None:
-            self._archive.close()
-            self._archive = None

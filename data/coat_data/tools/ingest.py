@@ -24,7 +24,7 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Sample
 from coat_data.saved_files import hash_file, sync
 from coat_data.tools.source import decode, list_bad, media_bytes, new_folder
-from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
+from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 _CHUNK_ROWS = 16
 """Rows that one process reads at a time; their media may be in memory."""
@@ -131,9 +131,9 @@ def _read_chunk(
         try:
             for item in sample.media:
                 if embed and item.data is None:
-                    item = dataclasses.replace(item, data=read_link(item, media_bytes))
+                    item = dataclasses.replace(item, data=media_bytes(item))
                 if check:
-                    read_link(item, decode)
+                    decode(item)
                 media.append(item)
         except DataError as error:
             raise error.within(sample.where) from error

@@ -12,7 +12,7 @@ from coat_data.media.remote_media import check_video
 from coat_data.sample import DataError, Sample, UnreachableError
 from coat_data.tools.field_counts import FieldCounts
 from coat_data.tools.source import decode
-from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
+from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 MediaCheck = Literal["none", "header", "decode"]
 
@@ -96,9 +96,9 @@ def find_media_problem(sample: Sample, check: MediaCheck) -> DataError | None:
     for medium in sample.media if check != "none" else ():
         try:
             if check == "decode":
-                read_link(medium, decode)
+                decode(medium)
             else:
-                read_link(medium, image_size if medium.kind == "image" else check_video)
+                (image_size if medium.kind == "image" else check_video)(medium)
         except DataError as error:
             return error.within(sample.where)
     return None

@@ -38,7 +38,7 @@ from coat_data.media.image import open_image
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
 from coat_data.saved_files import write_text
-from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
+from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 MAX_BITS = 7
 """Bits of 128 that may differ between the hashes of two copies of an image."""
@@ -198,7 +198,7 @@ class Benchmarks:
         found: dict[str, Match] = {}
         for medium in sample.media if self._images else ():
             owners: set[int] = set()
-            for number in self._find_image(read_link(medium, _open)):
+            for number in self._find_image(_open(medium)):
                 if self._owners[number] not in owners:
                     owners.add(self._owners[number])
                     self._match(found, number).images += 1

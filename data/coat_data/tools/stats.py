@@ -13,7 +13,7 @@ import numpy as np
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.sample import DataError, Sample
-from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
+from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 """Quantiles of each distribution: minimum, 10%, median, 90%, 99%, maximum."""
@@ -102,7 +102,7 @@ def _measure(sizes: bool, sample: Sample) -> tuple[Sample, list[tuple[int, int] 
     for medium in sample.media if sizes else ():
         if medium.kind == "image":
             try:
-                found.append(read_link(medium, image_size))
+                found.append(image_size(medium))
             except DataError:
                 found.append(None)
     return sample, found

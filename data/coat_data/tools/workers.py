@@ -1,11 +1,9 @@
 """Works on the rows of a source in chunks, in worker processes, with the results in order."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -13,12 +11,10 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.load.workers import in_workers
 from coat_data.media.remote_media import is_remote
 from coat_data.mixture.selection import describe_row
-from coat_data.sample import DataError, Media, Sample, UnreachableError
+from coat_data.sample import DataError, Sample
 
 MAX_WORKERS = 8
 """Maximum number of worker processes by default."""
-HOST_LIMIT_S = 60.0
-"""Seconds that links to one host may take without an answer before its other links are skipped."""
 
 _THREADS = 16
 """Links that one process reads at the same time."""
@@ -117,37 +113,4 @@ def map_samples(samples: Chunk, work: Callable[[Sample], T]) -> list[T | DataErr
         with ThreadPool(min(_THREADS, len(linked))) as pool:
             for place, result in zip(linked, pool.map(attempt, linked.values(), 1), strict=True):
                 found[place] = result
-    return found
-
-
-_waited_s: dict[str, float] = {}
-"""Seconds that links to a host took since it last answered, in this process."""
-
-
-def read_link(medium: Media, read: Callable[[Media], T]) -> T:
-    """Return ``read(medium)``; a medium at an address is skipped if its host is silent.
-
-    Raises:
-        UnreachableError: links to this host took :data:`HOST_LIMIT_S` seconds without an answer.
-        DataError: raised by ``read``.
-    """
-    if not is_remote(medium):
-        return read(medium)
-    host = urlsplit(medium.path or "").netloc
-    if _waited_s.get(host, 0.0) >= HOST_LIMIT_S:
-        raise UnreachableError(
-            medium.path or "",
-            f"was not tried: {host} has not answered for {HOST_LIMIT_S:g} s",
-            "check the address and the network, and run the command again",
-        )
-    start = time.monotonic()
-    try:
-        found = read(medium)
-    except UnreachableError:
-        _waited_s[host] = _waited_s.get(host, 0.0) + time.monotonic() - start
-        raise
-    except DataError:
-        _waited_s.pop(host, None)
-        raise
-    _waited_s.pop(host, None)
     return found
