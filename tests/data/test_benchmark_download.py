@@ -140,12 +140,3 @@ def test_an_interrupted_table_goes_on(
     (tmp_path / "mmstar" / "MMStar.tsv").rename(part)  # killed before it was renamed
     assert main(words) == 0
     assert len(starts) == 3
-
-
-def test_every_table_is_read_by_its_benchmark():
-    tables = {name: one for name, one in BENCHMARKS.items() if one.md5}
-    for name, repository in tables.items():
-        first = next(iter(get_benchmark(name).layouts.values()))
-        assert (repository.files[0],) in first
-        assert repository.repo.endswith(f"/{repository.files[0]}")
-        assert len(repository.md5) == 32

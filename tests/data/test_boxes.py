@@ -45,10 +45,6 @@ def test_ms_swift_units(tmp_path: Path) -> None:
     )
     norm = {"bbox_type": "norm1"}
     assert answer(tmp_path, swift([[0.25, 0, 0.5, 1]], **norm)) == "[0.250, 0.000, 0.500, 1.000]"
-    assert (
-        answer(tmp_path, swift([[250, 0, 500, 1]], bbox_type=None))
-        == "[0.391, 0.000, 0.781, 0.002]"
-    )
 
 
 def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None:
@@ -63,7 +59,6 @@ def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None
     [
         ([[1, 2, 900, 4]], {}, "leaves the image, whose edges are at 640 and 480"),
         ([[100, 100, 50, 40]], {}, "ends before it starts"),
-        ([[100, 100, 50]], {}, "is no box"),
         ([[1, 2, 3, 4]], {"bbox_type": "cxcywh"}, "objects.bbox_type is 'cxcywh'"),
         ([[1, 2, 3, 4]], {"image_id": [2]}, "box 0 is in image 2 of the row's 1 images"),
         ([[1, 2, 3, 4], [5, 6, 7, 8]], {}, "objects has 1 more entries than the texts have <bbox>"),
@@ -80,9 +75,6 @@ def test_wrong_boxes_are_named(
 def test_pixels_need_the_image(tmp_path: Path) -> None:
     row = {**swift([[1, 2, 3, 4]]), "images": ["https://a.org/a.jpg"]}
     with pytest.raises(DataError, match="in pixels of an image at an address"):
-        answer(tmp_path, row)
-    row = {**swift([[1, 2, 3, 4]]), "images": ["lost.jpg"]}
-    with pytest.raises(DataError, match=r"rows\.jsonl:0: .*lost\.jpg: no such file"):
         answer(tmp_path, row)
 
 
@@ -103,9 +95,8 @@ def test_pixels_need_the_image(tmp_path: Path) -> None:
         ),
         ("click('<|box_start|>(246,113)<|box_end|>')", "click('[0.246, 0.113]')"),
         ("A <box>tag</box> and <ref>a note</ref>", "A <box>tag</box> and <ref>a note</ref>"),
-        ("<svg><box>12</box></svg>", "<svg><box>12</box></svg>"),
     ],
-    ids=["Qwen-VL", "InternVL", "Qwen2-VL", "point", "markup", "number"],
+    ids=["Qwen-VL", "InternVL", "Qwen2-VL", "point", "markup"],
 )  # fmt: skip
 def test_tags_are_thousandths(tmp_path: Path, text: str, expected: str) -> None:
     said = [

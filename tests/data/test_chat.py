@@ -90,17 +90,6 @@ def test_tokenizers_own_template(make_tokenizer, name: str):
     assert written(template.render(conversation)) == OWN[name]
 
 
-def test_own_template_writes_what_transformers_writes(tokenizer: PreTrainedTokenizerFast):
-    """For words that no template strips."""
-    conversation = turns("What?", "A dog.", "More?", "No.")
-    messages = [{"role": turn.role, "content": turn.text} for turn in conversation]
-    template = get_template("tokenizer", tokenizer)
-    for cut in (2, 4):
-        rendered = template.render(conversation[:cut])
-        expected = tokenizer.apply_chat_template(messages[:cut], tokenize=False)
-        assert "".join(segment.text for segment in rendered) == expected
-
-
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_first"])
 def test_own_generation_prompt_is_transformers(make_tokenizer, name: str):
     tokenizer = make_tokenizer(name)
@@ -157,7 +146,6 @@ def test_answer_without_an_end_is_ended_by_eos(make_tokenizer):
 @pytest.mark.parametrize(
     ("jinja", "problem"),
     [
-        ("{{ messages[-1].content }}<|im_end|>", "text of a user turn 0 times"),
         ("{{ messages[0].content * 2 }}{{ messages[1].content }}", "text of a user turn 2 times"),
         ("{{ raise_exception('no images please') }}", "no images please"),
         ("{{ messages[1].content }}<|im_end|>{{ messages[0].content | reverse }}", "order of the"),

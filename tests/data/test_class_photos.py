@@ -91,14 +91,3 @@ def test_rows_and_questions_of_a_layout(name, write, train, val, tmp_path: Path)
     lines = (out / "eval/questions.jsonl").read_text().splitlines()
     assert [json.loads(line)["answer"] for line in lines] == val
     assert all((out / json.loads(line)["image"]).is_file() for line in lines)
-
-
-def test_the_pixels_of_cifar10(tmp_path: Path) -> None:
-    class_photos.convert(write_cifar10(tmp_path / "cifar.tar.gz"), tmp_path / "out", 1)
-    for label, color in (("rose", (255, 0, 0)), ("sky", (0, 0, 255))):
-        files = list((tmp_path / "out/images/train" / label).iterdir())
-        assert len(files) == 2
-        for file in files:
-            assert np.unique(np.array(Image.open(file)).reshape(-1, 3), axis=0).tolist() == [
-                [*color]
-            ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clips import noise, write_clip
+from clips import write_clip
 
 from coat_data.media.decord_reader import DecordError, DecordReader
 from coat_data.media.sampling import VIDEO_COUNTS, VideoSettings
@@ -73,14 +73,10 @@ def test_what_the_child_answers_is_what_is_shown(clip: Media):
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
-        ("timeout", ("time.sleep(60)",)),
-        ("timeout", ("out.write(pickle.dumps(times)[:1])", "out.flush()", "time.sleep(60)")),
         ("timeout", (HALF, "out.flush()", "time.sleep(60)")),
-        ("crash", ("os.abort()",)),
-        ("crash", (HALF, "sys.exit()")),
+        ("crash", (HALF, "os.abort()")),
         ("error", ("out.write(pickle.dumps('bad'))",)),
     ],
-    ids=["hangs", "hangs in the head", "hangs in the body", "aborts", "ends early", "refuses"],
 )
 def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, lines: tuple):
     expected = frames_of(VideoReader(VideoSettings(backend="pyav", num_frames=3)), clip)
@@ -107,13 +103,6 @@ def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
     process = reader._child
     reader.close()
     assert process.poll() is not None
-
-
-def test_videos_in_memory_reach_the_child():
-    reader = child("out.write(pickle.dumps(source.decode()))")
-    with pytest.raises(DecordError, match="whole file"):
-        reader.read_at(Media(kind="video", data=b"whole file"), [0.5])
-    reader.close()
 
 
 def _read_in_a_fork(reader: VideoReader, media: Media, queue: "multiprocessing.Queue") -> None:
@@ -169,7 +158,6 @@ def test_decord_must_be_installed_where_it_is_asked_for(monkeypatch: pytest.Monk
     [
         ("a.mp4", "libx264", {"g": "12", "bf": "2"}),
         ("b.webm", "libvpx-vp9", {"g": "9"}),
-        ("c.avi", "mpeg4", {"g": "8"}),
     ],
 )
 def test_decord_shows_the_frames_that_pyav_shows(tmp_path: Path, name: str, codec: str, options):
@@ -184,19 +172,3 @@ def test_decord_shows_the_frames_that_pyav_shows(tmp_path: Path, name: str, code
         assert [f.tobytes() for f in found.frames] == [f.tobytes() for f in expected.frames]
         assert found.times_s == pytest.approx(expected.times_s, abs=2e-3)
         decord.close()
-
-
-@needs_decord
-def test_what_decord_cannot_read_pyav_reads(tmp_path: Path):
-    """A clip cut in the middle of its pictures, whose index says that there are more."""
-    frames = (noise(48, number) for number in range(60))
-    moov_first = {"movflags": "faststart"}
-    write_clip(tmp_path / "c.mp4", frames, options={"g": "5"}, container_options=moov_first)
-    whole = (tmp_path / "c.mp4").read_bytes()
-    media = Media(kind="video", path="cut.mp4", data=whole[: len(whole) // 2])
-    reader = VideoReader(VideoSettings(backend="decord", num_frames=4))
-    expected = frames_of(VideoReader(VideoSettings(num_frames=4)), media)
-    assert frames_of(reader, media) == expected
-    assert expected
-    assert reader.counts["video_pyav"] == 1
-    reader.close()

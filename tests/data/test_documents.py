@@ -178,19 +178,6 @@ def test_a_text_that_goes_on_has_no_end_in_any_template(make_tokenizer: Any) -> 
         encoder = text_encoder(tokenizer, limit=500)
         encoder.template = get_template(template, tokenizer)
         sample = get_chunk(document("A red circle and two blue squares."), 0, 12)
-        ids, labels = encoder.layout(sample)
-        check_labels(sample, ids, labels, encoder)
+        _, labels = encoder.layout(sample)
         trained = [label for label in labels if label != IGNORE_INDEX]
         assert encoder.tokenizer.decode(trained) == "A red circle"
-
-
-def test_a_text_that_is_too_long_is_told_without_images(make_tokenizer: Any) -> None:
-    encoder = text_encoder(make_tokenizer("qwen2"))
-    for asked, remedy in (("", "template: plain, which cuts them$"), ("q", "split the conver")):
-        turns = (Turn("user", (Part("text", asked),)), Turn("assistant", (Part("text", HARD),)))
-        sample = Sample(id="1", turns=turns, source="web.jsonl", row=3)
-        with pytest.raises(
-            DataError, match=rf"web.jsonl:3: \d+ tokens are more than max_length=24 .*{remedy}"
-        ) as error:
-            encoder(sample)
-        assert "image" not in str(error.value)

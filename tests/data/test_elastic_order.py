@@ -17,7 +17,6 @@ from coat_data.mixture.packing import Budget, PackedSampler
 from coat_data.mixture.sampler import (
     BatchRow,
     Mixture,
-    PlainSampler,
     SamplerState,
     assign_to_ranks,
 )
@@ -156,13 +155,13 @@ def steps(
 
 
 @MIXES
-def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
+def test_one_two_three_ranks_and_zero_to_two_workers_continue_one_order(
     sources: list[SampleDataset], packed: bool
 ) -> None:
     talk = Talk(bad=frozenset({103, 110, 204, 215}), unreadable=frozenset({107, 220}))
     straight, end = steps(sources, packed, SamplerState(), 12, encoder=talk)
     found, state = [], SamplerState()
-    for world, num_workers, number in ((1, 0, 4), (2, 1, 5), (3, 4, 3)):
+    for world, num_workers, number in ((1, 0, 4), (2, 1, 5), (3, 2, 3)):
         state = SamplerState(*json.loads(json.dumps(state)))  # as a checkpoint keeps it
         part, state = steps(
             sources, packed, state, number, world=world, num_workers=num_workers, encoder=talk
@@ -216,9 +215,6 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
         assert (a == b).all()
     assert here[0][5].tolist() == [0, 0]
     assert here[1][1].tolist() == [1 + 201 * 7 % 12, 0]
-    odd = range(1, 40, 2)  # a rank's share
-    (own,) = measure_rows(sources[0], talk.measure, odd, skip_bad=True)
-    assert (own[:, 0] == here[0][1::2, 0]).all()
     with pytest.raises(DataError, match=r"100\.json:5: no answer"):
         list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
     with pytest.raises(DataError, match=r"100\.json:1: 2 images are more than packing.images=1"):
@@ -237,50 +233,16 @@ def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
     ]
 
 
-def test_rows_are_dealt_by_cost_and_ranks_wait_less() -> None:
-    """One row per rank and micro-step: sorted rows make alike micro-steps; all rows are dealt."""
-    rng = np.random.default_rng(0)
-    costs = rng.pareto(1.5, 64) + 1
-    mixture = Mixture([64], [None], [None], seed=0)
-    rows, state = PlainSampler(mixture, 32, [costs]).step(SamplerState(5))
-    plain, same_state = PlainSampler(mixture, 32).step(SamplerState(5))
-    assert [row.positions for row in rows] == [row.positions for row in plain]
-    assert state == same_state
-    assert [row.cost for row in rows] == [costs[mixture.locate(p)[1]] for (p,) in (
-        row.positions for row in rows
-    )]  # fmt: skip
-
-    def waited(dealt: list[list[list[BatchRow]]]) -> float:
-        known = {row.positions: row.cost for row in rows}
-        work = [[sum(known[row.positions] for row in rank) for rank in step] for step in dealt]
-        return float(np.mean([1 - np.mean(step) / max(step) for step in work]))
-
-    for micro_batch, ranks in ((1, 2), (1, 4), (4, 2), (2, 8)):
-        dealt = assign_to_ranks(rows, micro_batch, ranks)
-        flat = [row for step in dealt for rank in step for row in rank]
-        assert sorted(row.positions for row in flat) == sorted(row.positions for row in rows)
-        assert {len(rank) for step in dealt for rank in step} == {micro_batch}
-        assert waited(dealt) < 0.7 * waited(assign_to_ranks(plain, micro_batch, ranks))
-    # By hand: 9 8 3 2 to two ranks of two rows; greedy by cost is 9 + 2 and 8 + 3.
-    few = [BatchRow((n,), cost=cost) for n, cost in enumerate((2.0, 9.0, 3.0, 8.0))]
-    (step,) = assign_to_ranks(few, 2, 2)
-    assert [[row.cost for row in rank] for rank in step] == [[9, 2], [8, 3]]
-
-
 def test_ranks_have_about_the_same_work_in_all_micro_steps_together() -> None:
     """By hand: 9 8, then 6 2, then 1 1; the rank with 9 gets 2, and so the ranks have 12 and 15."""
     costs = (1.0, 9.0, 8.0, 6.0, 2.0, 1.0)
     rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(costs)]
     dealt = assign_to_ranks(rows, 1, 2)
     assert [[rank[0].cost for rank in step] for step in dealt] == [[9, 8], [2, 6], [1, 1]]
-    bad = [BatchRow((n,), cost=cost) for n, cost in enumerate((5.0, 4.0, 3.0, 0.0))]
-    (step,) = assign_to_ranks(bad, 2, 2)  # a row that could not be measured
-    assert [[row.cost for row in rank] for rank in step] == [[4, 3], [5, 0]]
-    # The rank with the most so far gets the least, so totals differ by no more than a micro-step.
-    rng = np.random.default_rng(0)
-    for ranks in (2, 4, 8):
-        rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(rng.pareto(1.5, 128) + 1)]
-        dealt = assign_to_ranks(rows, 2, ranks)
-        work = np.array([[sum(row.cost for row in rank) for rank in step] for step in dealt])
-        totals = work.sum(0)
-        assert totals.max() - totals.min() <= (work.max(1) - work.min(1)).max() * (1 + 1e-12)
+    for costs, expected in (
+        ((2.0, 9.0, 3.0, 8.0), [[9, 2], [8, 3]]),
+        ((5.0, 4.0, 3.0, 0.0), [[4, 3], [5, 0]]),  # a row that could not be measured
+    ):
+        rows = [BatchRow((n,), cost=cost) for n, cost in enumerate(costs)]
+        (step,) = assign_to_ranks(rows, 2, 2)
+        assert [[row.cost for row in rank] for rank in step] == expected

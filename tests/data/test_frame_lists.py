@@ -72,9 +72,6 @@ def test_a_list_of_images_is_one_video(tmp_path: Path) -> None:
         clip = read(media, num_frames=3)
         assert (shown(clip), clip.times_s) == ([2, 6, 10], None)
         assert shown(read(media, sampling="all", max_frames=20)) == list(range(12))
-    two = llava(video=["a.mp4", "b.mp4"])
-    two["conversations"][0]["value"] = "<video><video>"
-    assert len(SampleDataset(write(tmp_path, two))[0].media) == 2
 
 
 def test_frames_with_a_rate_are_sampled_by_time(tmp_path: Path) -> None:

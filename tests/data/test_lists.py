@@ -85,13 +85,6 @@ def test_internvl_meta(folder: Path) -> None:
         SampleDataset(path)
 
 
-def test_a_pattern_of_text_files(folder: Path) -> None:
-    assert ids("{b,c}.jsonl") == B  # one file exists
-    (folder / "c.jsonl").write_text(json.dumps(talk("c", 1)[0]))
-    assert ids("{b,c}.jsonl") == [*B, "c0"]
-    assert ids("*.jsonl") == [*B, "c0"]
-
-
 def test_llama_factory_dataset_info(folder: Path) -> None:
     chat = [
         {"role": "system", "content": "S"},

@@ -2,9 +2,7 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from collections import Counter
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
-from coat_data.load.workers import in_workers
 from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.mixture.selection import SelectedRows
 from coat_data.sample import DataError, Sample
@@ -94,13 +91,12 @@ def global_steps(
     ]
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 3), (3, 2), (6, 1)])
-@pytest.mark.parametrize("bad", [set(), {103, 110, 204, 205, 206}])
+@pytest.mark.parametrize(("world", "micro"), [(1, 3), (6, 1)])
 def test_any_number_of_ranks_holds_the_same_samples(
-    sources: list[SampleDataset], world: int, micro: int, bad: set[int]
+    sources: list[SampleDataset], world: int, micro: int
 ) -> None:
-    encoder = NumberEncoder(bad)
-    options = {"replace_bad": bool(bad)}
+    encoder = NumberEncoder({103, 110, 204, 205, 206})
+    options = {"replace_bad": True}
     expected = global_steps(sources, encoder, 1, 4, 5, micro_batch_size=2, **options)
     steps = global_steps(sources, encoder, world, 4, 5, micro_batch_size=micro, **options)
     assert steps == expected
@@ -135,16 +131,6 @@ def same(first: list[LoadedBatch], second: list[LoadedBatch]) -> bool:
     )
 
 
-def test_workers_change_nothing(sources: list[SampleDataset]) -> None:
-    encoder = NumberEncoder({101, 202, 210})
-    here = loader(sources, encoder, replace_bad=True).steps(SamplerState(12 * 2))
-    there = loader(sources, encoder, replace_bad=True, num_workers=3).steps(SamplerState(12 * 2))
-    for _ in range(8):  # into the second epoch
-        assert same(next(here), next(there))
-    there.close()
-    assert not multiprocessing.active_children()
-
-
 def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDataset]) -> None:
     whole = list(islice(loader(sources).steps(SamplerState()), 12))
     encoder = NumberEncoder()
@@ -154,13 +140,6 @@ def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDatas
     far = NumberEncoder()
     next(loader(sources, far).steps(SamplerState(12 * 10**7)))
     assert len(far.seen) == 12
-
-
-def test_the_global_random_state_is_left_alone(sources: list[SampleDataset]) -> None:
-    for num_workers in (0, 1):
-        before = torch.random.get_rng_state()
-        next(loader(sources, num_workers=num_workers).steps(SamplerState()))
-        assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -257,29 +236,6 @@ def test_a_worker_that_stops_is_an_error_that_names_its_rows(
     assert not multiprocessing.active_children()
 
 
-def number_or_stop(received: Any, number: int) -> torch.Tensor:
-    if number in (2, 3):
-        received.wait()
-    if number == 5:
-        time.sleep(0.5)  # until a thread of this process has sent the result of 3
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return torch.tensor(number)
-
-
-def test_a_stopped_worker_is_named_where_the_other_one_is_next() -> None:
-    """A tensor is read from its worker: the result of 3 is lost with the worker that reads 5."""
-    received = multiprocessing.Event()
-    work = partial(number_or_stop, received)
-    results = in_workers(work, range(8), 2, timeout_s=5, describe=str)
-    assert [int(next(results)), int(next(results))] == [0, 1]
-    received.set()
-    time.sleep(2)  # until both results wait and the worker has stopped
-    assert int(next(results)) == 2
-    with pytest.raises(DataError, match="has not finished reading these rows in 5 s") as error:
-        next(results)
-    assert error.value.where == "5"
-
-
 def test_it_gives_up_when_everything_is_bad(sources: list[SampleDataset]) -> None:
     encoder = NumberEncoder({*range(100, 120), *range(200, 231)})
     steps = loader(sources, encoder, replace_bad=True).steps(SamplerState())
@@ -309,8 +265,7 @@ def validation(dataset: SampleDataset, encoder: Any, world: int) -> list[list[Ba
     return [list(val_batches(dataset, encoder, rank=rank, **options)) for rank in range(world)]
 
 
-@pytest.mark.parametrize("size", [1, 13, 16])
-@pytest.mark.parametrize("world", [1, 5])
+@pytest.mark.parametrize(("size", "world"), [(1, 5), (13, 1), (13, 5)])
 def test_validation_sees_each_row_once(tmp_path: Path, size: int, world: int) -> None:
     dataset = write(tmp_path / "val.json", 100, size)
     ranks = validation(dataset, NumberEncoder(), world)

@@ -125,10 +125,9 @@ def test_times_are_written_before_frames(tokenizer, tmp_path: Path):
     assert tokens_of(encode, media) == stop - (tokenizer.bos_token is not None)
 
 
-@pytest.mark.parametrize("time_tokens", [False, True])
-def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Path, time_tokens):
+def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Path):
     tokenizer = make_tokenizer("qwen2")
-    video = VideoSettings(num_frames=6, time_tokens=time_tokens)
+    video = VideoSettings(num_frames=6, time_tokens=True)
     encode = encoder_of(tokenizer, TRANSFORMS["dynamic"], video=video)
     whole, short = clip(tmp_path / "a.mp4", 30), clip(tmp_path / "b.mp4", 2)
     cut = clip(tmp_path / "c.mp4", 30, cut=0.6)
@@ -144,32 +143,15 @@ def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Pat
     assert 0 < shown[2] < 6
 
 
-@pytest.mark.parametrize("damage", ["zero", "no frame", "html"])
-def test_clips_without_a_frame_are_bad_samples(make_tokenizer, tmp_path: Path, damage: str):
+def test_a_clip_without_a_frame_is_a_bad_sample(make_tokenizer, tmp_path: Path):
     media = clip(tmp_path / "a.mp4", 5)
     assert media.data is not None
     start = media.data.index(b"mdat")
-    data = {
-        "zero": b"",
-        "no frame": media.data[: start + 4] + bytes(len(media.data) - start - 4),
-        "html": b"<html>404</html>",
-    }[damage]
     path = tmp_path / "bad.mp4"
-    path.write_bytes(data)
+    path.write_bytes(media.data[: start + 4] + bytes(len(media.data) - start - 4))
     encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["resize"])
     with pytest.raises(DataError, match=r"rows\.json:7: .*bad\.mp4"):
         encode(sample(Media(kind="video", path=str(path))))
-
-
-def test_a_picture_that_ends_early_is_a_bad_sample_though_its_header_is_whole(make_tokenizer):
-    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["dynamic"])
-    whole = image(400, 300, "JPEG")
-    assert whole.data is not None
-    cut = Media(kind="image", path="cut.jpg", data=whole.data[: len(whole.data) // 2])
-    assert encode.media.plan(cut) == encode.media.plan(whole)
-    assert tokens_of(encode, cut) == tokens_of(encode, whole)
-    with pytest.raises(DataError, match=r"rows\.json:7: cut\.jpg: the image cannot be read"):
-        encode(sample(whole, cut))
 
 
 def test_batches_carry_grids_where_there_are_any(make_tokenizer):
@@ -181,6 +163,3 @@ def test_batches_carry_grids_where_there_are_any(make_tokenizer):
         found = batch.get("image_grids")
         assert (None if found is None else found.tolist()) == grids
         assert torch.equal(batch["pixel_values"], torch.cat([p.pixel_values for p in parts]))
-        assert torch.equal(
-            collate(parts[:1], pad_token_id=0)["pixel_values"], parts[0].pixel_values
-        )

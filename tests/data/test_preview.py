@@ -14,8 +14,7 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.sample import DataError
-from coat_data.tools.preview import to_picture, token_spans, write_preview
+from coat_data.tools.preview import to_picture, token_spans
 from coat_vlm.model.processor import CoatVlmProcessor
 
 ANSWER = "Red.\n\u4e2d\U0001f600 <b>&amp;</b>"
@@ -43,19 +42,16 @@ def spans(html: str, kind: str) -> str:
     return text.replace("&amp;", "&").replace("\u21b5\n", "\n")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama2_first"])
-def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any, kind: str) -> None:
-    template = {"qwen2": "chatml", "llama2_first": "vicuna_v1"}[kind]
+def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any) -> None:
     processor = CoatVlmProcessor(
-        make_tokenizer(kind), image_size=16, tokens_per_image=4, template=template
+        make_tokenizer("llama2_first"), image_size=16, tokens_per_image=4, template="vicuna_v1"
     )
     processor.save_pretrained(tmp_path / "model")
     out = tmp_path / "pages/p.html"
     arguments = ["data", "preview", str(source), "--out", str(out)]
     assert main([*arguments, "--model", str(tmp_path / "model")]) == 0
     html = out.read_text(encoding="utf-8")
-    end = {"qwen2": "<|im_end|>", "llama2_first": "</s>"}[kind]
-    assert spans(html, "trained").lstrip(" ") == ANSWER + end
+    assert spans(html, "trained").lstrip(" ") == ANSWER + "</s>"
     assert spans(html, "image") == "4 image tokens"
     assert "Which <script>?" in spans(html, "context")
     assert "<script>" not in html
@@ -65,15 +61,6 @@ def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any, 
     with Image.open(io.BytesIO(base64.b64decode(address[1]))) as shown:
         assert shown.size == (16, 16)
         assert shown.getpixel((8, 8)) == (250, 10, 40)
-
-
-def test_a_page_without_a_model(source: Path, tmp_path: Path) -> None:
-    assert write_preview(source, tmp_path / "p.html", number=1) == 1
-    html = (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert "64 x 64" in html
-    assert 'class="tokens"' not in html
-    with pytest.raises(DataError):
-        write_preview(tmp_path / "none.json", tmp_path / "p.html")
 
 
 def test_pixels_are_turned_back() -> None:

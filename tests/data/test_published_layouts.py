@@ -14,7 +14,6 @@ from PIL import Image
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
 from coat_data.sample import DataError, Sample
-from coat_data.tools.lint import lint
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -49,12 +48,6 @@ def shown(sample: Sample) -> list[str]:
             pieces.append(part.text if medium is None else f"[{Path(medium.path or '').name}]")
         lines.append(f"{turn.role}: {''.join(pieces)}")
     return lines
-
-
-def problems(path: Path, **options: Any) -> list[str]:
-    found: list[DataError] = []
-    lint(path, found.append, **options)
-    return [str(error) for error in found]
 
 
 def vqa_answers(*texts: str) -> list[dict[str, Any]]:
@@ -96,17 +89,13 @@ VQA_ANNOTATIONS = [
 ]  # fmt: skip
 
 
-def write_vqa(folder: Path, **changes: Any) -> Path:
+def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path) -> None:
+    picture(tmp_path / "train2014" / "COCO_train2014_000000458752.jpg")
     questions = {"task_type": "Open-Ended", **VQA_HEAD, "questions": VQA_QUESTIONS}
-    dump(folder / "v2_OpenEnded_mscoco_train2014_questions.json", questions)
-    annotations = {**VQA_HEAD, "annotations": VQA_ANNOTATIONS, **changes}
-    return dump(folder / "v2_mscoco_train2014_annotations.json", annotations)
-
-
-@pytest.mark.parametrize("images", ["", "train2014"])
-def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path, images: str) -> None:
-    picture(tmp_path / images / "COCO_train2014_000000458752.jpg")
-    dataset = SampleDataset(write_vqa(tmp_path))
+    dump(tmp_path / "v2_OpenEnded_mscoco_train2014_questions.json", questions)
+    annotations = {**VQA_HEAD, "annotations": VQA_ANNOTATIONS}
+    path = dump(tmp_path / "v2_mscoco_train2014_annotations.json", annotations)
+    dataset = SampleDataset(path)
     assert dataset.format == "vqa"
     assert [shown(dataset[row]) for row in range(2)] == [
         [
@@ -124,23 +113,6 @@ def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path, image
     assert [path.name for path in dataset.paths] == names
 
 
-def test_ok_vqa_has_no_chosen_answer(tmp_path: Path) -> None:
-    """The most frequent answer is chosen, the first of equally frequent ones."""
-    picture(tmp_path / "COCO_train2014_000000051606.jpg")
-    question = {
-        "image_id": 51606,
-        "question": "What is the hairstyle of the blond called?",
-        "question_id": 516065,
-    }
-    head = {"info": {}, "data_subtype": "train2014"}
-    dump(tmp_path / "OpenEnded_mscoco_train2014_questions.json", {**head, "questions": [question]})
-    said = ["braid", "pony tail", "pony tail", "braid", "dreadlock"]
-    answers = [{"answer_id": n, "raw_answer": f"{a}s", "answer": a} for n, a in enumerate(said)]
-    row = {"image_id": 51606, "answer_type": "other", "answers": answers, "question_id": 516065}
-    path = dump(tmp_path / "mscoco_train2014_annotations.json", {**head, "annotations": [row]})
-    assert shown(SampleDataset(path)[0])[1] == "assistant: braid"
-
-
 GQA = {
     "02930152": {
         "semantic": [{"operation": "select", "dependencies": [], "argument": "sky (2486325)"}],
@@ -156,18 +128,16 @@ GQA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_gqa_is_an_object_of_questions(tmp_path: Path, indent: int | None) -> None:
+def test_gqa_is_an_object_of_questions(tmp_path: Path) -> None:
     for name in ("2354786", "2375429"):
         picture(tmp_path / "images" / f"{name}.jpg")
-    path = dump(tmp_path / "train_balanced_questions.json", GQA, indent=indent)
-    dataset = SampleDataset(path, tmp_path if indent else tmp_path / "images")
+    path = dump(tmp_path / "train_balanced_questions.json", GQA, indent=2)
+    dataset = SampleDataset(path, tmp_path)
     assert (dataset.format, len(dataset), dataset[1].id) == ("vqa", 2, "07333408")
     assert shown(dataset[0]) == ["user: [2354786.jpg]\nIs the sky dark?" + SHORT, "assistant: yes"]
     bad = {"1": {**GQA["02930152"], "answer": None}, "2": GQA["07333408"]}
-    found = problems(dump(path, bad), media_root=tmp_path)
-    (problem,) = found
-    assert problem.startswith(f"{path}:0: answer is null")
+    with pytest.raises(DataError, match=r"questions\.json:0: answer is null"):
+        SampleDataset(dump(path, bad), tmp_path)[0]
 
 
 def test_textvqa(tmp_path: Path) -> None:
@@ -270,23 +240,18 @@ def test_obelics_keeps_the_order_of_images_and_texts(tmp_path: Path) -> None:
     assert shown(dataset[0]) == ["user: ", f"assistant: {page}"]
     assert [part.kind for part in dataset[0].turns[1].parts].count("image") == 2
 
-    path = dump(
-        tmp_path / "pages.json", [row, {**row, "images": [None] * 5}, {**row, "texts": ["a"]}]
-    )
-    found = problems(path, check_media="none")
-    assert found[0].startswith(f"{path}:1: images[1] and texts[1] are both null or missing")
-    assert found[1].startswith(f"{path}:2: images[2] and texts[2] are both null or missing")
+    path = dump(tmp_path / "pages.json", [row, {**row, "images": [None] * 5}])
+    with pytest.raises(DataError, match=r":1: images\[1\] and texts\[1\] are both null or miss"):
+        SampleDataset(path)[1]
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"URL": "https://a.org/b.jpg", "TEXT": "A cat", "WIDTH": 8, "NSFW": "UNLIKELY"},
-        {"id": 4, "url": "https://a.org/b.jpg", "text": "A cat", "width": 8, "image_phash": "0a"},
-        {"uid": "a", "url": "https://a.org/b.jpg", "text": "A cat", "original_width": 8},
         {"url": "https://a.org/b.jpg", "caption": "A cat", "similarity": 0.3, "pwatermark": 0.1},
     ],
-    ids=["laion", "coyo", "datacomp", "relaion"],
+    ids=["laion", "relaion"],
 )  # fmt: skip
 def test_tables_of_links_show_the_image(tmp_path: Path, row: dict[str, Any]) -> None:
     pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "part.parquet")

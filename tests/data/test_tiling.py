@@ -63,11 +63,6 @@ def test_tiles_and_thumbnail_equal_internvl(size: tuple[int, int], max_tiles: in
     np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=0)
 
 
-def test_min_tiles_forces_a_larger_grid():
-    transform = TiledTransform(32, MEAN, STD, min_tiles=4, max_tiles=6)
-    assert transform.plan(32, 32) == TilePlan(5, 2, 2, 5, separated=True)
-
-
 def test_scales_are_squares_and_then_the_closest_grid():
     """Three scales of a tower of 16: the whole, 2 x 2, and 9 to 12 tiles; row by row each."""
     image = noise(200, 150)
@@ -99,7 +94,6 @@ def test_a_frame_of_a_video_is_one_plain_tile(mode: str):
     [
         ({"mode": "pad"}, "allowed: dynamic, dynamic_s2"),
         ({"min_tiles": 7, "max_tiles": 6}, "7 to 6"),
-        ({"min_tiles": 0}, "at least 1"),
         ({"scales": (16, 32)}, "no effect in mode 'dynamic'"),
         ({"mode": "dynamic_s2", "scales": (16, 64), "max_tiles": 12}, "set max_tiles to 16"),
     ],

@@ -76,10 +76,6 @@ def shifted(ids: list[int], labels: list[int], encoder: Encoder) -> None:
     labels[:] = [*labels[1:], IGNORE_INDEX]
 
 
-def all_masked(ids: list[int], labels: list[int], encoder: Encoder) -> None:
-    labels[:] = [IGNORE_INDEX] * len(labels)
-
-
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
@@ -89,7 +85,6 @@ def all_masked(ids: list[int], labels: list[int], encoder: Encoder) -> None:
         (end_not_trained, r"of answer 1 the labels train '42', expected '42<\|im_end\|>'"),
         (question_trained, r"of answer 0 the labels train '\\nOne\."),
         (shifted, r"token \d+ has id \d+, but its label is \d+"),
-        (all_masked, r"of answer 0 the labels train ''"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_named_with_its_row(
