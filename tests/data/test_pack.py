@@ -39,7 +39,7 @@ def fewest_bins(tokens: Sequence[int], images: Sequence[int], budget: Budget) ->
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 16), st.integers(0, 3)), max_size=7),
+    st.lists(st.tuples(st.integers(1, 16), st.integers(0, 3)), max_size=6),
     st.sampled_from([None, 3, 5]),
 )
 def test_bins_hold_every_sample_once_within_both_budgets(
