@@ -43,7 +43,6 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     checked; the host behind it is, if this machine can resolve it.
 
     Args:
-        url: the address.
         limits: ``remote_bytes`` and ``remote_s``.
         trusted: an address whose host the user named, which may be private.
 
@@ -96,9 +95,11 @@ def _open(url: str, start: int, timeout_s: float, connections: "_Connections") -
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, *redirect: Any) -> Any:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         fp.close()  # urllib would read its body, of any size
-        return super().redirect_request(req, fp, *redirect)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
