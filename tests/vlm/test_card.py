@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import HfApi, ModelCard
 
 from coat_cli.main import main
@@ -116,34 +115,6 @@ def test_results_are_those_of_the_exported_weights(run: Path, tmp_path: Path):
     assert quantized.data.library_name == "transformers"
     assert quantized.data.pipeline_tag == "text-generation"
     assert quantized.data.base_model == ["Qwen/Q-1B"]
-
-
-def test_local_folders_are_no_metadata(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    Path("local/model").mkdir(parents=True)
-    make_run(Path("a"), checkpoint, language="local/model")
-    card = export_card(Path("a/sft/model"), Path("out_a"))
-    assert card.data.base_model == ["google/siglip-base-patch16-224"]
-    make_run(Path("b"), checkpoint, init_from="runs/a/sft/model")
-    card = export_card(Path("b/sft/model"), Path("out_b"))
-    assert card.data.base_model is None
-    assert "started from `runs/a/sft/model`" in card.text
-
-
-def test_a_published_model_is_a_model_of_transformers(run: Path, tmp_path: Path):
-    folder = shutil.copytree(run, tmp_path / "run")
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    recipe["model"] = {"pretrained": "Qwen/Qwen3-VL-8B-Instruct"}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    card = export_card(folder / "sft" / "model", tmp_path / "out")
-    assert card.data.library_name == "transformers"
-    assert card.data.pipeline_tag == "image-text-to-text"
-    assert card.data.base_model == ["Qwen/Qwen3-VL-8B-Instruct"]
-    assert "started from `Qwen/Qwen3-VL-8B-Instruct`" in card.text
-    assert "AutoModelForImageTextToText.from_pretrained" in card.text
-    assert "import coat_vlm" not in card.text
 
 
 def test_a_card_needs_a_run(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

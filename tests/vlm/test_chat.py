@@ -1,9 +1,7 @@
 """``coat-vlm chat`` beside ``model.generate`` on the rendered conversation."""
 
-import functools
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, TextStreame
 
 from coat_cli.main import main
 from coat_data.load.dataset import SampleDataset
-from coat_vlm.model.vlm import CoatVlm
 
 MAX = 12
 
@@ -127,41 +124,6 @@ def test_a_mistake_is_one_line_and_changes_nothing(
         assert line.startswith("coat-vlm: ")
         assert message in line
     assert text.read_text() == "no picture"
-
-
-def test_a_terminal_shows_a_prompt_and_the_answer_as_it_grows(
-    checkpoint: Path, stock: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """In a pseudo-terminal; the model's calls are counted at each piece of text."""
-    # TextStreamer writes whole words, so the answer has to have two.
-    questions = ("red green", "What is the colour of the ball?", "a", "dog", "yes", "left")
-    answers = {question: stock([user(question)], 40) for question in questions}
-    question = next(question for question in questions if " " in answers[question].strip())
-    ours, theirs = os.openpty()
-    os.write(ours, f"{question}\n\x04".encode())  # Ctrl-D ends
-    calls, pieces = [0], []
-
-    class Screen(io.StringIO):
-        def write(self, text: str) -> int:
-            pieces.append((calls[0], text))
-            return super().write(text)
-
-    forward = CoatVlm.forward
-
-    @functools.wraps(forward)  # transformers reads the signature
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(CoatVlm, "forward", counted)
-    with os.fdopen(theirs, encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-        monkeypatch.setattr(sys, "stdout", screen := Screen())
-        assert main(["chat", "--model", str(checkpoint), "--max-new-tokens", "40"]) == 0
-    os.close(ours)
-    greeting = f"{checkpoint}; /help lists the commands\n"
-    assert screen.getvalue() == f"{greeting}> {answers[question]}\n> "
-    assert len({number for number, text in pieces if text.strip("\n> ") and number}) > 1
 
 
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(

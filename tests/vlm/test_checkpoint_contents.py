@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from coat_vlm.checkpoint.atomic_folder import read_json, write_json
+from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.manifest import write_manifest
-from coat_vlm.checkpoint.metadata import Contents, SavedParameter, read_contents
+from coat_vlm.checkpoint.metadata import Contents, SavedParameter
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, state
@@ -60,11 +60,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
         read_json(path)
 
 
-def test_contents_are_read_as_written(tmp_path: Path) -> None:
-    write_json(tmp_path / "contents.json", dataclasses.asdict(contents()))
-    assert read_contents(tmp_path) == contents()
-
-
 def test_optimizers_and_their_states_have_different_names() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     names = {
@@ -93,15 +88,3 @@ def test_missing_elements_are_named(tmp_path: Path) -> None:
     assert Shards(tmp_path).read_parameter("w", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="lacks 2 of 8 elements of w"):
         Shards(tmp_path).read_parameter("w", (8,))
-
-
-def test_many_files_hold_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_vlm.checkpoint.shards.SHARD_BYTES", 100)
-    writer = ShardWriter(3)
-    weights = [torch.randn(size) for size in (7, 30, 1, 50)]
-    for number, weight in enumerate(weights):
-        writer.add((Fragment(str(number), 0, weight.numel(), 0),), weight)
-    write_shards(writer, tmp_path)
-    assert len(list(tmp_path.glob("rank-00003-*.safetensors"))) == 2
-    for number, weight in enumerate(weights):
-        assert torch.equal(Shards(tmp_path).read_parameter(str(number), weight.shape), weight)

@@ -13,14 +13,13 @@ import yaml
 from PIL import Image
 from transformers import Qwen2Config
 
-from coat_cli.main import main
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import Sample, UnreachableError
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.train import checks
-from coat_vlm.train.checks import Findings, check_recipe, describe_emulation
+from coat_vlm.train.checks import Findings, check_recipe
 
 TOWER = {
     "model_type": "siglip_vision_model",
@@ -172,26 +171,6 @@ def test_a_template_that_the_tokenizer_cannot_write(recipe_path: Path) -> None:
     assert not check_recipe(load(recipe_path, *suits)).problems
 
 
-def test_another_template_than_the_tokenizers_is_noted(recipe_path: Path) -> None:
-    overrides = ["model.template=vicuna_v1", "model.max_length=512"]
-    (note,) = check_recipe(load(recipe_path, *overrides)).notes
-    assert note.startswith("template vicuna_v1 differs from the chat template with which")
-    assert "model.template=tokenizer keeps its own" in note
-
-
-def test_cudnn_attention_that_may_give_nan_is_noted(recipe_path: Path) -> None:
-    """The tower has 8 x 8 tokens; a frozen tower has no gradients."""
-    tower = ["model.vision.config.image_size=56", "model.max_length=512"]
-    train = ["stages.sft.vision.train=true", "stages.sft.vision.lr=1e-5"]
-    allowed = "cudnn_attention=true"
-    (note,) = check_recipe(load(recipe_path, *tower, *train, allowed)).notes
-    assert note.startswith("cudnn_attention=true may give NaN gradients on Hopper GPUs in sft: ")
-    assert "has 64 tokens (64 modulo 128); cudnn_attention=auto uses another kernel" in note
-    assert not check_recipe(load(recipe_path, *tower, allowed)).notes
-    assert not check_recipe(load(recipe_path, *tower, *train)).notes
-    assert not check_recipe(load(recipe_path, *train, allowed)).notes
-
-
 def test_bad_rows_that_the_stage_allows_are_a_note(recipe_path: Path) -> None:
     (recipe_path.with_name("images") / "0.png").unlink()
     words = "1 of 16 inspected rows are bad"
@@ -246,15 +225,6 @@ def test_all_problems_come_at_once_and_before_deepspeed(recipe_path: Path) -> No
     assert not recipe_path.with_name("run").exists()
 
 
-def test_one_rank_of_a_node_lists_the_problems(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(["train", str(recipe_path), "stages.sft.batch_size=7"]) == 2
-    error = capsys.readouterr().err
-    assert "1 problem found, see local rank 0 of this node; the first: stages.sft: batch_" in error
-
-
 @pytest.mark.parametrize(
     ("overrides", "only_stage", "deleted"),
     [
@@ -291,25 +261,3 @@ def test_a_server_that_fails_after_the_start_is_a_note(
     assert asked == [0, 0], "training and validation"
     assert not [one for one in findings.problems if "503" in one]
     assert sum("not all rows were inspected: http://host/a.tar" in n for n in findings.notes) == 2
-
-
-def test_an_amd_gpu_is_refused_in_a_sentence(recipe_path: Path) -> None:
-    """As torch for ROCm presents it; the kernels' assembly would abort the process."""
-    code = (
-        "import sys, torch; torch.version.hip = '6.4'; torch.version.cuda = None;"
-        "torch.cuda.is_available = lambda: True;"
-        "from coat_cli.main import main;"
-        f"status = main(['train', {str(recipe_path)!r}, 'precision=coat']);"
-        "print(status, 'deepspeed' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False"], done.stderr
-    assert "1 problem found before training" in done.stderr
-    assert "this is an AMD GPU (torch for ROCm 6.4)" in done.stderr
-
-
-def test_emulation_is_said_once(recipe_path: Path) -> None:
-    notes = check_recipe(load(recipe_path, "precision=coat")).notes
-    assert notes == [describe_emulation("coat")]
-    assert "precision coat is emulated on the CPU" in notes[0]
-    assert describe_emulation("fp32") is None

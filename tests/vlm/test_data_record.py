@@ -11,7 +11,6 @@ from PIL import Image
 from shared_run import make_data
 
 from coat_vlm.config import SourceConfig
-from coat_vlm.train import data_record
 from coat_vlm.train.data_record import (
     build_source_record,
     describe_contents,
@@ -85,31 +84,6 @@ def test_a_copy_elsewhere_is_the_same_data(data: Path, tmp_path: Path) -> None:
         os.utime(file, (1, 1))
     moved = data.rename(tmp_path / "elsewhere")
     assert find_source_changes(path, record_of(moved)) == []
-
-
-def test_large_files_are_hashed_in_blocks(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_record, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(data_record, "_BLOCK_BYTES", 64)
-    monkeypatch.setattr(data_record, "_BLOCKS", 8)
-    assert (data / "data.json").stat().st_size > 8 * 64
-    path = tmp_path / "sources.json"
-    path.write_text(json.dumps(record_of(data)))
-    assert find_source_changes(path, record_of(data)) == []
-    text = (data / "data.json").read_bytes()
-    (data / "data.json").write_bytes(text.replace(b'blue"}]}]', b'red!"}]}]'))
-    (change, *_) = find_source_changes(path, record_of(data))
-    assert "another content of the same size" in change
-
-
-def test_ingested_folders_are_recorded(data: Path, tmp_path: Path) -> None:
-    from coat_cli.main import main
-
-    assert main(["data", "ingest", str(data / "data.json"), "--to", str(tmp_path / "in")]) == 0
-    (record,) = record_of(tmp_path, "in")
-    assert {Path(name).suffix for name in record["files"]} == {".json", ".parquet"}
-    assert len(record["samples"]) == data_record.SAMPLED_ROWS
 
 
 def test_remote_files_are_recorded_by_content(data: Path, tmp_path: Path) -> None:

@@ -37,11 +37,6 @@ def test_robust_z_is_that_of_numpy() -> None:
         assert robust_z(values, 9.0, 100.0) == pytest.approx((9.0 - middle) / 100.0)
 
 
-def test_a_normal_deviate_is_its_own_z() -> None:
-    values = np.random.default_rng(0).normal(3.0, 0.5, 100_000)
-    assert robust_z(values, 3.0 + 4 * 0.5, 1e-9) == pytest.approx(4, rel=0.02)
-
-
 STEPS = np.arange(2000)
 
 
@@ -75,11 +70,6 @@ def test_spikes_in_healthy_curves_are_found(name: str) -> None:
     losses[700:705] += 40
     norms[1500] *= 1e4
     assert alarms(rows_of(losses, norms)) == [701, 702, 703, 704, 705, 1501]
-
-
-def test_a_run_that_stays_diverged_stays_out_of_range() -> None:
-    losses = np.where(STEPS < 300, 2.0, 7.0) + 0.1 * np.random.default_rng(0).normal(size=2000)
-    assert alarms(rows_of(losses)) == [*range(301, 2001)]
 
 
 def test_early_explosions_and_skipped_steps_are_found() -> None:

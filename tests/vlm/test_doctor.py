@@ -9,8 +9,6 @@ import torch
 
 from coat_vlm import doctor
 from coat_vlm.doctor import (
-    check_gpu_precisions,
-    check_shared_memory,
     run_doctor,
 )
 
@@ -51,33 +49,9 @@ def test_a_torchvision_that_others_cannot_import_is_noted():
         assert "pip install --force-reinstall torchvision" in finding.remedy
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_emulation_on_a_cpu_is_noted(capsys: pytest.CaptureFixture[str]):
-    found = {finding.subject: finding for finding in doctor.check_features()}
-    assert found["BF16 and FP8 training"].state == "note"
-    assert found["BF16 and FP8 training"].detail.startswith("emulated on the CPU")
-    assert found["training's modules"].state == "ok"
-
-
 def test_an_amd_gpu_is_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = {finding.subject: finding for finding in doctor.check_features()}
     assert found["training on this GPU"].state == "BROKEN"
     assert "an AMD GPU" in found["training on this GPU"].detail
-
-
-@pytest.mark.parametrize(
-    ("capability", "states"),
-    [((7, 5), ["note", "note"]), ((8, 0), ["ok", "note"]), ((8, 9), ["ok", "ok"])],
-)
-def test_bf16_needs_sm80_and_fp8_sm89(capability: tuple[int, int], states: list[str]):
-    findings = list(check_gpu_precisions(capability))
-    assert [finding.state for finding in findings] == states
-    assert [bool(finding.remedy) for finding in findings] == [state == "note" for state in states]
-
-
-def test_small_shared_memory_is_noted():
-    assert check_shared_memory(64 << 20).state == "note"
-    assert "--shm-size" in check_shared_memory(64 << 20).remedy
-    assert check_shared_memory(8 << 30).state == "ok"

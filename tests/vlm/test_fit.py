@@ -81,43 +81,6 @@ def test_the_fastest_that_fits(path: Path, peaks: dict[Any, float]) -> None:
     assert len(results) == 4
 
 
-def test_keys_that_are_set_are_kept(path: Path, peaks: dict[Any, float]) -> None:
-    smallest = 1.03 * 1.0001 * min(peaks.values()) / 1e9
-    size = f"memory.gpu_gb={smallest}"
-    for word in (f"{RECOMPUTE}=false", f"{MICRO}=2", "master_weights=fp32"):
-        with pytest.raises(
-            ValueError, match=r"nothing fits on 1 GPU.* smallest that does has 1 GB"
-        ):
-            chosen(path, size, word)
-        key, _, value = word.partition("=")
-        _, sentence = chosen(path, "memory.gpu_gb=1", word)
-        assert key not in sentence, value
-
-
-def test_low_bits_are_planned_where_auto_has_them(path: Path, peaks: dict[Any, float]) -> None:
-    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, False, 8] / 1e9}"
-    plain, sentence = chosen(path, size)
-    assert plain == (False, False, 8)
-    assert "zero_stage" not in sentence
-    found, sentence = chosen(path, size, "zero_stage=2")  # one process has nothing to shard
-    assert found == plain
-    assert f"{RECOMPUTE}=false, zero_stage=0; " in sentence
-    for words in (["precision=bf16"], ["zero_stage=2", "master_weights=fp32"]):
-        with pytest.raises(ValueError, match=r"nothing fits on 1 GPU.* more GPUs, or freeze"):
-            chosen(path, size, *words, f"{MICRO}=8", f"{RECOMPUTE}=false")
-    with pytest.raises(ValueError, match=r"on 2 GPU.* more GPUs, raise zero_stage, or freeze"):
-        chosen(path, "memory.gpu_gb=0.0001", ranks=2)
-    # DeepSpeed's buckets have 2 GB.
-    assert chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)[0] == (False, False, 4)
-
-
-def test_more_processes_than_rows_are_explained(path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"batch_size=8 is not a multiple of .* 1 \* 16 = 16; make"
-    ):
-        chosen(path, ranks=16)
-
-
 def test_a_run_goes_on_with_its_choices(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,19 +50,6 @@ def test_the_first_rank_names_the_one_that_it_waits_for(
     assert not list((tmp_path / FOLDER).iterdir()), "an orderly end leaves no file"
 
 
-def test_ranks_at_the_same_place_are_no_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with (
-        Heartbeat(tmp_path, "sft", 7, world_of(1), 60, renew_s=0.1) as other,
-        Heartbeat(tmp_path, "sft", 7, world_of(0), 60, renew_s=0.1, silent_s=1.0) as own,
-    ):
-        for heartbeat in (other, own):
-            heartbeat.enter("in a training step", 7)
-        wait_for(lambda: max((s.seconds for s in read_states(tmp_path)), default=0) > 2.5)
-    assert "WARNING" not in capfd.readouterr().err
-
-
 def test_a_run_that_failed_a_moment_ago_does_not_run(tmp_path: Path) -> None:
     """Its file is new; the report would say "Training now", and show no command to continue."""
     (tmp_path / "metrics.jsonl").touch()

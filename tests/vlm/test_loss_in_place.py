@@ -1,7 +1,6 @@
 """The loss whose gradient replaces the logits: by its reference, the interpreter, or on a GPU."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,24 +119,6 @@ def test_16_bits_are_as_exact_as_autograd(
     assert all(g.dtype == dtype for g in plain[1:])
     for mine, theirs in zip(ours, relative_errors(plain, wanted), strict=True):
         assert mine < 1.1 * theirs + 1e-6
-
-
-class OtherLinear(nn.Linear):
-    """Might compute anything."""
-
-
-def test_where_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(4, 8, dtype=torch.bfloat16)
-    hidden: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert loss_module._kernel_fits(layer, hidden)
-    assert not loss_module._kernel_fits(OtherLinear(4, 8, dtype=torch.bfloat16), hidden)
-    for changed in ({"device": torch.device("cpu")}, {"dtype": torch.float32}):
-        other: Any = SimpleNamespace(**{**vars(hidden), **changed})
-        assert not loss_module._kernel_fits(layer, other)
-    double: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
-    assert not loss_module._kernel_fits(nn.Linear(4, 8, dtype=torch.float64), double)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    assert not loss_module._kernel_fits(layer, hidden)
 
 
 @pytest.mark.gpu

@@ -120,18 +120,6 @@ def test_a_source_is_measured_again_only_after_a_change(data: Path, path: str) -
     assert any(grown)
 
 
-def test_another_choice_of_a_list_is_measured_again(data: Path) -> None:
-    """The same files and as many rows, but other ones."""
-    encoder = Counting()
-    write_json(data / "b.json", "a longer answer")
-    before = lengths_of(data, "list.yaml", encoder)[0][:, 0].tolist()
-    listing = data / "list.yaml"
-    listing.write_text(
-        "sources:\n- {name: b, path: b.json, repeat: 2}\n- {name: a, path: a.json}\n"
-    )
-    assert lengths_of(data, "list.yaml", encoder)[0][:, 0].tolist() != before
-
-
 class OtherNode(World):
     """Rank 1 of 2, on a node that sees other times of change than rank 0 does."""
 

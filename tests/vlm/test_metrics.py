@@ -44,11 +44,6 @@ def test_every_row_is_in_the_file_and_its_numbers_on_the_board(tmp_path: Path) -
     }
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    write(tmp_path, enabled=False)
-    assert not list(tmp_path.iterdir())
-
-
 def test_weights_and_biases_gets_a_step_per_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,9 +62,3 @@ def test_weights_and_biases_gets_a_step_per_stage(
     assert axes["sft/*"] == "sft/step"
     assert logged[0] == {"sft/loss": 2.5, "sft/lr/vision": 1e-3, "sft/step": 1}
     assert logged[2:] == [{"sft/losses/questions": 2.25, "sft/step": 2}, {"finished": 1}]
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"needs the wandb package; pip install -e '.\[wandb\]'"):
-        write(tmp_path, tensorboard=False, wandb_project="mine")

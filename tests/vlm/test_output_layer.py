@@ -222,25 +222,3 @@ def test_models_that_change_their_logits_keep_them(
     warnings = [r.getMessage() for r in caplog.records if r.name == "coat_vlm.model.vlm"]
     assert len(warnings) == 1
     assert "stores all logits: it changes what" in warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("family", "fuses"),
-    [
-        ("llama", True),
-        ("qwen3", True),
-        ("gpt2", True),
-        ("opt", False),
-    ],
-)
-def test_which_language_models_need_their_logits(tiny: Any, family: str, fuses: bool) -> None:
-    """Known ones by their own forward pass; one that cannot be followed keeps its logits."""
-    settings = SMALL.get(family) or tiny.language(family)
-    language = tiny.model(language={**settings, "model_type": family}).language_model
-    assert (why_logits_are_needed(language) is None) == fuses
-
-
-SMALL: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
-    "opt": {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-}

@@ -206,22 +206,6 @@ def test_the_fused_passes_apart_are_those_of_the_formula(
     check(heads, out, dy, gradients, causal)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
-def test_the_gpu_is_not_waited_for(run_without_waits: Any, kv_heads: int) -> None:
-    q, k, v = leaves(kv_heads, "cuda")
-    given = arguments(device="cuda")
-    packing = Packing(given["cu_seq_lens_q"], max(LENGTHS))
-    module = SimpleNamespace(is_causal=True)
-
-    def run() -> None:
-        out, _ = packed_attention(module, q, k, v, None, **given)
-        torch.autograd.grad(out.sum(), (q, k, v))
-        assert packing.positions(TOKENS).shape == (1, TOKENS)
-
-    run_without_waits(run)
-
-
 def test_rows_that_are_not_packed_are_those_of_sdpa(tiny: Any) -> None:
     """Without a mask, with padding on either side, in the tower and with a cache."""
     model = tiny.model()
@@ -241,46 +225,3 @@ def test_rows_that_are_not_packed_are_those_of_sdpa(tiny: Any) -> None:
         settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": left}
         ours, wanted = (m.generate(ids, pixel_values=image, **settings) for m in (model, theirs))
         assert torch.equal(ours, wanted)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None}, "need cu_seq_lens_q and max_length_q"),
-        ({"max_length_q": None}, "got only cu_seq_lens_q, cu_seq_lens_k, max_length_k"),
-        ({"cu_seq_lens_q": bounds((5, 1, 9))}, "queries and keys are the same"),
-        ({"max_length_k": 4}, "queries and keys are the same"),
-        ({"cu_seq_lens_q": bounds().long(), "cu_seq_lens_k": None}, "is torch.int64 of shape"),
-        ({"max_length_q": 16, "max_length_k": 16}, "is 16, but .* has 17 tokens"),
-        (
-            {"attention_mask": torch.zeros(1, TOKENS).index_fill(1, torch.tensor(3), 1)},
-            "take no mask",
-        ),
-    ]
-    + [
-        ({"cu_seq_lens_q": torch.tensor(cut, dtype=torch.int32), "cu_seq_lens_k": None}, "a row of")
-        for cut in ([0, 5, 31], [1, 5, 32], [0, 9, 5, 32], [])
-    ],
-)
-def test_arguments_that_do_not_fit(tiny: Any, changes: dict[str, Any], message: str) -> None:
-    model = tiny.model().train()
-    model.set_attn_implementation(PACKED)
-    ids = tokens()
-    with pytest.raises(ValueError, match=message):
-        model(ids, labels=ids, **(arguments() | changes))
-
-
-def test_several_rows_and_unknown_wishes_are_refused(tiny: Any) -> None:
-    model = language_model(tiny, "qwen2")
-    with pytest.raises(ValueError, match="one row, got 2 rows"):
-        model(tokens().expand(2, -1), use_cache=False, **arguments())
-    with pytest.raises(ValueError, match="position_ids restart"):
-        model(tokens(), position_ids=positions(), use_cache=False)
-    q, k, v = leaves(2, "cpu")
-    with pytest.raises(ValueError, match="does not support softcap"):
-        packed_attention(SimpleNamespace(), q, k, v, None, softcap=30.0, **arguments())
-    both = SimpleNamespace(is_causal=False)
-    with pytest.raises(ValueError, match="does not support sliding window in both directions"):
-        packed_attention(both, q, k, v, None, sliding_window=3, **arguments())
-    with pytest.raises(ValueError, match="use_cache=False"):
-        packed_attention(SimpleNamespace(), q[:, :, :5], k, v, None, **arguments((4, 1)))

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
 from coat_data.load.encode import EncodedSample
-from coat_vlm.config.load import load_recipe
 from coat_vlm.model.packing import PACKED
-from coat_vlm.train.model_setup import avoids_padding
 from coat_vlm.train.throughput import count_supervised_tokens
 
 
@@ -88,25 +86,3 @@ def test_rows_that_would_be_padded_much_are_packed(
     assert batch["input_ids"].shape == shape
     assert int(batch["attention_mask"].sum()) == sum(lengths)
     assert ("cu_seq_lens_q" in batch) == (shape[0] < len(lengths))
-
-
-@pytest.mark.parametrize(
-    ("change", "avoids"),
-    [
-        ("stages.sft.packing=null", True),  # as it is
-        ("stages.sft.packing=true", False),
-        ("stages.sft.sequence_parallel=4", False),
-        ("stages.sft.micro_batch_size=1", False),
-        ("model.attn_implementation=eager", False),
-        ("fp8={cuda_graphs: true}", False),
-        ("fp8={cuda_graphs: auto}", True),
-    ],
-)
-def test_which_stages_avoid_padding(tiny: Any, change: str, avoids: bool) -> None:
-    words = ["zero_stage=2", "init_from=null", change]
-    recipe = load_recipe("vila_sft", words, unset_variables=True)
-    stage, gpu = recipe.stages["sft"], torch.device("cuda")
-    model = tiny.model()
-    assert avoids_padding(model, recipe, stage, gpu) is avoids
-    assert not avoids_padding(model, recipe, stage, torch.device("cpu"))
-    assert not avoids_padding(tiny.model(language=tiny.language("gemma")), recipe, stage, gpu)

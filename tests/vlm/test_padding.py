@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertLMHeadModel
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, convert
-from coat_vlm.model.packing import is_causal
 
 IMAGE = 2
 FAMILIES = ["mistral", "qwen3"]
@@ -104,21 +102,3 @@ def test_recomputation_repeats_no_attention_for_padding_on_the_right(
     monkeypatch.setattr(attention, "_repeat", lambda *args: calls.append(1) or repeat(*args))
     model(**batch(side)).loss.backward()
     assert len(calls) == replays
-
-
-def test_models_that_are_causal(tiny: Any) -> None:
-    model = tiny.model().language_model
-    assert is_causal(model)
-
-    class Bidirectional(torch.nn.Module):
-        is_causal = False
-
-    assert not is_causal(torch.nn.ModuleList([model, Bidirectional()]))
-    model.model.layers[1].self_attn.is_causal = False  # asked again in every step
-    assert not is_causal(model)
-    assert not is_causal(torch.nn.Linear(2, 2))
-    for decoder in (True, False):
-        config = BertConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=decoder
-        )
-        assert is_causal(BertLMHeadModel(config)) is decoder

@@ -11,13 +11,11 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan import format_plan, plan_recipe
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
 from coat_vlm.plan.table import advice
-from coat_vlm.plan.zero import measure_state_bytes
 from coat_vlm.train.model_setup import build_planned_model
 
 META = torch.device("meta")
@@ -98,19 +96,6 @@ def test_tiles_of_all_scales_become_images(path: Path, tiles: int, tokens: int) 
     assert image_groups(model, 128, tiles) == [1] * tokens
 
 
-def test_a_plan_compares_precisions_whatever_the_first_blocks_are(path: Path) -> None:
-    kept = {}
-    for first in (0, 1):
-        changes = ["precision=coat", f"fp8.bf16_forward_first={first}"]
-        kept[first] = plan(load_recipe(str(path), changes), 80e9).saved
-        assert len(kept[first]) == 8  # columns, without and with checkpointing
-    lean, linear = (RECOMPUTE_QKV, False), ("fp8_linear", False)
-    assert (
-        kept[1][lean].total_saved > kept[0][lean].total_saved
-    )  # attention's q, k, v and output in BF16
-    assert kept[1][linear].total_saved == kept[0][linear].total_saved
-
-
 def test_the_largest_micro_batch_fits_and_the_next_does_not(path: Path) -> None:
     planned = plan(load_recipe(str(path)), 0.1e9)
     largest = planned.largest_micro_batch(0)
@@ -132,51 +117,6 @@ def test_following_the_advice_makes_it_fit(path: Path) -> None:
     assert followed.memory[changed.zero_stage].peak <= followed.usable_bytes
     hopeless = advice(plan(recipe, 1e6))
     assert "use more (--gpus) or larger GPUs" in hopeless
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["master_weights=auto"], set()),  # low bits already
-        (["master_weights=fp32"], {"master_weights=low_bits"}),
-        (["zero_stage=1"], {"zero_stage=2"}),
-    ],
-)
-def test_advice_names_master_weights_only_if_they_must_change(
-    path: Path, words: list[str], expected: set[str]
-) -> None:
-    """As much memory as the first change of a ZeRO stage or of master weights needs."""
-    recipe = load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1", *words])
-    without = load_recipe(str(path), ["precision=coat", "stages.sft.micro_batch_size=1"])
-    memory = plan(recipe if recipe.zero_stage else without, 80e9, ranks=8).memory
-    needed = memory[2 if recipe.zero_stage else 0].peak
-    tight = advice(plan(recipe, 1.0301 * needed, ranks=8))
-    if not expected:
-        assert tight.startswith("It fits as written")
-        return
-    assert set(tight.rpartition(" with: ")[2].split()) == expected
-    load_recipe(str(path), ["precision=coat", *words, *expected])
-
-
-def test_a_single_process_is_advised_to_do_without_zero(path: Path) -> None:
-    """DeepSpeed's buckets do not fit, and there is nothing to shard."""
-    words = ["precision=coat", "zero_stage=2", "stages.sft.micro_batch_size=1"]
-    recipe = load_recipe(str(path), words)
-    planned = plan(recipe, 80e9)
-    tight = plan(recipe, 1.0301 * planned.memory[0].peak)
-    assert advice(tight).rpartition(" with: ")[2] == "zero_stage=0"
-
-
-def test_stage_0_is_planned_with_low_bits_beside_other_stages(path: Path) -> None:
-    """``auto`` has them at stage 0, whichever stage the recipe has."""
-    words = ["precision=coat", "stages.sft.micro_batch_size=1"]
-    with_zero, without = (
-        plan(load_recipe(str(path), [*words, f"zero_stage={stage}"]), 80e9) for stage in (2, 0)
-    )
-    assert with_zero.memory == without.memory
-    fp32 = plan(load_recipe(str(path), [*words, "master_weights=fp32"]), 80e9)
-    assert fp32.memory[0].peak > without.memory[0].peak
-    assert fp32.memory[2] == without.memory[2]
 
 
 def test_plans_count_cuda_graphs(path: Path) -> None:
@@ -234,11 +174,6 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
     assert RECOMPUTE_QKV in out
     assert main(["plan", str(path), "--gpus", "5"]) == 2
     assert "not a multiple" in capsys.readouterr().err
-
-
-def test_states_are_measured() -> None:
-    assert measure_state_bytes(torch.optim.AdamW) == 8
-    assert 2 < measure_state_bytes(CoatAdamW) < 2.2
 
 
 def test_a_plan_needs_no_model_to_start_from(

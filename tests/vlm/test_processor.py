@@ -105,13 +105,6 @@ def test_a_tokenizer_without_vocabulary_is_refused(processor: CoatVlmProcessor, 
         CoatVlmProcessor(tokenizer)
 
 
-def test_unknown_template_and_missing_image_token():
-    with pytest.raises(ValueError, match="'fancy'"):
-        CoatVlmProcessor(train_tokenizer(TEXTS, 300), template="fancy").encoder(train=False)
-    with pytest.raises(ValueError, match=r"no <image> token.*prepare_tokenizer"):
-        CoatVlmProcessor(other_tokenizer()).encoder(train=False)
-
-
 def other_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 300 tokens that knows neither <image> nor padding."""
     core = train_tokenizer(TEXTS, 300).backend_tokenizer.to_str().replace(IMAGE_TOKEN, "<other>")
@@ -191,21 +184,6 @@ def test_a_continued_processor_has_the_checkpoints_pixels_and_the_recipes_rest(
     assert built.image_resample == 2
     assert (built.image_mode, built.image_max_tiles) == ("dynamic", 4)
     assert (built.max_length, built.template) == (99, "chatml")
-
-
-@pytest.mark.parametrize(
-    ("vision", "image", "named"),
-    [
-        (VisionConfig(config={}, select_layer=-1), ImageConfig(), "vision.select_layer is -1"),
-        (VisionConfig(config={}), ImageConfig(mode="dynamic_s2"), "dynamic_s2 is True"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    processor: CoatVlmProcessor, vision: VisionConfig, image: ImageConfig, named: str
-):
-    config = composed(SiglipVisionConfig(**SETTINGS))
-    with pytest.raises(ValueError, match=named):
-        continue_processor(recipe(vision, image), processor, config)
 
 
 def test_a_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):

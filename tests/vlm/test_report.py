@@ -1,7 +1,5 @@
 """The report of a complete run, of a crashed one and of one that has not begun."""
 
-import base64
-import io
 import json
 import re
 from html.parser import HTMLParser
@@ -13,13 +11,9 @@ from PIL import Image
 from coat_vlm.report import write_report
 from coat_vlm.report.evaluation import (
     baseline,
-    build_evaluation_rows,
-    build_sample_cards,
-    choose,
     find_interval,
 )
-from coat_vlm.report.plots import plot_stage
-from coat_vlm.report.run_folder import StageLog, read_run_folder
+from coat_vlm.report.run_folder import read_run_folder
 
 RECIPE = """\
 name: tiny <b>run</b>
@@ -284,39 +278,6 @@ def test_the_file_loads_nothing(run: Path):
     assert '<form id="filter" hidden>' in page.html  # without script there is nothing to filter
 
 
-def test_plots_are_svg_of_every_curve(run: Path):
-    pictures = [a for a in Page(write_report(run)).addresses if a.startswith("data:image/svg")]
-    svgs = [base64.b64decode(address.partition(",")[2]).decode() for address in pictures]
-    assert len(svgs) == 7
-    assert "val scenes" in svgs[0]
-    assert all(svg.count("</svg>") == 1 for svg in svgs)
-
-
-def test_questions_answered_in_training_are_drawn_and_the_last_are_named(run: Path):
-    with (run / "metrics.jsonl").open("a") as file:
-        for number, value in ((2, 25.0), (4, 62.5)):
-            metrics = {"naming": {"accuracy": value, "chance": 10.0}}
-            row = {"kind": "eval", "stage": "sft", "step": number, "metrics": metrics}
-            row |= {"headline": {"naming": "accuracy"}, "samples": {"naming": 16}}
-            file.write("\n" + json.dumps(row))
-    page = Page(write_report(run))
-    assert "naming accuracy 62.50 of 16" in page.text
-    (plot,) = [p for p in plot_stage(read_run_folder(run).stages[-1]) if "evaluations" in p.title]
-    svg = base64.b64decode(plot.address.partition(",")[2]).decode()
-    assert "naming accuracy" in svg
-    assert svg.count("<use ") >= 2  # its two markers
-
-
-def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
-    items = json.loads((run / "eval" / "presence" / "report.json").read_text())["items"]
-    cards = build_sample_cards(items)
-    assert [card["correct"] for card in cards] == [False] * 6 + [True] * 6
-    picture = base64.b64decode(cards[0]["images"][0].partition(",")[2])
-    assert Image.open(io.BytesIO(picture)).size == (256, 128)
-    tags = re.findall(r'class="card sample (\w+)"', write_report(run).read_text())
-    assert tags == ["wrong"] * 6 + ["right"] * 6
-
-
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
     write_training(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[:4]
@@ -353,34 +314,12 @@ def test_a_step_repeated_after_a_resume_counts_once(tmp_path: Path):
     assert log.end is None
 
 
-def test_a_stage_without_values_has_no_plots():
-    assert plot_stage(StageLog(name="sft", steps=[{"step": 1}])) == []
-    nan = StageLog(name="sft", steps=[{"step": 1, "loss": float("nan"), "grad_norm": None}])
-    assert [plot.title for plot in plot_stage(nan)] == ["loss"]
-
-
-@pytest.mark.parametrize(("correct", "wrong", "expected"), [(90, 10, 6), (2, 90, 10), (3, 2, 2)])
-def test_choosing_samples(correct: int, wrong: int, expected: int):
-    flags = [True] * correct + [False] * wrong
-    chosen = choose(flags, 12)
-    assert len(chosen) == len(set(chosen)) == min(12, correct + wrong)
-    assert sum(not flags[index] for index in chosen) == expected
-
-
 def test_baselines_belong_to_their_metric():
     values = {"chance": 50.0, "f1_chance": 66.0, "far.chance": 25.0, "accuracy": 1.0}
     assert baseline(values, "accuracy", "chance") == 50.0
     assert baseline(values, "f1", "chance") == 66.0
     assert baseline(values, "far.accuracy", "chance") == 25.0
     assert baseline(values, "recall", "chance") is None
-
-
-def test_a_required_metric_has_its_own_row():
-    sets = {"a": {"task": "yes_no", "require": {"near.f1": 50.0}}}
-    rows = build_evaluation_rows(
-        {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": {"headline": "f1"}}
-    )
-    assert [(row.metric, row.verdict) for row in rows] == [("f1", ""), ("near.f1", "missed")]
 
 
 def test_fp8_is_shown_where_it_was_measured(run: Path):
@@ -421,37 +360,3 @@ def test_fp8_is_shown_where_it_was_measured(run: Path):
     assert "1.2500" in texts
     assert "50.0000" not in texts
     assert "lm_head: not converted, a reason" in texts
-
-
-def test_the_monitor_is_shown_with_its_warnings(run: Path):
-    block, other = (f"language_model.model.layers.{number}" for number in (0, 7))
-    values = [
-        {
-            block: {"output_error": 0.0625, "input_gradient_error": 0.125},
-            other: {"output_error": 0.1},
-        },
-        {
-            block: {"output_error": 0.05, "input_gradient_error": 0.25},
-            other: {"output_error": None},
-        },
-    ]
-    rows = [
-        {"kind": "fp8", "stage": "sft", "step": 0, "status": "blocks"},
-        *(
-            {
-                "kind": "monitor",
-                "stage": "sft",
-                "step": step,
-                "layers": layers,
-                "warnings": [f"{other}: a reason"] if step == 4 else [],
-            }
-            for step, layers in zip((2, 4), values, strict=True)
-        ),
-    ]
-    with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    texts = [text for text in Page(write_report(run)).texts if text.strip()]
-    at = texts.index(other)
-    assert texts[texts.index(block) : at] == [block, "0.0625", "0.2500"]
-    assert texts[at : at + 2] == [other, "not finite"]
-    assert f"step 4: {other}: a reason" in texts

@@ -8,7 +8,6 @@ import pytest
 from coat_data.saved_files import FormatVersionError, replace_file
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.data_record import check_source_record
 from coat_vlm.train.run_folder import prepare_run_folder
 from coat_vlm.train.tracking import METRICS, read_losses, rewind
 
@@ -82,14 +81,6 @@ def test_a_recipe_of_another_version_is_refused(tmp_path: Path) -> None:
     saved.write_text(saved.read_text().replace("format_version: 1", "format_version: 2"))
     with pytest.raises(FormatVersionError, match=r"recipe\.yaml has format version 2, "):
         prepare(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", '[{"name": "a", "ro', "[3]", "[{}]"])
-def test_a_torn_list_of_sources_is_named_with_its_remedy(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "sources.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"sources\.json is damaged .* delete the file"):
-        check_source_record(path, [{"name": "a", "rows": 3}])
 
 
 def test_foreign_rows_do_not_stop_a_resume(

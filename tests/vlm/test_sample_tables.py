@@ -101,12 +101,6 @@ def test_tensorboard_shows_each_row_s_images_beside_each_other(
     assert (second[:, 40:] == BLUE).all()
 
 
-def test_without_a_logger_no_image_is_read(tmp_path: Path) -> None:
-    missing = Media(kind="image", path=str(tmp_path / "gone.png"))
-    write(tmp_path, [AnsweredSample(ask(0, "?", "!", missing), "", False)], tensorboard=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
-
-
 def test_wandb_stores_the_table_with_its_images(
     tmp_path: Path, answered: list[AnsweredSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:

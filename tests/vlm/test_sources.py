@@ -15,12 +15,12 @@ from coat_data.load.loader import BadSample, LoadedBatch
 from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError
 from coat_vlm.config import SourceConfig, StageConfig
-from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import open_data
-from coat_vlm.train.open_sources import access_of, open_source, open_sources
+from coat_vlm.train.open_sources import open_source, open_sources
 from coat_vlm.train.tracking import rewind
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -165,15 +165,6 @@ def test_a_list_in_a_recipe_becomes_its_sources_with_their_shares(
         shares(SourceConfig(name="w", path=weighted), alone)
 
 
-def test_empty_sources_of_a_list_with_a_weight_are_named(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.json").write_text("[]")
-    path = tmp_path / "list.yaml"
-    path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "b.json"}]}))
-    with pytest.raises(ValueError, match="l/a: has no rows"):
-        shares(SourceConfig(name="l", path=str(path), weight=1.0))
-
-
 def test_no_two_sources_have_one_name(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "list.yaml"
     entries = [{"path": "a.json", "name": name} for name in ("q", "q", "q_2", "q", "q_2")]
@@ -182,29 +173,6 @@ def test_no_two_sources_have_one_name(file: Path, tmp_path: Path) -> None:
     assert list(shares(source)) == ["x/q", "x/q_3", "x/q_2", "x/q_4", "x/q_2_2"]
     with pytest.raises(ValueError, match="several sources are named x/q; the names"):
         open_sources([source, SourceConfig(name="x/q", path=str(file))], seed=0)
-
-
-def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "l.yaml"
-    path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "a.json"}]}))
-    config = SourceConfig(name="l", path=str(path))
-    configs, _ = open_sources([config], 0)
-    log = BadSamples(tmp_path, "sft", stage_of(max_bad_samples=9), configs)
-    assert log.note(loaded(bad(1, 3), bad(1, 4)), step=1) == {
-        "bad/l/a": 0,
-        "bad/l/a_2": 2,
-        "transient_errors": 0,
-    }
-    found, datasets = open_sources(
-        [replace(config, exclude=str(tmp_path / "bad_samples.jsonl"))], 0
-    )
-    assert [(one.name, len(rows)) for one, rows in zip(found, datasets, strict=True)] == [
-        ("l/a", 20),
-        ("l/a_2", 18),
-    ]
-    other = replace(config, name="m", exclude=str(tmp_path / "bad_samples.jsonl"))
-    with pytest.raises(DataError, match=r"no rows of 'm' .sources m/a, m/a_2., only of \['l/a_2'"):
-        open_sources([other], 0)
 
 
 def met(*counts: int) -> Any:
@@ -327,13 +295,6 @@ def test_keys_that_make_no_sense(
         load_recipe(str(recipe_with(tmp_path, source, **stage)))
 
 
-def test_packing_is_switched_on_with_true(tmp_path: Path) -> None:
-    packing = load_recipe(str(recipe_with(tmp_path, {}, packing=True))).stages["sft"].packing
-    assert packing is not None
-    assert packing.row_tokens(1000) == 1024
-    assert load_recipe(str(recipe_with(tmp_path, {}, packing=False))).stages["sft"].packing is None
-
-
 def test_a_line_names_each_source_that_the_template_does_not_suit(
     file: Path, tmp_path: Path, tiny: Any, tiny_tokenizer: Any
 ) -> None:
@@ -369,31 +330,3 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
         found = told(template)
         lines = [*lines, lines[0]]  # val_data
         assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
-
-
-def test_network_and_limits_of_a_recipe_reach_the_rows(tmp_path: Path) -> None:
-    said = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}]
-    row = {"image": "http://10.0.0.5/a.png", "conversations": said}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    recipe = load_recipe(
-        "quickstart",
-        [
-            "limits.remote_s=2",
-            "model.video.max_total_pixels=1000",
-            f"stages.align.data=[{{name: a, path: {tmp_path}/a.jsonl}}]",
-        ],
-        unset_variables=True,
-    )
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
-    (rows,) = open_sources(recipe.stages["align"].data, 0, access_of(recipe))[1]
-    (medium,) = rows[0].media
-    assert medium.limits.remote_s == 2
-    for wrong, words in (
-        ("network=maybe", "network"),
-        ("network={hosts: [a]}", "network"),
-        ("limits.archive_byte=1", "did you mean limits.archive_bytes"),
-        ("limits.remote_bytes=0", "greater than 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            load_recipe("quickstart", [wrong], unset_variables=True)

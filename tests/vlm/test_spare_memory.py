@@ -1,7 +1,5 @@
 """The memory that steps leave is used for CUDA graphs, or for FP8 weights of all micro-batches."""
 
-import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +7,11 @@ import torch
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
-from coat_vlm.config.stage import DpoTraining
 from coat_vlm.fp8 import (
     Arithmetic,
     SpareMemory,
     arithmetic_of,
-    find_graphs,
     fp8_blocks,
-    graph_blocks,
     weights,
 )
 from coat_vlm.fp8.memory_choices import (
@@ -30,7 +25,6 @@ from coat_vlm.plan.published import find_vocab_size
 from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.model_setup import build_planned_model
 
-CPU = torch.device("cpu")
 INFINITE = float("inf")
 
 
@@ -116,48 +110,6 @@ def converted(fp8: Fp8Config) -> tuple[Any, Arithmetic]:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "policy", "found", "weights_policy"),
-    [
-        ("auto", "auto", 2, "auto"),
-        (True, "auto", 0, "recompute"),
-        (False, "auto", 0, "auto"),
-    ],
-)
-def test_who_shares_weights(graphs: Any, policy: Any, found: int, weights_policy: str) -> None:
-    """Graphs of all blocks quantize their weights in every pass."""
-    model, arithmetic = converted(Fp8Config(cuda_graphs=graphs, weights=policy))
-    rows = graph_blocks(model, graphs)
-    memory = SpareMemory.of(model, arithmetic, CPU)
-    assert len(memory.graphs) == found
-    assert find_graphs(model) == rows
-    assert memory.weights == weights_policy
-    assert bool(memory.nbytes) == (weights_policy != "recompute")
-
-
-@pytest.mark.parametrize(
-    ("policy", "waits", "captures"),
-    [("auto", True, True), ("auto", False, False), ("recompute", True, True)],
-)
-def test_captured_blocks_come_before_shared_weights(
-    policy: Any, waits: bool, captures: bool
-) -> None:
-    model, _ = converted(Fp8Config())
-    *_, row = rows = graph_blocks(model, "auto")
-    load = load_of(len(row.blocks), 1e-3 if waits else 1.0, 20)
-    parameters = sum(p.numel() for block in row.blocks for p in block.parameters())
-    row.tokens, row.saved = load.parameters * 1000 // parameters, 20
-    memory = SpareMemory(policy, 14, CPU, rows)
-    with memory.share_weights(4):
-        memory.after_step()
-    assert row.most_tokens is None  # a step without optimizer states decides nothing
-    memory.after_step()
-    assert bool(row.most_tokens) == captures
-    assert [other.most_tokens for other in rows[:-1]] == [0]  # ran no pass
-    with memory.share_weights(4):
-        assert weights.are_reused() == (policy == "auto" and not captures)
-
-
-@pytest.mark.parametrize(
     ("free", "setting", "checkpointing", "recomputes"),
     [
         (2, "auto", False, True),
@@ -202,15 +154,3 @@ def test_auto_is_off_where_all_blocks_are_refused(changes: list[str], expected: 
     recipe = load_recipe("quickstart", ["precision=coat", *changes])
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     assert choose_graphs(recipe, recipe.stages["sft"], arithmetic) == expected
-
-
-def test_auto_is_off_for_pairs_and_published_models() -> None:
-    recipe = load_recipe("quickstart", ["precision=coat"])
-    arithmetic = arithmetic_of("coat", recipe.fp8, torch.device("meta"))
-    stage = recipe.stages["sft"]
-    pairs = dataclasses.replace(stage, dpo=DpoTraining(beta=0.1))
-    assert not choose_graphs(recipe, pairs, arithmetic)
-    published: Any = SimpleNamespace(zero_stage=2, model=SimpleNamespace(pretrained="a/model"))
-    assert not choose_graphs(published, stage, arithmetic)
-    published.model.pretrained = None
-    assert choose_graphs(published, stage, arithmetic) == "auto"

@@ -10,8 +10,6 @@ import torch
 
 from coat_vlm.config import SourceConfig
 from coat_vlm.config.load import load_recipe
-from coat_vlm.config.stage import PackingConfig
-from coat_vlm.train.data import build_row_budget
 from coat_vlm.train.data_record import build_source_record, check_source_record
 from coat_vlm.train.resume import check_changes, find_changes
 
@@ -49,13 +47,6 @@ def test_master_weights_change_with_what_auto_means(
         assert [change.key for change in find_changes(old, new)] == (
             [("master_weights",)] if expected else []
         )
-
-
-@pytest.mark.parametrize(("graphs", "align"), [(False, 128), ("auto", 128), (True, 1024)])
-def test_packed_rows_for_graphs_have_one_length(graphs: Any, align: int) -> None:
-    recipe = load_recipe("quickstart", [f"fp8.cuda_graphs={graphs}"])
-    budget = build_row_budget(recipe, PackingConfig(images=3), 1000)
-    assert (budget.tokens, budget.images, budget.align) == (1024, 3, align)
 
 
 def test_other_keys_are_named() -> None:

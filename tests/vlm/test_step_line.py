@@ -48,12 +48,6 @@ def test_a_log_file_gets_a_whole_line_at_the_interval(capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_cpu_has_no_tflops_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    cpu = World(rank=0, size=2, device=torch.device("cpu"))
-    (line,) = lines(capsys, row(119), row(120), world=cpu)
-    assert "(vision 6,144) wait 0.3%" in line
-
-
 def test_each_line_is_about_the_steps_since_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     text: dict[str, Any] = {"vision_tokens": 0, "lr": {"language": 1e-4}}
     slow = row(3, **text, step_s=4.0, loss=None, grad_norm=None, tflop={"language": 1.0})
@@ -91,19 +85,6 @@ def test_the_step_after_a_rollback_stands_apart(capsys: pytest.CaptureFixture[st
     assert "first step 7.0 s" in text
 
 
-def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    unknown = row(2, peak_memory_mb=None)
-    del unknown["tflop"]
-    (line,) = lines(capsys, unknown)
-    assert "TFLOP" not in line
-    assert "mem" not in line
-
-
-def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    second = World(rank=1, size=2, device=torch.device("cpu"))
-    assert lines(capsys, row(2), world=second) == []
-
-
 def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -123,13 +104,6 @@ def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert phases["backward"] == pytest.approx(0.08, abs=1e-4)
     assert (phases["data_wait"], phases["to_device"], phases["optimizer"]) == (0.5, 0, 0)
     assert sum(phases.values()) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_phases_are_timed_on_request_only() -> None:
-    clock = PhaseClock(torch.device("cpu"), enabled=False)
-    with clock.measure("forward"):
-        pass
-    assert clock.entry(0.0, 1.0) == {}
 
 
 @pytest.mark.gpu

@@ -155,16 +155,6 @@ def test_truncation_and_padding_equal_a_stock_processors(both, side: str):
         both[0].apply_chat_template(ASKED[0], tokenize=True, truncation=True, max_length=5)
 
 
-def test_images_alone_are_counted_in_tiles(both):
-    ours, stock = both
-    images = [picture(0), [picture(1), picture(2)]]
-    found = ours.image_processor(images=images, return_tensors="pt")
-    flat = [images[0], *images[1]]
-    expected = stock.image_processor(images=flat, return_tensors="pt")["pixel_values"]
-    assert torch.equal(found["pixel_values"], expected)
-    assert found["num_patches"].tolist() == [1, 1, 1]
-
-
 def test_the_assistant_mask_equals_a_marked_templates(both):
     options: dict[str, Any] = {"tokenize": True, "return_dict": True}
     for chat in CONVERSATIONS:
@@ -183,17 +173,6 @@ def test_the_assistant_mask_equals_a_marked_templates(both):
             chat_template=both[0].tokenizer.chat_template,
         )
         assert_same(own, expected)
-
-
-def test_another_template_is_rendered_by_transformers(both):
-    ours, stock = both
-    template = "{% for m in messages %}{{ word + m['role'] }}{% endfor %}<image>"
-    options: dict[str, Any] = {"chat_template": template, "word": "red "}
-    assert ours.apply_chat_template(ASKED[0], **options) == "red user<image>"
-    options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    assert_same(*(one.apply_chat_template(ASKED[0], **options) for one in (ours, stock)))
-    with pytest.raises(ValueError, match="leave out chat_template"):
-        ours.apply_chat_template(ASKED[0], **options, return_assistant_tokens_mask=True)
 
 
 def frames_of(number: int) -> np.ndarray:

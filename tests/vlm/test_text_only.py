@@ -131,8 +131,3 @@ def test_parts_that_are_not_there_cannot_train(recipe: ModelConfig) -> None:
         of(projector=TRAIN)
     with pytest.raises(ValueError, match=r"fp8.vision and fp8.projector have no effect"):
         of(Fp8Config(vision="bf16"))
-
-
-def test_a_configuration_is_whole_or_without_a_tower(model: CoatVlm) -> None:
-    with pytest.raises(ValueError, match="belong together; got model type 'siglip_vision_model'"):
-        CoatVlmConfig(text_config=model.config.text_config, image_token_id=None)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,6 @@ from attention_calls import record_attention
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert
 from coat_vlm.model import cudnn
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e '.[trl]'")
@@ -205,18 +202,3 @@ def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:
     alone = model.base_model(input_ids=ids[:, 4:])
     difference = packed.last_hidden_state[:, 4:] - alone.last_hidden_state
     assert difference.abs().max() < 1e-5
-
-
-def test_adapters_come_before_the_conversion(checkpoint: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    config = peft.LoraConfig(target_modules=r"language_model.*\.(q_proj|down_proj)")
-    convert(model, Fp8Config())
-    dropout = peft.LoraConfig(target_modules=config.target_modules, lora_dropout=0.1)
-    wrapped: Any = peft.get_peft_model(model, dropout)
-    with pytest.raises(ValueError, match=r"wrap the layers first \(peft.get_peft_model\)"):
-        wrapped(input_ids=torch.tensor([[5, 6]]))
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    adapted: Any = peft.get_peft_model(model, config)
-    assert "LoRA adapters in BF16" in str(convert(adapted, Fp8Config()))
-    adapted(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
-    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)

@@ -123,36 +123,3 @@ def test_an_open_clip_folder_keeps_its_weights(open_clip_folder):
     with torch.no_grad():
         wanted = hidden_states("open_clip", model.visual, images)[-2]
         torch.testing.assert_close(VisionTower(config, backbone).eval()(images), wanted)
-
-
-def test_an_open_clip_folder_without_weights_is_refused(open_clip_folder):
-    folder, _ = open_clip_folder
-    (folder / "open_clip_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"{folder.name}.*required: a folder"):
-        load_open_clip(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ViT-B-16", r"does not specify the weights.*ViT-B-16/openai.*model_name: ViT-B-16"),
-        ("ViT-B-16-SigLYP", r"no model 'ViT-B-16-SigLYP'.*ViT-B-16-SigLIP"),
-    ],
-)
-def test_open_clip_names_that_say_too_little(name, message):
-    with pytest.raises(ValueError, match=message):
-        load_open_clip(name)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_name": "ViT-B-61"}, "no model 'ViT-B-61'.*ViT-B-16"),
-        ({"vision_cfg": {"widht": 8}}, "widht.*allowed keys.*width"),
-        ({"embed_dim": 8}, r"needs vision_cfg or model_name, got \['embed_dim'\]"),
-        ({"vision_cfg": {"layers": [1, 1, 1, 1], "width": 8}}, "ModifiedResNet.*allowed: ViT"),
-    ],
-)
-def test_open_clip_configurations_that_cannot_be_built(config, message):
-    with pytest.raises(ValueError, match=message):
-        build_open_clip(config)

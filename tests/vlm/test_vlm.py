@@ -140,19 +140,6 @@ def test_placeholders_and_images_must_match(model, images, parts, count, message
         model(sequence(*parts), pixel_values=pixel_values)
 
 
-def test_arguments_that_contradict_each_other(model, images):
-    ids = sequence(5, 6)
-    embeds = model.get_input_embeddings()(ids)
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        model(ids, inputs_embeds=embeds)
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="images need input_ids"):
-        model(inputs_embeds=embeds, pixel_values=images)
-    with pytest.raises(ValueError, match="labels or logits_to_keep"):
-        model(ids, labels=ids, logits_to_keep=1)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

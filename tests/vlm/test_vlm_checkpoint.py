@@ -58,23 +58,6 @@ def test_save_and_load_is_bit_equal(tiny, tmp_path, in_own_memory, kind):
         )
 
 
-@pytest.mark.parametrize("kind", ["siglip", "timm"])
-def test_loading_in_bf16(tiny, tmp_path, kind):
-    model = make(tiny, kind)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert same_weights(loaded, model.to(torch.bfloat16))
-    assert logits(loaded).dtype == torch.bfloat16
-
-
-def test_a_sharded_checkpoint(tiny, tmp_path):
-    model = make(tiny, "clip")
-    model.save_pretrained(tmp_path, max_shard_size="30KB")
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
-    assert same_weights(CoatVlm.from_pretrained(tmp_path), model)
-
-
 def test_tied_embeddings_are_saved_once_and_stay_tied(tiny, tmp_path, in_own_memory):
     model = make(tiny, "siglip", language=tiny.language("qwen2", tie_word_embeddings=True))
     model.save_pretrained(tmp_path)

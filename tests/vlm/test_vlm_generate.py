@@ -77,8 +77,3 @@ def test_a_second_turn_continues_from_the_cache(model, images, new):
     assert cache.get_seq_length() > len(ROWS[0])
     found = generate(model, ids.tolist(), pixels, past_key_values=cache, **given)
     assert torch.equal(found, wanted)
-
-
-def test_images_without_their_placeholders_are_explained(model, images):
-    with pytest.raises(ValueError, match=r"for \[2, 1\] entries of pixel_values, which has 2"):
-        generate(model, ROWS, images[:2], num_beams=2)
