@@ -35,8 +35,6 @@ def test_overrides_may_stand_behind_options():
     "words",
     [
         ["train", "quickstart", "--overwite"],
-        ["report", "runs/x", "seed=1"],
-        ["nonsense"],
         [],
     ],
 )
@@ -100,16 +98,10 @@ BENCHMARK = ["--model", "m", "--tasks", "pope", "--data", "d", "--to", "o"]
     ("words", "message"),
     [
         ([], "--model is missing"),
-        (BENCHMARK[:-2], "--to is missing"),
-        (["--model", "m", "--tasks", "pope", "--to", "o"], "--data is missing"),
         (["--model", "m"], "m is not a run folder: name what to evaluate with --tasks or --text"),
         (["--model", "m", "--tasks", "yesno=d", "--to", "o"], "allowed: yes_no"),
         ([*OWN_SET, "--split", "test"], "--split has no effect: it is for benchmarks"),
-        ([*BENCHMARK, "--media-root", "d"], "benchmarks are below --data"),
-        ([*BENCHMARK, "--window", "9"], "--window has no effect: it is for --text"),
-        (["--model", "m", "--overwrite"], "--overwrite has no effect: it is for --tasks"),
         (["--model", "m", "--precision", "coat"], "here the run decides"),
-        (["--model", "m", "--text", "t", "--limit", "3"], "--limit has no effect"),
         ([*OWN_SET[:-2], "yes_no=e/d", "--to", "o"], "two of them would write to d"),
     ],
 )

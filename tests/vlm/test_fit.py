@@ -103,11 +103,3 @@ def test_a_run_goes_on_with_its_choices(
         said = f"memory: the settings of {tmp_path / 'recipe.yaml'}{end}\n"
         assert capsys.readouterr().out.endswith(said)
     assert adopt_choices(other, saved, ranks=2) is None  # batches of 8 do not divide
-
-
-def test_keys_that_cannot_be_chosen(path: Path) -> None:
-    words = f"memory.choose: 'master_weights' cannot be chosen; use some of {MICRO}, {RECOMPUTE}"
-    with pytest.raises(ValueError, match=words):
-        load_recipe(str(path), ["memory.choose=[master_weights]", f"{MICRO}=1"])
-    with pytest.raises(ValueError, match="micro_batch_size: this key is missing"):
-        load_recipe(str(path), ["memory=null"])

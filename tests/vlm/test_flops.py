@@ -130,19 +130,6 @@ def test_the_output_layer_reads_trained_positions(
     assert flops.output == 6 * 32 * 60
 
 
-def test_a_capped_model_makes_all_logits(tiny: Any, tiny_tokenizer: Any) -> None:
-    """Gemma2: soft caps, and a window in every other layer; its attention is eager."""
-    model = text_model(tiny, tiny_tokenizer, "eager", kind="gemma2", sliding_window=7)
-    inputs = batch(trained(model, stage("language")), tiles=0)
-    inputs["labels"][:, 3:20] = -100
-    found = count_flops(model).count(measure_work(inputs, None))["language"]
-    index = torch.arange(TOKENS)
-    distance = index[:, None] - index
-    pairs = [int(((distance >= 0) & (distance < window)).sum()) for window in (7, TOKENS)]
-    more = sum(TOKENS * TOKENS - own for own in pairs) * ROWS * 3 * 4 * HEADS * WIDTH
-    assert found == seen(model, inputs) - more
-
-
 def test_lora(tiny: Any, tiny_tokenizer: Any) -> None:
     lora = LoraTraining(rank=4, alpha=8, dropout=0.0)
     model = trained(tiny.model(), stage("projector", "language", lora=lora))

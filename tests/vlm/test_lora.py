@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
@@ -65,14 +64,11 @@ def adapters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if ".lora_" in name}
 
 
-@pytest.mark.parametrize("kind", ["qwen2"])
-def test_logits_and_gradients_are_those_of_stock_peft(tiny: Any, kind: str) -> None:
+def test_logits_and_gradients_are_those_of_stock_peft(tiny: Any) -> None:
     import peft
 
-    model = adapted(tiny, language=tiny.language(kind))
-    plain = tiny.model(
-        vision=tiny.vision(hidden_size=32, intermediate_size=48), language=tiny.language(kind)
-    ).language_model
+    model = adapted(tiny)
+    plain = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48)).language_model
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -240,24 +236,9 @@ def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     with pytest.raises(ValueError, match=r"'qproj' is not a linear layer .* did you mean q_proj"):
         set_trainable(model, replace(STAGE, lora=LoraTraining(target_modules=["qproj"])))
-    with pytest.raises(ValueError, match="'lm_head' is not a linear layer"):
-        set_trainable(model, replace(STAGE, lora=LoraTraining(target_modules=["lm_head"])))
     assert not has_adapters(model)
-    with pytest.raises(ValidationError, match="greater than 0"):
-        LoraTraining(rank=0)
-    with pytest.raises(ValueError, match="target_modules is empty"):
-        LoraTraining(target_modules=[])
-    with pytest.raises(ValueError, match="modules is \\['vision', 'vision'\\]"):
-        LoraTraining(modules=["vision", "vision"])
     with pytest.raises(ValueError, match=r"lora has no effect with a frozen vision module"):
         replace(STAGE, lora=LoraTraining(modules=["vision"]))
-    part = replace(
-        STAGE, lora=LoraTraining(modules=["language", "projector"], target_modules=["q_proj"])
-    )
-    with pytest.raises(
-        ValueError, match=r"Projector \(projector\) has none of lora.target_modules"
-    ):
-        set_trainable(model, part)
     with pytest.raises(ValueError, match="lora has no effect with a frozen language model"):
         replace(STAGE, language=ModuleTraining(train=False))
     monkeypatch.setitem(sys.modules, "peft", None)

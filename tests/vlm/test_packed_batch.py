@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_data.load.collate import Batch, collate, collate_packed, collate_unpadded
+from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.packing import PACKED
 from coat_vlm.train.throughput import count_supervised_tokens
@@ -63,26 +63,3 @@ def test_the_layout_of_a_packed_row() -> None:
     assert batch.get("max_length_q") == 3
     exact = collate_packed(samples, pad_token_id=1, align=5)
     assert exact.get("cu_seq_lens_q", torch.empty(0)).tolist() == [0, 3, 5]
-
-
-def text(length: int) -> EncodedSample:
-    return EncodedSample(torch.ones(length), torch.ones(length), torch.empty(0, 3, 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "shape"),
-    [
-        ((100, 80), (2, 100)),  # 10% padding
-        ((100, 79), (1, 192)),  # 10.5%
-        ((100, 100), (2, 100)),
-        ((79,), (1, 79)),
-        ((100, 30, 2), (1, 160)),
-    ],
-)
-def test_rows_that_would_be_padded_much_are_packed(
-    lengths: tuple[int, ...], shape: tuple[int, int]
-) -> None:
-    batch = collate_unpadded([text(length) for length in lengths], pad_token_id=0, align=32)
-    assert batch["input_ids"].shape == shape
-    assert int(batch["attention_mask"].sum()) == sum(lengths)
-    assert ("cu_seq_lens_q" in batch) == (shape[0] < len(lengths))

@@ -103,9 +103,6 @@ def test_losses_and_gradients_are_those_of_masks_bit_by_bit(
     ("given", "message"),
     [
         ([1, 2, 6, 6], "not the positions"),
-        ([1, 2, 7, 6], "not the positions"),
-        ([1, 2, 6], "not the positions"),
-        ([-9, 2, 6, 7], "not the positions"),
         ([], "not the positions"),
         ([[1, 2, 6, 7]], r"int64 of shape \(1, 4\)"),
         ([1.0, 2.0, 6.0, 7.0], "float32"),

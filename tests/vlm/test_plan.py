@@ -4,21 +4,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from coat_cli.main import main
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
-from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan import format_plan, plan_recipe
-from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
 from coat_vlm.plan.table import advice
-from coat_vlm.train.model_setup import build_planned_model
 
-META = torch.device("meta")
 TEXT = """\
 name: planned
 output_dir: unused
@@ -85,15 +79,6 @@ def test_a_plan_of_several_scales_has_the_wide_projector(path: Path) -> None:
     )
     wide = 3 * 4 * 64  # three scales, blocks of 2 x 2 patches
     assert planned.sizes.trained == 2 * wide + (wide + 1) * 128 + 129 * 128
-
-
-@pytest.mark.parametrize(("tiles", "tokens"), [(0, 0), (4, 4), (17, 12), (31, 21)])
-def test_tiles_of_all_scales_become_images(path: Path, tiles: int, tokens: int) -> None:
-    recipe = load_recipe(str(path), ["model.image.mode=dynamic_s2"])
-    stage = recipe.stages["sft"]
-    model = build_planned_model(recipe, stage, arithmetic_of("bf16", None, META), 512)
-    assert isinstance(model, CoatVlm)
-    assert image_groups(model, 128, tiles) == [1] * tokens
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(path: Path) -> None:
@@ -193,18 +178,6 @@ def test_a_plan_needs_no_model_to_start_from(
     path.with_name("empty").mkdir()
     assert main([*words, f"init_from={path.with_name('empty')}"]) == 2
     assert "it has no config.json" in capsys.readouterr().err
-
-
-def test_a_plan_needs_no_data(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NOT_SET", raising=False)
-    path.write_text(TEXT.replace("missing.json", '"${NOT_SET}/own.json"'))
-    assert main(["plan", str(path), "--gpu-memory", "80"]) == 0
-    assert "assumed: the data cannot be read" in capsys.readouterr().out
-    tower = "model.vision={name_or_path: '${NOT_SET}/siglip'}"
-    assert main(["plan", str(path), "--gpu-memory", "80", tower]) == 2
-    assert "environment variable NOT_SET" in capsys.readouterr().err
 
 
 def test_the_largest_video_fits_and_one_more_frame_does_not(path: Path) -> None:

@@ -134,17 +134,12 @@ def composed(vision: SiglipVisionConfig | CLIPVisionConfig | OpenClipVisionConfi
             [0.26862954, 0.26130258, 0.27577711],
         ),
         (
-            OpenClipVisionConfig(**SETTINGS),
-            [0.48145466, 0.4578275, 0.40821073],
-            [0.26862954, 0.26130258, 0.27577711],
-        ),
-        (
             OpenClipVisionConfig(**SETTINGS, image_mean=[0.1, 0.2, 0.3], image_std=[0.3, 0.2, 0.1]),
             [0.1, 0.2, 0.3],
             [0.3, 0.2, 0.1],
         ),
     ],
-    ids=["siglip", "clip", "open_clip", "open_clip_own"],
+    ids=["siglip", "clip", "open_clip_own"],
 )
 def test_from_scratch_settings(tokenizer, vision, mean: list[float], std: list[float]):
     image = ImageConfig(mode="pad", augment="crop_flip")
@@ -218,9 +213,6 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
     [
         ([{"role": "bot", "content": "a"}], "role 'bot'; allowed"),
         ([{"role": "user", "content": [{"type": "sound"}]}], "allowed types"),
-        ([{"role": "user", "content": ["a"]}], r"content \['a'\]; allowed"),
-        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "with text"),
-        ([["a"]], "a message is 'a'; required"),
         ([{"role": "user", "content": [{"type": "image"}]}], "more image parts"),
         ([{"role": "user", "content": [{"type": "image", "image": "none.png"}]}], r"none\.png"),
     ],

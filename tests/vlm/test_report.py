@@ -223,40 +223,6 @@ def test_data_are_shown_by_source_with_their_losses(run: Path):
     assert "sft held_out (validation) - - - - - 2.5000" in text
 
 
-def test_the_history_lists_resumes_divergence_rollbacks_and_skipped_steps(run: Path):
-    change = "stages.sft.language.lr: 2e-05 -> 1e-05"
-    rows = [
-        START,
-        step(1, 1.0),
-        step(2, 1.0) | {"skipped_steps": 1},
-        {"kind": "resume", "stage": "sft", "step": 2, "changes": [change], "time": 1.7e9 + 2.1},
-        START | {"time": 1.7e9 + 2.2},
-        {"kind": "resume", "stage": "sft", "step": 2, "changed_data": ["a.json: size 3 -> 4"]},
-        step(3, 1.0) | {"skipped_steps": 0},
-        {"kind": "divergence", "stage": "sft", "step": 3, "problem": "loss 12, usual 1 to 2"},
-        {"kind": "rollback", "stage": "sft", "step": 3, "from": 4, "problem": "loss 12"},
-        step(4, 1.0) | {"skipped_steps": 1},
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = Page(write_report(run))
-    history = page.text.partition("what happened")[2]
-    for text in (
-        "started, bf16 on 2 x NVIDIA H200",
-        "skipped: gradients were not finite",
-        f"changed key: {change}",
-        "continued after step 2, bf16",
-        "changed data: a.json: size 3 -> 4",
-        "out of the usual range: loss 12, usual 1 to 2",
-        "went back from step 4 to step 3 and skipped the batches between: loss 12",
-    ):
-        assert text in history, text
-    assert history.count("skipped: gradients") == 2
-    notes = page.text.partition("results curves")[0]
-    assert "2 steps were skipped, because gradients were not finite" in notes
-    assert "loss or gradient norm left the usual range 1 times" in notes
-    assert "training went back to a checkpoint 1 times" in notes
-
-
 def test_intervals_are_of_standard_errors():
     report = {"standard_errors": {"f1": 5.0}}
     assert find_interval({"f1": 95.0}, report, "f1") == pytest.approx((85.2, 100.0))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_data.saved_files import FormatVersionError, replace_file
+from coat_data.saved_files import replace_file
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.run_folder import prepare_run_folder
@@ -73,14 +73,6 @@ def test_a_killed_overwrite_is_completed_by_the_next(
         prepare_run_folder(tmp_path, recipe, continues=False, overwrite=False)
     prepare_run_folder(tmp_path, recipe, continues=False, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_a_recipe_of_another_version_is_refused(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    saved = tmp_path / "recipe.yaml"
-    saved.write_text(saved.read_text().replace("format_version: 1", "format_version: 2"))
-    with pytest.raises(FormatVersionError, match=r"recipe\.yaml has format version 2, "):
-        prepare(tmp_path)
 
 
 def test_foreign_rows_do_not_stop_a_resume(

@@ -7,7 +7,6 @@ from hashlib import sha256
 from html import unescape
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -77,28 +76,6 @@ def test_tensorboard_shows_the_texts_as_they_are(
     assert cells[4][1].startswith("Gone? (")
     assert "gone.png" in cells[4][1]
     assert [row[1] for row in cells[5:]] == [f"Question {n}" for n in (8, 10, 12, 14)]
-
-
-def test_tensorboard_shows_each_row_s_images_beside_each_other(
-    tmp_path: Path, answered: list[AnsweredSample]
-) -> None:
-    write(tmp_path, answered)
-    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0})
-    board.Reload()
-    assert set(board.Tags()["images"]) == {f"sft/samples/colors/{number}" for number in (1, 2)}
-    pictures = []
-    for number in (1, 2):
-        events = board.Images(f"sft/samples/colors/{number}")
-        assert [event.step for event in events] == [10, 20]
-        encoded = events[0].encoded_image_string
-        pictures.append(np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB")))
-    first, second = pictures
-    assert first.shape == (30, 40, 3)
-    assert (first == ORANGE).all()
-    assert second.shape == (256, 40 + 128, 3)  # 512 x 1024 is scaled to 128 x 256
-    assert (second[:30, :40] == ORANGE).all()
-    assert (second[30:, :40] == 0).all()
-    assert (second[:, 40:] == BLUE).all()
 
 
 def test_wandb_stores_the_table_with_its_images(

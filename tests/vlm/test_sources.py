@@ -165,16 +165,6 @@ def test_a_list_in_a_recipe_becomes_its_sources_with_their_shares(
         shares(SourceConfig(name="w", path=weighted), alone)
 
 
-def test_no_two_sources_have_one_name(file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "list.yaml"
-    entries = [{"path": "a.json", "name": name} for name in ("q", "q", "q_2", "q", "q_2")]
-    path.write_text(yaml.safe_dump({"sources": entries}))
-    source = SourceConfig(name="x", path=str(path))
-    assert list(shares(source)) == ["x/q", "x/q_3", "x/q_2", "x/q_4", "x/q_2_2"]
-    with pytest.raises(ValueError, match="several sources are named x/q; the names"):
-        open_sources([source, SourceConfig(name="x/q", path=str(file))], seed=0)
-
-
 def met(*counts: int) -> Any:
     return lambda: np.array(counts)
 
@@ -285,7 +275,6 @@ def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:
         ({"seed": 1}, {}, "seed=1 has no effect without select: random"),
         ({}, {"max_bad_fraction": 0.1}, "max_bad_fraction needs max_bad_samples"),
         ({}, {"packing": {"tokens": 512}}, "packing.tokens=512 is less than model.max_length=1000"),
-        ({}, {"packing": {"buffer": 1001}}, "less than or equal to 1000"),
     ],
 )
 def test_keys_that_make_no_sense(

@@ -142,11 +142,8 @@ def test_little_memory_ends_saving_heads(
     [
         ([], "auto"),
         (["fp8.cuda_graphs=true"], True),
-        (["fp8.cuda_graphs=false"], False),
-        (["fp8.weights=cache"], False),
         (["zero_stage=3"], False),
         (["stages.sft.gradient_checkpointing=true"], False),
-        (["stages.sft.sequence_parallel=2"], False),
         (["precision=bf16"], False),
     ],
 )

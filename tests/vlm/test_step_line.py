@@ -48,20 +48,6 @@ def test_a_log_file_gets_a_whole_line_at_the_interval(capsys: pytest.CaptureFixt
     ]
 
 
-def test_each_line_is_about_the_steps_since_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    text: dict[str, Any] = {"vision_tokens": 0, "lr": {"language": 1e-4}}
-    slow = row(3, **text, step_s=4.0, loss=None, grad_norm=None, tflop={"language": 1.0})
-    first, last = lines(capsys, row(2, **text), slow, total_steps=3)
-    assert first.split("lr")[1] == " 1.0e-04 tokens/s 12,345 TFLOP/s 412 wait 0.3% mem 51.2 GB " + (
-        "eta 0:00:02"
-    )
-    # The last step is shown at any interval.
-    assert last == (
-        "sft step 3/3 loss not finite grad not finite lr 1.0e-04 tokens/s 6,172 TFLOP/s 0.125 "
-        "wait 0.1% mem 51.2 GB eta 0:00:00"
-    )
-
-
 def test_rates_are_those_of_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: 3 steps of 24,690 tokens in 2 s each; compiling and measuring stand apart."""
     compiling = row(3, step_s=30.0)

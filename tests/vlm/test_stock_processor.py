@@ -82,18 +82,17 @@ def assert_same(ours: Any, stock: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("tensors", ["pt"])
-def test_rendered_prompts_equal_a_stock_processors(both, side: str, tensors: str):
+def test_rendered_prompts_equal_a_stock_processors(both, side: str):
     ours, stock = both
     texts = [f"<|im_start|>{TEXTS[0]}<image>\n", "<image>a<image><|im_end|>", TEXTS[2]]
     images = [picture(number) for number in range(3)]
-    options = {"return_tensors": tensors, "padding": True, "padding_side": side}
+    options = {"return_tensors": "pt", "padding": True, "padding_side": side}
     for nested in (images, [images[:1], images[1:], []]):
         assert_same(
             ours(images=nested, text=texts, **options), stock(images=images, text=texts, **options)
         )
     kinds = {"return_mm_token_type_ids": True, "text_kwargs": {"padding": "longest"}}
-    options = {"return_tensors": tensors, "padding_side": side, **kinds}
+    options = {"return_tensors": "pt", "padding_side": side, **kinds}
     assert_same(
         ours(images=images, text=texts, **options), stock(images=images, text=texts, **options)
     )
@@ -215,15 +214,7 @@ def test_videos_in_memory_equal_their_files(both, tmp_path: Path):
             {"text": ["<image>", "<image>"], "images": [[picture(0)] * 2, []]},
             "row 0 of the text has 1 <image> but 2 images",
         ),
-        ({"text": ["<image>", "a"], "images": [None, [picture(0)]]}, "row 0 .* 1 <image> but 0"),
-        ({"text": "<video>"}, "1 <video> but 0 videos"),
-        ({"text": "<image>", "images": np.zeros((2, 2))}, r"shape \(2, 2\) and dtype float64"),
-        ({"text": "<video>", "videos": 7}, "a video is int"),
         ({"text": "a", "images_kwargs": {"size": 3}}, "images_kwargs are given"),
-        (
-            {"text": "<image>", "images": picture(0), "truncation": True, "max_length": 2},
-            "truncation leaves 2 of 4",
-        ),
         ({"videos": ["a.mp4"]}, "give the processor text"),
     ],
 )

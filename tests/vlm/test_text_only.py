@@ -11,11 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from coat_data.sample import Part, Sample, Turn
 from coat_vlm.config import (
-    Fp8Config,
     ModelConfig,
-    ModuleTraining,
-    Recipe,
-    StageConfig,
     VisionConfig,
 )
 from coat_vlm.export.hugging_face import export
@@ -28,8 +24,6 @@ from coat_vlm.model.processor import (
     build_processor,
     continue_processor,
 )
-
-TRAIN = ModuleTraining(train=True, lr=1e-3)
 
 
 @pytest.fixture
@@ -114,20 +108,3 @@ def test_a_composed_model_gives_its_language_model(
 
 def _tower() -> Any:
     return VisionConfig(config={"model_type": "siglip_vision_model"})
-
-
-def test_parts_that_are_not_there_cannot_train(recipe: ModelConfig) -> None:
-    def of(fp8: Fp8Config | None = None, **stage: Any) -> Recipe:
-        config = StageConfig(
-            data=[], batch_size=1, micro_batch_size=1, max_steps=1, language=TRAIN, **stage
-        )
-        return Recipe(
-            name="x", output_dir="x", model=recipe, stages={"sft": config}, fp8=fp8,
-            precision="coat" if fp8 else "bf16",
-        )  # fmt: skip
-
-    assert of().to_dict()["model"]["vision"] is None
-    with pytest.raises(ValueError, match=r"stages.sft.projector trains, but the model has none"):
-        of(projector=TRAIN)
-    with pytest.raises(ValueError, match=r"fp8.vision and fp8.projector have no effect"):
-        of(Fp8Config(vision="bf16"))

@@ -50,11 +50,3 @@ def test_the_two_operators_are_declared_once(declared):
     names = [schema.partition("(")[0] for schema in declared[0].schemas]
     assert names == ["nms", "qnms"]
     assert all(torch._C.parse_schema(f"torchvision::{s}") for s in declared[0].schemas)
-
-
-def test_nothing_is_declared_where_the_extension_loads(declared, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    ensure_torchvision()
-    assert not declared
-    assert loaded[0].endswith("_C.so")

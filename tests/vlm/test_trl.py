@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from attention_calls import record_attention
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -168,22 +167,6 @@ def test_grpo_takes_the_reward_of_the_function(
     assert any(
         not torch.equal(p, old) for p, old in zip(trainer.model.parameters(), before, strict=True)
     )
-
-
-def test_calls_with_a_mask_use_no_cudnn(
-    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 tokens are where cuDNN's gradients may be NaN; TRL pads prompts on the left."""
-    calls = record_attention(monkeypatch)
-    model = trl_trainers.build_trainer("grpo", checkpoint, tmp_path, steps=1).model
-    mask = torch.ones(2, 64, dtype=torch.int64)
-    ids = torch.randint(5, 200, mask.shape, generator=torch.Generator().manual_seed(0))
-    for padding in (0, 10):
-        mask[0, :padding] = 0
-        arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-        model(**arguments, fused_lm_head=True).loss.backward()
-    expected = {(False, True), (True, False)}
-    assert {(call.masked, call.cudnn) for call in calls if call.tokens == 64} == expected
 
 
 def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:

@@ -76,22 +76,6 @@ def test_features_are_the_librarys_hidden_state(kind, select_layer, tiny):
     torch.testing.assert_close(features, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "size", "patch", "layers", "prefix"),
-    [
-        ("ViT-B-16-SigLIP", 768, 224, 16, 12, 0),
-        ("ViT-SO400M-14-SigLIP-384", 1152, 384, 14, 27, 0),
-        ("ViT-L-14-336", 1024, 336, 14, 24, 1),
-    ],
-)
-def test_open_clip_towers_by_name(name, width, size, patch, layers, prefix):
-    with torch.device("meta"):  # the published sizes, without their memory
-        config, _ = build_open_clip({"model_name": name})
-    assert config.hidden_size == width
-    assert (config.image_size, config.patch_size) == (size, patch)
-    assert (config.num_hidden_layers, config.num_prefix_tokens) == (layers, prefix)
-
-
 @pytest.fixture
 def open_clip_folder(tiny, tmp_path):
     """An official open_clip folder, and the model whose weights it holds."""

@@ -5,7 +5,6 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from coat_vlm.model import CoatVlmConfig
 
 IMAGE = 2
-FAMILIES = ["llama", "qwen3"]
 
 
 def sequence(*parts, num_tokens=4):
@@ -75,19 +74,6 @@ def test_logits_and_loss_are_llavas(tiny, images, feature):
     torch.testing.assert_close(output.logits, wanted.logits)
     torch.testing.assert_close(output.loss, wanted.loss)
     assert not torch.allclose(swapped.logits, wanted.logits, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_image_features_replace_the_placeholders(tiny, images, family):
-    model = tiny.model(language=tiny.language(family))
-    ids = sequence(5, IMAGE, 6, IMAGE, 7)
-    with torch.no_grad():
-        features = model.projector(model.vision_tower(images)).flatten(0, 1)
-        embeds = model.get_input_embeddings()(ids)
-        for source, position in enumerate([*range(1, 5), *range(6, 10)]):
-            embeds[0, position] = features[source]
-        wanted = model.language_model(inputs_embeds=embeds).logits
-        assert torch.equal(model(ids, pixel_values=images).logits, wanted)
 
 
 @pytest.mark.parametrize("num_items", [None, 0, 5])
