@@ -70,11 +70,7 @@ class Fp8DecoderLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original; returns no attention weights.
-
-        Args:
-            past_key_values: the cache of generation, updated in place.
-        """
+        """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
         attention = self.self_attn
         assert position_embeddings is not None
         dropout = attention.attention_dropout if attention.training else 0.0
@@ -213,7 +209,7 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
 
         Args:
             cu_seqlens: bounds [N + 1] of the images or windows in the row.
-            position_embeddings: (cos, sin) [T, head_dim] of the rotary embedding.
+            position_embeddings: (cos, sin) [T, head_dim].
             max_seqlen: tokens of the longest image or window; computed when absent.
         """
         attention = self.attn
@@ -275,13 +271,9 @@ def _encode(
     dropout: float,
     **kwargs: Any,
 ) -> Tensor:
-    """Run an encoder layer.
+    """Run an encoder layer on the residual stream x [B, T, hidden].
 
-    Args:
-        block: the layer, with the attributes of :class:`Fp8Encoder`.
-        x: the residual stream [B, T, hidden].
-        position_embeddings: (cos, sin) of the rotary embedding, if there is one.
-        scale_branches: applied to the outputs of attention and MLP before they are added.
+    ``scale_branches`` are applied to the outputs of attention and MLP before they are added.
     """
     # LINEARS is in the order of use: heads, the output projection, the MLP's first layers, its last
     names = block.LINEARS

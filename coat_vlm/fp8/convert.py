@@ -8,12 +8,10 @@ pass, so ``state_dict``, ``save_pretrained``, ``generate`` and gradient checkpoi
 original model. :func:`back_to_bf16` reverts a block.
 
 :class:`Arithmetic` is a precision on a device. On a GPU, all precisions except ``fp32`` have BF16
-weights (master weights are FP32). Most CPUs have no BF16 arithmetic, and emulating it for every
-operation makes training ten times slower. On a CPU weights are FP32, and only linear layers round:
-``bf16`` rounds the operands and the result of every linear layer to BF16, with the sum in FP32; the
-FP8 precisions run the reference arithmetic of the FP8 blocks and round other linear layers like
-``bf16``. (The forward GEMMs of the first blocks, BF16 on a GPU, are FP32 on a
-CPU: ``fp8.bf16_forward_first``.) With ``master_weights: low_bits`` weights are BF16 on a CPU too.
+weights (master weights are FP32). On a CPU, which emulates BF16 ten times slower, weights are FP32
+(BF16 with ``master_weights: low_bits``), and only linear layers round: ``bf16`` rounds the operands
+and the result of every linear layer to BF16; the FP8 precisions run the reference arithmetic of the
+FP8 blocks, BF16 forward GEMMs in FP32, and round other linear layers like ``bf16``.
 """
 
 import re
@@ -76,16 +74,9 @@ def _summarize(entries: dict[str, str], prefix: str) -> list[str]:
 
 
 def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
-    """Convert the blocks that ``config`` selects.
+    """Convert the blocks of known families (:mod:`coat_vlm.fp8.blocks`) that ``config`` selects.
 
-    Args:
-        model: a CoatVlm, or any transformers model with blocks of a known family
-            (:mod:`coat_vlm.fp8.blocks`). Other layers stay as they are.
-        config: precisions of the parts (``coat`` by default), layers, group size.
-
-    Returns:
-        The converted and the skipped modules, with reasons. A module with a weight matrix that is
-        neither converted nor part of a known block is among the skipped ones.
+    The report lists every module with a weight matrix that is not part of a block.
 
     Raises:
         ValueError: a selected part has no block of a known family, a shape does not fit an FP8
@@ -187,9 +178,6 @@ def store_frozen_weights(model: nn.Module) -> None:
     Call it when the weights have their final device, and again after a change of the original
     weights, which are on the CPU from then on. Weights that DeepSpeed's ZeRO-3 partitions, and
     those that an adapter reads itself (DoRA), or that an MLP pads (``mlp.py``), are left.
-
-    Args:
-        model: converted by :func:`convert`; also on ``meta``.
     """
     for block in model.modules():
         whole = _is_converted(block)
@@ -275,10 +263,7 @@ def _check_found(
 
 
 def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
-    """Check that kernels support a block's shapes and activation.
-
-    Without a configuration only linear layers are checked, as only they become FP8.
-    """
+    """Check that kernels support a block's shapes and, with a configuration, its activation."""
     linears = _linears_of(block)
     first, last = next(iter(linears)), next(reversed(linears))
     some_fit = any(map(_fits_gemm, linears.values()))
@@ -333,11 +318,7 @@ def original_class(block: nn.Module) -> type[nn.Module]:
 
 
 def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return the converted blocks of a model with their names.
-
-    Args:
-        adapted: also return blocks with LoRA adapters, whose weights may be in FP8 only.
-    """
+    """Return the converted blocks with their names; ``adapted``: with LoRA adapters too."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -391,11 +372,7 @@ class Arithmetic:
         return self.dtype == torch.bfloat16 and not self.low_bits
 
     def apply(self, model: nn.Module) -> ConversionReport | None:
-        """Convert the model's layers in place; returns the report, or None without FP8.
-
-        Raises:
-            ValueError: see :func:`convert`.
-        """
+        """Convert the model's layers in place; returns the report, or None without FP8."""
         report = None if self.fp8 is None else convert(model, self.fp8)
         if self.round_linears:
             inside = {id(m) for _, block in fp8_blocks(model) for m in block.modules()}
@@ -438,12 +415,7 @@ def arithmetic_of(
     *,
     low_bits: bool = False,
 ) -> Arithmetic:
-    """Return the arithmetic of a recipe on a device.
-
-    Args:
-        fp8: the recipe's section; defaults when absent.
-        device: where the model will run; ``meta`` stands for a GPU with FP8 tensor cores.
-        low_bits: the recipe's ``has_low_bits`` on this device; weights are then BF16 on a CPU too.
+    """Return the arithmetic on a device; ``meta`` stands for a GPU with FP8 tensor cores.
 
     Raises:
         ValueError: the GPU has no FP8 tensor cores.
@@ -470,10 +442,6 @@ def arithmetic_of(
 
 
 def arithmetic_of_recipe(recipe: Recipe, device: torch.device) -> Arithmetic:
-    """Return a recipe's arithmetic on a device, which resolves ``master_weights: auto``.
-
-    Raises:
-        ValueError: see :func:`arithmetic_of`.
-    """
+    """Return :func:`arithmetic_of` a recipe, which resolves ``master_weights: auto``."""
     low_bits = recipe.has_low_bits(gpu=device.type != "cpu")
     return arithmetic_of(recipe.precision, recipe.fp8, device, low_bits=low_bits)

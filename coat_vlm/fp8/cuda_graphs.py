@@ -8,16 +8,13 @@ language model, are captured per shape after a few eager passes, and replayed af
     pass 3          forward passes are captured block by block, backward passes in reverse
     later           hidden -> [static input -> graph -> static output] -> copy; the same backward
 
-Tensors saved for backward are statically allocated, in the same memory for all shapes; temporary
-tensors share memory. So a captured model occupies the peak memory of its activations during the
-optimizer's step, too. Weights are quantized in every replay.
-
-With ``fp8.cuda_graphs: auto`` all passes run eagerly until :mod:`coat_vlm.fp8.memory_choices` has
-chosen the rows of blocks for which the GPU waits.
+Tensors saved for backward are statically allocated, in the same memory for all shapes, so a
+captured model occupies its activations' peak memory during the optimizer's step too. Weights are
+quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run eagerly until
+:mod:`coat_vlm.fp8.memory_choices` has chosen the rows of blocks for which the GPU waits.
 
 Packed rows (:mod:`coat_vlm.model.packing`) hold different numbers of sequences: their bounds are
-padded with empty sequences to a multiple of 8, and the longest length is rounded up to a power of
-two, so that rows of one length share graphs.
+padded and their longest length is rounded up, so that rows of one length share graphs.
 
 Passes run eagerly in Qwen-VL's towers, whose longest image differs from batch to batch, with
 further shapes, with arguments that are neither tensors nor constants, in evaluation, with gradient
@@ -50,8 +47,8 @@ EAGER_PASSES = 2
 """Eager passes with the same shapes before the capture."""
 
 MAX_CAPTURED = 8
-"""Maximum number of captured shapes per row of blocks: the first that are frequent enough.
-(Evicting graphs would lead to constant captures if more shapes alternate.)"""
+"""Captured shapes per row of blocks. None is evicted: more shapes that alternate would lead to
+constant captures."""
 
 BOUNDS_STEP = 8
 """The number of bounds of packed sequences is padded to a multiple of it."""
@@ -108,7 +105,6 @@ def find_parameters(blocks: Sequence[nn.Module]) -> list[_Location]:
 
 
 def _run_eagerly(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Call the ``forward`` of the block's class."""
     return type(block).forward(block, *args, **kwargs)
 
 
@@ -164,16 +160,9 @@ class _Forward:
 
 
 def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGraphs]":
-    """Enable, reset or disable CUDA graphs of FP8 blocks.
+    """Enable, reset or disable CUDA graphs of FP8 blocks; with "auto" see :class:`BlockGraphs`.
 
-    Args:
-        model: a converted model whose weights keep their addresses. Blocks of one parent (the
-            tower's, the language model's) form a row and are captured together.
-        enabled: False reverts an earlier call. With "auto" all passes run eagerly
-            until :meth:`BlockGraphs.limit` is called.
-
-    Returns:
-        One :class:`BlockGraphs` per row of blocks.
+    Blocks of one parent (the tower's, the language model's) form a row and are captured together.
     """
     for module in model.modules():
         if isinstance(vars(module).get(FORWARD), _Forward):
@@ -247,12 +236,8 @@ class BlockGraphs:
         self.saved = 0
         """Bytes that it saved for backward."""
         self._before = 0
-        self.captures = 0
-        """Number of captures."""
-        self.replays = 0
-        """Number of replayed forward passes."""
+        self.captures = self.replays = 0
         self._captured: dict[Any, Captured] = {}
-        """Key of shapes -> graphs."""
         self._seen: dict[Any, int] = {}
         self._previous: weakref.ref[_Pass] | None = None
         self._current: _Pass | None = None
@@ -272,19 +257,14 @@ class BlockGraphs:
             vars(block)[FORWARD] = _Forward(self, number)
 
     def limit(self, most_tokens: float, most_bytes: float) -> None:
-        """End the measurement: capture passes of at most so many tokens, or none if it is 0.
-
-        Args:
-            most_tokens: see :class:`BlockGraphs`.
-            most_bytes: memory of the graphs after which no further shape is captured.
-        """
+        """End the measurement: capture passes of at most so many tokens, or none if it is 0."""
         self.most_tokens, self.most_bytes = most_tokens, most_bytes
         if not most_tokens:
             for block in self.blocks:  # which are launched just in time, without this class
                 vars(block).pop(FORWARD, None)
 
     def run_block(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run ``forward`` of block ``number``."""
+        """Replay the pass of block ``number``, or run its class's ``forward``."""
         block = self.blocks[number]
         if self._can_replay(block, hidden_states):
             leaves, spec = tree_flatten((args, kwargs))
@@ -418,11 +398,6 @@ class BlockGraphs:
     def _capture(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured:
         """Capture the passes of all blocks for arguments of these shapes.
 
-        Args:
-            hidden: input of the first block, [..., hidden].
-            leaves: other arguments, flattened.
-            spec: unflattens ``leaves`` to (args, kwargs).
-
         Raises:
             RuntimeError: a block cannot be captured, or memory does not suffice. Call
                 :meth:`_recover` then.
@@ -458,11 +433,7 @@ class BlockGraphs:
         return captured
 
     def _allocate(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured:
-        """Allocate static tensors for these shapes, with the present values.
-
-        They are contiguous: a tower's embedding may return its tokens channel by channel, and
-        copies from and to that layout are slow.
-        """
+        """Allocate static, contiguous tensors for these shapes, with the present values."""
         copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
         parameters = [[p for p in b.parameters() if p.requires_grad] for b in self.blocks]
         gradients = []
@@ -520,11 +491,8 @@ class BlockGraphs:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and none in this context.
-
-    A collection during a capture may destroy graphs of a model that is gone, which a capture
-    forbids (https://github.com/pytorch/pytorch/pull/161037).
-    """
+    # A collection may destroy graphs of a model that is gone, which a capture forbids
+    # (https://github.com/pytorch/pytorch/pull/161037).
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -565,7 +533,6 @@ class _Replay(torch.autograd.Function):
 
 
 def _sliding_window(block: nn.Module) -> int | None:
-    """Return the sliding window of a block's attention."""
     attention: Any = getattr(block, "self_attn", None)
     of_model = getattr(getattr(attention, "config", None), "sliding_window", None)
     return getattr(attention, "sliding_window", of_model)

@@ -57,15 +57,12 @@ def norm_heads(
     recompute: bool,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Heads, HeadsSource | None, Tensor]:
-    """Compute query, key and value of the normalized residual stream.
+    """Compute query, key and value of the normalized residual stream x [B, T, hidden].
 
     Args:
-        x: the residual stream [B, T, hidden].
-        attention: an attention module with ``head_dim`` and either ``q_proj``, ``k_proj`` and
-            ``v_proj`` or one layer ``qkv`` with as many keys and values as queries.
-        recompute: return what the heads can be computed from again.
-        position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens; no rotation
-            when absent.
+        attention: has ``head_dim`` and either ``q_proj``, ``k_proj`` and ``v_proj`` or one layer
+            ``qkv`` with as many keys and values as queries.
+        position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens.
 
     Returns:
         The heads; with ``recompute`` what backward computes them from; and x for the residual path,
@@ -96,7 +93,6 @@ def norm_heads(
         shape, dtype = x.shape, x.dtype
 
         def compute(saved: Sequence[Tensor | None]) -> Heads:
-            """Run the forward GEMM and what follows again."""
             q, scale, weight_scale, *row = saved
             assert q is not None
             assert scale is not None
@@ -115,15 +111,7 @@ def _finish_by_model(
     position_embeddings: tuple[Tensor, Tensor] | None,
     recompute: bool,
 ) -> tuple[Heads, HeadsSource | None]:
-    """Normalize and rotate heads as the model does.
-
-    Args:
-        projected: q, k and v as the projection returns them.
-        recompute: return what the heads can be computed from again.
-
-    Returns:
-        The heads; with ``recompute`` what backward computes them from.
-    """
+    """Normalize and rotate projected heads as the model does; returns like :func:`norm_heads`."""
 
     def compute(saved: Sequence[Tensor | None]) -> Heads:
         query, key, value = saved

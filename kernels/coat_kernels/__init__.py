@@ -1,7 +1,8 @@
 """FP8 kernels of COAT in Triton, with plain PyTorch references. Needs torch and triton only.
 
 Formats and the scale convention: ``formats.py``. Numerics of every op in plain PyTorch:
-``reference``. Each op is a ``torch.library`` op: Triton on CUDA, the reference on CPU.
+``reference``. Each op is a ``torch.library`` op: Triton on CUDA, the reference on CPU. Functions
+raise ValueError if a shape, dtype or layout does not fit.
 """
 
 from coat_kernels.activation import (

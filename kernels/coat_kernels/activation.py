@@ -23,9 +23,9 @@ Backward: the gradient is quantized for the preceding layer's GEMMs and exists i
 
     da = dh activation'(a),   scale = max(amax(da) / max, 2^-126),   q = cast(da / scale)
 
-Both passes read dh and group-scaled a. ``activation_bwd_stats`` computes da's scale and recomputes
-the activation's output, transposed, for the following layer's grad-weight GEMM. ``activation_bwd``
-writes da in FP8 in both layouts and, for a bias, sums da over tokens, in FP32 and a fixed order.
+``activation_bwd_stats`` computes da's scale and recomputes h, transposed, for the following layer's
+grad-weight GEMM. ``activation_bwd`` writes da in FP8 in both layouts and, for a bias, sums da over
+tokens, in FP32 and a fixed order. Both read dh and group-scaled a.
 
 Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Slopes:
 ``kernels/README.md``. Reference: ``reference/activation.py``.
@@ -460,14 +460,10 @@ def activation_fwd(
 
     Args:
         a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for gated kinds, else [M, F].
-        kind: one of ``ACTIVATIONS``.
-        group_size: group size of the saved input; divides F.
+        group_size: of the saved input; divides F.
 
     Returns:
         h in E4M3 [M, F], and the saved tensors.
-
-    Raises:
-        ValueError: the kind, shape, dtype or group size does not fit.
     """
     check_matrix("activation_fwd", "a", a)
     _check_kind(kind)
@@ -495,9 +491,6 @@ def activation_bwd_stats(
     Returns:
         The scale of :func:`activation_bwd`, FP32 [], and the activation's output in E4M3,
         recomputed from the saved input, transposed [F, M'].
-
-    Raises:
-        ValueError: grad_output is not a contiguous matrix of h's shape, or the kind is unknown.
     """
     _check("activation_bwd_stats", grad_output, saved, kind)
     scale, ht = _activation_bwd_stats(
@@ -521,13 +514,10 @@ def activation_bwd(
 
     Args:
         grad_output: gradient of h [M, F], contiguous.
-        rows: write FP8 data [M, W], for the preceding layer's grad-input GEMM.
-        transposed: write FP8 data [W, M'], for the preceding layer's grad-weight GEMM.
-        bias: compute the sum over the tokens, for the preceding layer's bias.
+        rows: write FP8 data [M, W].
+        transposed: write FP8 data [W, M'].
+        bias: compute the sum over the tokens.
         scale: from :func:`activation_bwd_stats` with the same format; computed when absent.
-
-    Raises:
-        ValueError: grad_output is not a contiguous matrix of h's shape, or the kind is unknown.
     """
     _check("activation_bwd", grad_output, saved, kind)
     if scale is None:

@@ -14,11 +14,10 @@ table, one row of COLUMNS int64 per tensor. A program updates a chunk of CHUNK e
 tile by tile; a tile holds 16 bytes of parameters per thread, so an FP32 group of 128 is one warp.
 The CPU knows the table only: steps, rates and factors are read on the GPU.
 
-The CPU writes the table and copies it to the GPU when an address, a size or a rate changes;
-gradients often keep their addresses. Nothing is read back, so a step can be captured in a CUDA
-graph once its table is on the GPU. Full chunks with 16-byte aligned addresses are one launch; ends
-of tensors and other addresses, which need a mask, are another launch; both per combination of
-dtypes.
+The table is copied to the GPU when an address, a size or a rate changes. Nothing is read back, so a
+step can be captured in a CUDA graph once its table is on the GPU. Full chunks with 16-byte aligned
+addresses are one launch; ends of tensors and other addresses, which need a mask, are another; both
+per combination of dtypes.
 """
 
 import functools
@@ -563,14 +562,11 @@ def adamw_step(
         g: gradient, of p's shape, contiguous.
         m: first moment, from :func:`new_moment`.
         v: second moment, rounded stochastically with the seed (0 if None), step and index.
-        step: number of this step, from 1.
+        step: from 1.
         low_bits: int16 of p's shape: the low 16 bits of the FP32 master weights of a BF16 p.
         grad_scale: FP32 (), multiplied with the gradient; if it is not finite, nothing changes.
         seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to nearest.
         index: number of the parameter, which selects its random numbers.
-
-    Raises:
-        ValueError: a shape, dtype or layout does not fit, or the step is below 1.
     """
     if p.shape != g.shape or not (p.is_contiguous() and g.is_contiguous()):
         raise ValueError(

@@ -11,12 +11,11 @@ row may still be in the cache. Reference: ``reference.cross_entropy_``.
 
     q = cast((softmax(x) - [v = target]) 2^15),   gradient = q / (2^15 divisor)
 
-The scale needs no search for the largest magnitude, which is at most 1. The format is E5M2: of a
-vocabulary of 152k, most probabilities are below 1e-5. With 1 at 256, E4M3 rounds probabilities
-below 2^-18 to 0, up to half of the probability of all tokens together, and they would never
-become smaller; E5M2 represents them down to 2^-32. The conversion rounds the difference, not the
-probability: where the model is almost certain of the target, the difference is small. Reference:
-``reference.logit_gradient``.
+The scale is constant, as no magnitude exceeds 1. The format is E5M2: with 1 at 256, E4M3 rounds
+probabilities below 2^-18 to 0, up to half of the probability of a vocabulary of 152k, and
+they would never become smaller; E5M2 represents them down to 2^-32. The conversion rounds the
+difference, not the probability, so it is exact enough where the model is almost certain of the
+target. Reference: ``reference.logit_gradient``.
 """
 
 import torch
@@ -156,9 +155,6 @@ def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = Non
 
     Returns:
         The losses, FP32 [M], not divided.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit.
     """
     _check_logits("cross_entropy_", logits)
     _check("cross_entropy_", "targets", targets, torch.int64, logits.shape[:1], logits.device)
@@ -210,13 +206,10 @@ def logit_gradient(
         transposed: E5M2 [V, T], whose columns from ``start`` on are overwritten with the transposed
             gradient: M columns, and zeros up to a multiple of 16. None to leave it out.
         start: a multiple of 16.
-        rows: whether to return the gradient row-major.
+        rows: return the gradient row-major.
 
     Returns:
         E5M2 [M, V]; empty without ``rows``.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit.
     """
     op = "logit_gradient"
     M, V = _check_logits(op, logits)

@@ -91,11 +91,7 @@ class QuantizedGradient(NamedTuple):
 
 
 def get_format(name: str) -> Format:
-    """Return the format called ``name``.
-
-    Raises:
-        ValueError: the format is unknown.
-    """
+    """Return the format called ``name``."""
     if name not in FORMATS:
         raise ValueError(f"FP8 format {name!r} is not known; use one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -107,11 +103,7 @@ def pad_length(tokens: int) -> int:
 
 
 def check_matrix(op: str, name: str, x: Tensor, shape: tuple[int, int] | None = None) -> None:
-    """Check that ``x`` is a contiguous high-precision matrix, of ``shape`` if given.
-
-    Raises:
-        ValueError: ``x`` has another shape, dtype or layout.
-    """
+    """Check that ``x`` is a contiguous high-precision matrix, of ``shape`` if given."""
     if x.dim() != 2 or not x.is_contiguous() or (shape is not None and x.shape != shape):
         raise ValueError(
             f"{op}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; it must be a "
@@ -122,11 +114,7 @@ def check_matrix(op: str, name: str, x: Tensor, shape: tuple[int, int] | None = 
 
 
 def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that ``x`` is contiguous and has the shape and dtype of ``other``.
-
-    Raises:
-        ValueError: ``x`` differs or is not contiguous.
-    """
+    """Check that ``x`` is contiguous and has the shape and dtype of ``other``."""
     if x.shape != other.shape or x.dtype != other.dtype or not x.is_contiguous():
         raise ValueError(
             f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it "
@@ -135,11 +123,7 @@ def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) ->
 
 
 def check_dtype(op: str, name: str, x: Tensor) -> None:
-    """Check that ``x`` is FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: ``x`` has another dtype.
-    """
+    """Check that ``x`` is FP32, BF16 or FP16."""
     if x.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"{op}: {name} is {x.dtype}; pass float32, bfloat16 or float16 (the quantize functions "
@@ -148,11 +132,7 @@ def check_dtype(op: str, name: str, x: Tensor) -> None:
 
 
 def check_vector(op: str, name: str, v: Tensor | None, size: int) -> None:
-    """Check that a weight or bias is None or has one contiguous value per channel.
-
-    Raises:
-        ValueError: ``v`` has another shape, dtype or layout.
-    """
+    """Check that a weight or bias is None or has one contiguous value per channel."""
     if v is None:
         return
     if v.shape != (size,) or not v.is_contiguous():
@@ -164,11 +144,7 @@ def check_vector(op: str, name: str, v: Tensor | None, size: int) -> None:
 
 
 def check_quantized(op: str, name: str, q: Tensor) -> None:
-    """Check that ``q`` is a contiguous FP8 matrix.
-
-    Raises:
-        ValueError: ``q`` has another shape, dtype or layout.
-    """
+    """Check that ``q`` is a contiguous FP8 matrix."""
     dtypes = [fmt.dtype for fmt in FORMATS.values()]
     if q.dim() != 2 or not q.is_contiguous() or q.dtype not in dtypes:
         raise ValueError(
@@ -179,11 +155,7 @@ def check_quantized(op: str, name: str, q: Tensor) -> None:
 
 
 def check_grouped(op: str, name: str, x: GroupScaled) -> None:
-    """Check that FP8 data and exponents fit together.
-
-    Raises:
-        ValueError: the shapes do not match, or a dtype or layout is wrong.
-    """
+    """Check that FP8 data and exponents fit together."""
     check_quantized(op, name, x.q)
     M, N = x.q.shape
     fitting = [(M, N // size) for size in GROUP_SIZES if N % size == 0]
@@ -197,11 +169,7 @@ def check_grouped(op: str, name: str, x: GroupScaled) -> None:
 
 
 def check_group(op: str, channels: int, group_size: int) -> None:
-    """Check that a group size is supported and divides the channels.
-
-    Raises:
-        ValueError: it does not; the message names the sizes that fit.
-    """
+    """Check that a group size is supported and divides the channels."""
     if channels and group_size in GROUP_SIZES and channels % group_size == 0:
         return
     fitting = [size for size in GROUP_SIZES if channels and channels % size == 0]

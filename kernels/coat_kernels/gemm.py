@@ -3,14 +3,10 @@
     y = (a @ b^T) * (a_scale * b_scale) + bias
 
 Hopper's FP8 tensor cores require both operands with K contiguous, so the quantize functions also
-write transposed data: forward GEMM ``x [M, K], w [N, K]``; grad-input GEMM ``dy [M, N], w^T [K,
-N]``; grad-weight GEMM ``dy^T [N, M'], x^T [K, M']`` with tokens padded with zeros to M'. The kernel
-is cuBLASLt's, through ``aten::_scaled_mm``. Partial sums are promoted to FP32. With fast
-accumulation the tensor cores sum all of K with fewer bits, which takes 3 to 7% less time
-(``scripts/bench/gemm.py``). On a CPU FP8 values are multiplied in FP32. A bias is rounded to the
-result's dtype, the only dtype that cuBLASLt's epilogue supports.
-
-Reference: ``reference.scaled_mm``.
+write transposed data, with tokens padded with zeros to M'. The kernel is cuBLASLt's. Partial sums
+are promoted to FP32; with fast accumulation the tensor cores sum all of K with fewer bits, which
+takes 3 to 7% less time (``scripts/bench/gemm.py``). A bias is rounded to the result's dtype, the
+only dtype that cuBLASLt's epilogue supports. Reference: ``reference.scaled_mm``.
 """
 
 import torch
@@ -59,16 +55,9 @@ def scaled_mm(
     Args:
         a: FP8 [M, K], any M; at most one operand is E5M2.
         b: FP8 [N, K].
-        dtype: dtype of the result: FP32, BF16 or FP16.
+        dtype: of the result [M, N]: FP32, BF16 or FP16.
         bias: [N] or None.
         fast: fast accumulation.
-
-    Returns:
-        [M, N] in ``dtype``.
-
-    Raises:
-        ValueError: the inner dimensions differ, K or N is not a multiple of 16, both operands are
-            E5M2, or a dtype or layout is wrong.
     """
     check_quantized("scaled_mm", "a", a.q)
     check_quantized("scaled_mm", "b", b.q)

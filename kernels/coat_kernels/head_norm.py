@@ -154,16 +154,10 @@ def head_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -
     Args:
         x: [M, heads D], FP32, BF16 or FP16: q or k of M tokens. Rows are contiguous; they may be
             part of longer ones.
-        weight: of the norm, [D], the same for all heads.
+        weight: [D], the same for all heads.
         cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
         sin: as cos.
-        eps: the model's epsilon, inside the square root.
-
-    Returns:
-        [M, heads D] in x's dtype, contiguous.
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
+        eps: inside the square root.
     """
     _check("head_norm", x, weight, cos, sin)
     return _head_norm(x, weight, cos, sin, eps)
@@ -172,21 +166,9 @@ def head_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -
 def head_norm_bwd(
     grad_output: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of :func:`head_norm`.
+    """Compute the gradients of x, in grad_output's dtype, and of the weight, FP32 [D].
 
-    Args:
-        grad_output: gradient of the output [M, heads D], contiguous.
-        x: as in the forward pass; so are the other arguments.
-        weight: [D].
-        cos: [R, D].
-        sin: as cos.
-        eps: the model's epsilon.
-
-    Returns:
-        Gradients of x, in grad_output's dtype, and of the weight, FP32 [D].
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
+    ``grad_output`` [M, heads D] is contiguous; the other arguments are :func:`head_norm`'s.
     """
     _check("head_norm_bwd", x, weight, cos, sin)
     check_matrix("head_norm_bwd", "grad_output", grad_output, (x.shape[0], x.shape[1]))

@@ -4,11 +4,10 @@ Device code is in ``device.py``.
 
 Triton inspects every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. This module caches the compiled kernel by its arguments
-and launches it as Triton does, with addresses in place of tensors: Triton would ask each tensor for
-its address and the driver whether the address is valid. A new number of tokens goes through Triton
-once, at the usual cost; within a step, layers repeat the number. Launch hooks are called. Triton's
-other knobs (debug, instrumentation) take effect if set before the first launch. Triton's launcher
-is private: pyproject.toml allows the versions that were tested.
+and launches it as Triton does, with addresses in place of tensors. A new number of tokens goes
+through Triton once; within a step, layers repeat the number. Launch hooks are called; Triton's
+other knobs take effect if set before the first launch. Triton's launcher is private: pyproject.toml
+allows the versions that were tested.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,7 +139,6 @@ def launch(
         kernel: a kernel whose tensor parameters are named ``*_ptr``; the first tensor is on the
             current device.
         grid: one to three numbers of programs.
-        num_warps: warps per program.
         maxnreg: maximum registers per thread; the compiler's choice when absent.
         **args: all arguments of the kernel, by name; None for an absent tensor.
 

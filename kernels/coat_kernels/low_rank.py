@@ -4,9 +4,7 @@
     low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
 
 x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. Up to a rank r of about
-100 memory limits these GEMMs. They read an adapter's columns of x once for every 64 columns of P,
-one byte per element. With GEMMs of torch x would first be written in the dtype of U, and read
-again.
+100 memory limits these GEMMs, which read an adapter's columns of x once for every 64 columns of P.
 
 Layers with the same input (q, k, v; gate, up) have one FP8 matrix and one P: one launch computes
 up to three adapters. Each reads some columns of x, and has some of P. Where the rows or columns of
@@ -284,13 +282,10 @@ def low_rank_project(
         starts: first of the n_i columns of x that each matrix multiplies; when absent, each
             multiplies all columns.
         factors: s_i; 1 when absent.
-        transposed: whether matrices are given as adapters' A.
+        transposed: matrices are given as adapters' A.
 
     Returns:
         s_i x[:, start_i : start_i + n_i] U_i side by side, [M, sum of r_i] in the matrices' dtype.
-
-    Raises:
-        ValueError: a shape, dtype or layout does not fit.
     """
     op = "low_rank_project"
     check_quantized(op, "x", x.q)
@@ -331,9 +326,6 @@ def low_rank_gradient(
 
     Returns:
         s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i] in P's dtype; parts of one tensor.
-
-    Raises:
-        ValueError: a shape, dtype or layout does not fit.
     """
     op = "low_rank_gradient"
     check_quantized(op, "x", x.q)

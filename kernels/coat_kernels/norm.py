@@ -81,8 +81,7 @@ WARPS_AND_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
 """Kernel -> (maximum row width in lanes of both segments, warps, maximum registers per thread); the
 last entry also serves wider rows. ``sum`` is ``norm_stats`` with a delta. Without a bound the
 compiler uses so many registers that one or two programs fill a multiprocessor. All entries compile
-without spills. Those for 1152 and 4096 lanes were the fastest of a few on an H200; no measurements
-were saved."""
+without spills."""
 
 LANE = tl.constexpr(16)
 """Channels that share one running maximum."""
@@ -502,16 +501,12 @@ def norm_fwd(
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
-        weight: [N], FP32, BF16 or FP16.
-        bias: [N] or None.
+        weight: [N], FP32, BF16 or FP16; so is bias, or None.
         centered: subtract the mean (LayerNorm).
         delta: added to x first (a residual connection); like x.
 
     Returns:
         The norm's input (x, or x + delta rounded to x's dtype), y in E4M3, and the saved tensors.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
     """
     check_matrix("norm_fwd", "x", x)
     check_group("norm_fwd", x.shape[1], group_size)
@@ -529,11 +524,7 @@ def norm_fwd(
 
 
 def norm_recompute(saved: NormSaved, weight: Tensor, bias: Tensor | None) -> TensorScaled:
-    """Recompute the norm's output from the saved input, transposed [N, M'], for grad-weight.
-
-    Raises:
-        ValueError: weight or bias does not fit.
-    """
+    """Recompute the norm's output from the saved input, transposed [N, M'], for grad-weight."""
     check_vector("norm_recompute", "weight", weight, saved.x.q.shape[1])
     check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
     _, qt = _norm_apply(
@@ -549,18 +540,13 @@ def norm_bwd(
     """Compute the gradients of :func:`norm_fwd`.
 
     Args:
-        grad_output: gradient of the output [M, N], contiguous.
-        weight: [N].
+        grad_output: [M, N], contiguous.
         grad_residual: gradient of the norm's input through the residual path, like grad_output;
             added to the input gradient.
 
     Returns:
         Gradients of the input [M, N] in grad_output's dtype, of the weight, FP32 [N], and of the
         bias, FP32 [N] (empty for RMSNorm).
-
-    Raises:
-        ValueError: grad_output is not a contiguous matrix of x's shape, grad_residual does not
-            match it, or weight does not fit.
     """
     M, N = saved.x.q.shape
     check_matrix("norm_bwd", "grad_output", grad_output, (M, N))

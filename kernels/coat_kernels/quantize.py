@@ -10,15 +10,11 @@
 
 x is read twice, for its amax and for its FP8 data (``norm.py`` and ``activation.py`` compute the
 amax while they produce a tensor). Matrices with one scale are never concatenated in memory: one
-launch reads up to three of them, the weights of layers with the same input, or the gradients of q,
-k and v as attention returns them. A linear layer's incoming gradient dy is an operand of both
-backward GEMMs; the sums for the bias gradient need no third pass. They are FP32 sums in a fixed
-order (partial sums per block of rows, then one sum), so they are deterministic.
+launch reads up to three of them. The sums for the bias gradient are FP32 sums in a fixed order
+(partial sums per block of rows, then one sum), so they are deterministic.
 
-The backward pass transposes FP8 data that forward saved as the operand of a GEMM: the input of a
-linear layer, attention's output. That moves 2 bytes per element. Formats and the scale convention:
-``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv 2410.19313, sections 4.1 (mixed
-granularity) and 4.2.
+Formats and the scale convention: ``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv
+2410.19313, sections 4.1 (mixed granularity) and 4.2.
 """
 
 from collections.abc import Sequence
@@ -243,14 +239,11 @@ def _write_quantized(
     """Launch the kernel for parts of a matrix [M, N].
 
     Args:
-        parts: [M, n_i], concatenated by columns, or [m_i, N], concatenated by rows.
+        parts: [M, n_i] if ``side_by_side``, else [m_i, N].
         scale: FP32 [], of all parts.
         q: [M, N], written if ``rows``.
         qt: [N, M'], written if ``transposed``.
         sums: FP32 [rows of tiles, N], the tiles' sums over the tokens; None to compute none.
-        side_by_side: whether parts are concatenated by columns.
-        rows: write row-major data.
-        transposed: write transposed data.
     """
     sizes = [part.shape[side_by_side] for part in parts]
     whole = sum(sizes)
@@ -341,14 +334,7 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
-    """Quantize with one scale.
-
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous.
-
-    Raises:
-        ValueError: x is not a contiguous matrix of such a dtype.
-    """
+    """Quantize x [M, N] (FP32, BF16 or FP16, contiguous) with one scale."""
     return quantize_layouts([x], fmt, rows=True, transposed=False)[0]
 
 
@@ -359,15 +345,9 @@ def quantize_layouts(
 
     Args:
         parts: FP32, BF16 or FP16 [m_i, N], contiguous; M is the sum of the m_i.
-        rows: write FP8 data [M, N].
-        transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16, as an operand
-            of a GEMM over tokens (grad-weight).
-
-    Returns:
-        Both layouts; a layout that is not requested is empty.
-
-    Raises:
-        ValueError: a part is not a contiguous matrix of such a dtype, or their N differ.
+        rows: write FP8 data [M, N]; empty otherwise.
+        transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16; empty
+            otherwise.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
     scale = _tensor_scale(parts, fmt.name)
@@ -378,14 +358,7 @@ def quantize_layouts(
 def quantize_again(
     parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4M3, *, transposed: bool
 ) -> TensorScaled:
-    """Quantize with a scale from before, in one layout; see :func:`quantize_layouts`.
-
-    Args:
-        transposed: return [N, M'] instead of [M, N].
-
-    Raises:
-        ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
-    """
+    """Quantize with a scale from before to [M, N] or [N, M']; see :func:`quantize_layouts`."""
     _check_parts("quantize_again", parts, transposed=transposed)
     made = _quantize_tensor(parts, scale, fmt.name, not transposed, transposed)
     return TensorScaled(made[transposed], scale)
@@ -405,12 +378,8 @@ def quantize_gradient(
         parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
             of 16 if there is more than one.
         rows: write FP8 data [M, N], for the grad-input GEMM.
-        transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
-            multiple of 16.
+        transposed: write FP8 data [N, M'], for the grad-weight GEMM.
         bias: compute the sum over the tokens, FP32 [N].
-
-    Raises:
-        ValueError: a part is not a contiguous matrix of such a dtype, or parts do not fit together.
     """
     _check_parts("quantize_gradient", parts, side_by_side=True)
     return to_quantized_gradient(
@@ -428,21 +397,13 @@ def to_quantized_gradient(
 
 
 def transpose_quantized(x: TensorScaled) -> TensorScaled:
-    """Transpose FP8 data [M, N] to [N, M'], M padded with zeros to a multiple of 16.
-
-    Raises:
-        ValueError: x.q is not a contiguous FP8 matrix.
-    """
+    """Transpose FP8 data [M, N] to [N, M'], M padded with zeros to a multiple of 16."""
     check_quantized("transpose_quantized", "x", x.q)
     return TensorScaled(_transpose_quantized(x.q), x.scale)
 
 
 def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantize a per-tensor scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: x.q is not a contiguous FP8 matrix.
-    """
+    """Dequantize a per-tensor scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16."""
     check_quantized("dequantize_tensor", "x", x.q)
     return _dequantize_tensor(x.q, x.scale, dtype)
 
@@ -450,13 +411,10 @@ def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Te
 def _check_parts(
     op: str, parts: Sequence[Tensor], *, side_by_side: bool = False, transposed: bool = False
 ) -> None:
-    """Check that parts can be concatenated.
+    """Check that parts can be concatenated: one to three contiguous matrices of one dtype.
 
-    Raises:
-        ValueError: there is no part or more than three; a part is not a contiguous matrix of a
-            high-precision dtype; dtypes, or the sizes that must be equal, differ; or a size must be
-            a multiple of 16 and is not: the widths of several parts concatenated by columns, the
-            heights of parts to be transposed, except the last.
+    Multiples of 16 must be the widths of several parts concatenated by columns, and the heights of
+    parts to be transposed, except the last.
     """
     if len(parts) > MAX_PARTS:
         raise ValueError(f"{op}: got {len(parts)} parts; pass at most {MAX_PARTS}")

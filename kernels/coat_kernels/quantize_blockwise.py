@@ -2,11 +2,8 @@
 
     e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
 
-Non-linear layers save group-scaled inputs for backward, with a power-of-two scale per group (arXiv
-2410.19313, section 4.1). x is read once.
-
-Bytes per element: x's and 1. Formats and the convention: ``formats.py``. Reference:
-``reference/quantize.py``.
+Non-linear layers save group-scaled inputs for backward (arXiv 2410.19313, section 4.1). x is read
+once. Formats and the convention: ``formats.py``. Reference: ``reference/quantize.py``.
 """
 
 import torch
@@ -96,10 +93,6 @@ def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScale
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
         group_size: 16, 32, 64 or 128.
-        fmt: ``E4M3`` or ``E5M2``.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
     """
     check_matrix("quantize_group", "x", x)
     check_group("quantize_group", x.shape[1], group_size)
@@ -107,10 +100,6 @@ def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScale
 
 
 def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantize a group-scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: FP8 data and exponents do not fit together.
-    """
+    """Dequantize a group-scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16."""
     check_grouped("dequantize_group", "x", x)
     return _dequantize_group(x.q, x.exponents, dtype)

@@ -8,13 +8,10 @@ Per head, with the two halves of its D channels (x1, x2) and of the embedding (c
     scale = max(amax(dx) / max, 2^-126),   q8 = cast(dx / scale),   db = sum over tokens of dx
 
 Forward: q and k are rotated, v is copied, so that no view keeps the fused matrix alive. Arithmetic
-is FP32 with one rounding (transformers rounds each product). Every element is read and written
-once: with 16-bit values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several
-heads.
+is FP32 with one rounding (transformers rounds each product).
 
 Backward: the gradients of the heads are rotated back and quantized for the projection's GEMMs. dx
 is never in memory: dq, dk and dv are read twice, for the amax and for the FP8 data of both layouts.
-Per 16-bit element 6 bytes are moved; separate rotation and quantization would move 10.
 
 Formula: Su et al., arXiv 2104.09864, equation 34, in the half-split order of Llama. Reference:
 ``reference/rope.py``.
@@ -247,14 +244,9 @@ def rope(
     Args:
         qkv: [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16: q, k, v of M tokens.
         cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
-        heads: number of heads of q.
-        kv_heads: number of heads of k and of v.
 
     Returns:
         q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
     """
     check_matrix("rope", "qkv", qkv)
     _check_embedding("rope", qkv.shape[0], cos, sin)
@@ -285,12 +277,8 @@ def rope_gradient(
         dk: gradient of k [M, kv_heads D].
         dv: gradient of v, of k's shape.
         rows: write FP8 data [M, N], N = (heads + 2 kv_heads) D, for the grad-input GEMM.
-        transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
-            multiple of 16.
+        transposed: write FP8 data [N, M'], for the grad-weight GEMM.
         bias: compute the sum over the tokens, FP32 [N].
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
     """
     check_matrix("rope_gradient", "dq", dq)
     check_matrix("rope_gradient", "dk", dk)
