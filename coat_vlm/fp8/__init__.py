@@ -12,12 +12,9 @@ padded with zeros to a multiple of 16; K and N are multiples of 16.
     grad-weight   grad_y^T E5M2      [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
 
 The GEMMs use fast accumulation. The bias gradient is summed from the high-precision grad_y, in
-FP32, where grad_y is quantized. All casts round to nearest (only the optimizer uses stochastic
-rounding).
-Parameters stay in the model's dtype: the forward pass quantizes a weight as [N, K], the backward
-pass again as [K, N] with the same scale; or both are made once for all micro-batches of an
-optimizer step (``fp8.weights``). The output layer computes only its gradients in FP8
-(``fp8/output_layer.py``).
+FP32. All casts round to nearest (only the optimizer uses stochastic rounding). Parameters stay in
+the model's dtype (``weights.py``). The output layer computes only its gradients in FP8
+(``output_layer.py``).
 
 The two precisions differ in what is quantized, and in what is saved for backward, per token:
 
@@ -61,7 +58,7 @@ An activation's way through the files:
     attention.py   attention -> output projection               (autograd Function; sdpa.py:
                    torch's fused kernels, forward and backward apart)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
-    norm.py        the norm and the GEMM that reads it, both passes; used by heads and mlp
+    norm.py        the norm and the GEMM that reads it, both passes
     linear.py      one linear layer                             (autograd Function)
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
     coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope, ...

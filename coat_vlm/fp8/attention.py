@@ -14,10 +14,8 @@ bit by bit. The input of the QKV GEMM in E4M3 (one byte per element) is saved in
 has a norm, the projection's result, which that norm saves anyway.
 
 o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
-error of o is an error of every score's gradient in that row. With q, k and v in INT8, o in E4M3 and
-E4M3 gradients a decoder of 100M parameters fell behind after 1,000 steps and then diverged
-(docs/experiments/attention_rounding.md). With flash attention in BF16, rounding of o can do so
-(arXiv 2510.04212).
+error of o is an error of every score's gradient in that row, and training can diverge
+(docs/experiments/attention_rounding.md; arXiv 2510.04212).
 
 With a mask, dropout or another implementation ``coat`` calls the attention that the model is
 configured with, through transformers' interface, and saves FP8(o) in addition to what that
@@ -71,10 +69,9 @@ def attention_output(
 
     Args:
         heads: query [B, H, T, D], key and value [B, H_kv, S, D], in the model's dtype.
-        layer: the output projection.
         source: what backward computes the heads from; they are saved when absent.
-        dropout: probability of attention; 0 with ``source``.
-        implementation: name of the attention implementation; the model's when absent.
+        dropout: probability; 0 with ``source``.
+        implementation: the model's when absent.
 
     Returns:
         [B, T, hidden].
@@ -122,11 +119,7 @@ def fused_kernel(
     implementation: str,
     kwargs: Mapping[str, Any],
 ) -> sdpa.Fused | None:
-    """Return the fused kernel equivalent to the attention implementation, or None.
-
-    Args:
-        kwargs: arguments of the attention implementation.
-    """
+    """Return the fused kernel equivalent to the attention implementation, or None."""
     packing = None
     shard: SequenceShard | None = kwargs.get(SHARD)
     batch, _, length, _ = heads[0].shape

@@ -89,12 +89,8 @@ class LiveInput:
 def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> BlockError:
     """Run a block in FP8 and in BF16 without changing the block, gradients or random states.
 
-    Args:
-        block: a block that :func:`coat_vlm.fp8.convert.convert` converted, with gathered weights.
-        round_linears: on a CPU, compute BF16 by rounding (:class:`coat_vlm.fp8.Arithmetic`).
-
-    Returns:
-        Sums; empty if BF16 is not finite either, so that FP8 is not the cause.
+    ``round_linears``: on a CPU, compute BF16 by rounding. Weights must be gathered. The result is
+    empty if BF16 is not finite either, so that FP8 is not the cause.
     """
     plain = _bare_copy(block)
     back_to_bf16(plain, round_linears)
@@ -155,13 +151,8 @@ def measure_footprint(
 ) -> list[tuple[str, float, float]]:
     """Measure saved bytes in a forward pass with FP8 blocks and one with the original classes.
 
-    Args:
-        model: a converted model, in training mode; unchanged afterwards.
-        forward: runs the model on a batch (a small one is enough: bytes grow with the tokens).
-
-    Returns:
-        For each block that ran: name, and bytes per token that autograd saves for backward, in FP8
-        and in the original class: distinct storages without parameters.
+    Returns, for each block that ran, its name and the bytes per token that autograd saves for
+    backward, in FP8 and in the original class: distinct storages without parameters.
     """
     blocks = fp8_blocks(model, adapted=False)
     classes = [type(block) for _, block in blocks]

@@ -6,10 +6,8 @@
 
 x and W are E4M3, grad_y is E5M2. Operands are contiguous along the summed dimension. Each has one
 scale per tensor (arXiv 2410.19313, section 4.1), and M' is the number of tokens M padded with zeros
-to a multiple of 16. All three use fast accumulation. (torchao and TransformerEngine use it only in
-the forward GEMM by default. Here it
-left the weight gradients of a trained model as close to FP32's as without it, and takes 5% of a
-step less: docs/experiments/output_layer.md.)
+to a multiple of 16. All three use fast accumulation, which takes 5% of a step less and left the
+weight gradients of a trained model as close to FP32's (docs/experiments/output_layer.md).
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 ``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
@@ -22,12 +20,9 @@ the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
 
-Autograd passes tensors and their gradients to and from a Function in one row. :func:`unpack`
-divides such a row into the :class:`LayerValues` of each fused layer; :func:`save` and :func:`load`
-do so for what backward reads.
-
 Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM; they may be
-stored in FP8 only (``weights.py``).
+stored in FP8 only (``weights.py``). Autograd passes tensors and their gradients to and from a
+Function in one row, which :func:`unpack` divides.
 """
 
 from collections.abc import Callable, Sequence
@@ -297,11 +292,7 @@ def _adapters_backward(
 
 
 def quantize_grad(parts: Sequence[Tensor], needs: Needs) -> QuantizedGradient:
-    """Quantize the gradient of the layers' output in the layouts that the GEMMs need.
-
-    Args:
-        parts: the gradient, as matrices [M, n_i] to be concatenated by columns.
-    """
+    """Quantize the gradient of the layers' output, as matrices [M, n_i], as the GEMMs need it."""
     quantized = quantize_gradient(parts, rows=needs.rows, transposed=needs.weight, bias=needs.bias)
     saturation.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
     return quantized

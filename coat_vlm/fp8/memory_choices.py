@@ -179,14 +179,8 @@ class RowLoad:
 def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) -> list[bool]:
     """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
 
-    What is no FP8 block, such as a language model in BF16, is not counted.
-
-    Args:
-        spare: bytes that graphs may take.
-        accumulates: whether a step has several micro-batches.
-
-    Returns:
-        For each row whether it is captured.
+    ``spare`` is the bytes that graphs may take. What is no FP8 block, such as a language model in
+    BF16, is not counted.
     """
     launching = sum(LAUNCH_S * load.blocks for load in loads)
     computing = sum(load.compute_s * load.blocks for load in loads)

@@ -61,8 +61,7 @@ def norm_mlp(
         x: the residual stream [..., K], FP32, BF16 or FP16.
         layers_in: (gate, up) for gated activations, else one layer; weights [F, K].
         layer_out: weight [K, F].
-        activation: one of ``coat_kernels.ACTIVATIONS``.
-        delta: added to x first, of x's shape; nothing when absent.
+        delta: added to x first, of x's shape.
 
     Returns:
         [..., K] in x's dtype, and x + delta. The residual path must continue from the returned

@@ -70,7 +70,7 @@ def forward(
 
     Args:
         x: the residual stream [..., K], FP32, BF16 or FP16.
-        delta: added to x first, of x's shape, or None.
+        delta: added to x first; None to leave it out.
 
     Returns:
         [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save; the
@@ -123,7 +123,6 @@ def backward(
     Args:
         quantize: returns the gradient of the layers' output in FP8.
         grad_residual: gradient of x + delta on the residual path, like x, or None.
-        needs: the layers' gradients to compute.
         ctx: context of a Function whose first inputs are x, delta, the norm's weight and its bias,
             with attributes ``shape`` and ``dtype`` of x.
 

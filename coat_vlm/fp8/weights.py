@@ -9,9 +9,8 @@ input are one fused matrix with one scale.
 Frozen weights of blocks with LoRA adapters can be stored in FP8 alone (:func:`store_weights`), with
 the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
 forward GEMM. The backward pass transposes a weight for its grad-input GEMM, which moves 2 bytes per
-parameter and needs the memory of one weight (to quantize it from BF16 moves 5). Storing both
-layouts instead would take 1 byte per parameter more, to save 1% of a step of 8,192 tokens of a 7B
-model. The original weights go to host memory: checkpoints and merged models are made from them.
+parameter and needs the memory of one weight (to quantize it from BF16 moves 5). The original
+weights go to host memory: checkpoints and merged models are made from them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -44,11 +43,7 @@ _STORED = "fp8_stored"
 
 @contextmanager
 def reused_weights(enabled: bool = True) -> Iterator[None]:
-    """Quantize every weight at most once until the scope ends.
-
-    Args:
-        enabled: if False, the context has no effect.
-    """
+    """Quantize every weight at most once until the scope ends."""
     global _cache
     before = _cache
     _cache = {} if enabled else before
@@ -127,10 +122,7 @@ def list_stored(model: nn.Module) -> list[TensorScaled]:
 def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = None) -> TensorScaled:
     """Return E4M3 [N, K] of weights [n_i, K], concatenated along N.
 
-    Args:
-        key: from :func:`key_of`.
-        scale: of an earlier call with the same weights, whose result is returned again; values are
-            then not counted.
+    With the ``scale`` of an earlier call its result is returned again, and values are not counted.
     """
     if scale is not None:
         if _cache is not None and key in _cache:

@@ -251,9 +251,6 @@ def _local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Replace the optimizer's sharded parameters, gradients and state keys with local tensors.
 
     An empty shard has no gradient and is skipped.
-
-    Args:
-        optimizer: restored on exit, with the states that were created inside.
     """
     swapped: list[tuple[list[Any], int, DTensor, Tensor]] = []
     for group in optimizer.param_groups:

@@ -14,15 +14,7 @@ def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, A
     """Groups of trainable parameters, per module with and without weight decay.
 
     Norm weights, biases and embeddings are not decayed. Empty groups are left out, as ZeRO 1 and 2
-    cannot partition them.
-
-    Args:
-        model: the model, with ``requires_grad`` already set for the stage.
-        stage: learning rates and weight decay.
-
-    Returns:
-        Groups with ``params``, ``weight_decay``, ``lr`` (0: the loop sets it before every step),
-        ``peak_lr`` and ``module``.
+    cannot partition them. ``lr`` is 0: the loop sets it before every step, from ``peak_lr``.
     """
     groups: list[dict[str, Any]] = []
     for name, part in module_parameters(model).items():
@@ -59,14 +51,7 @@ def lr_factor(
 
     Warmup rises as ``(step + 1) / warmup_steps``. After it, with ``p`` from 0 to 1 over the
     remaining steps, cosine is ``min + (1 - min) (1 + cos(pi p)) / 2`` (Loshchilov and Hutter 2017,
-    equation 5) and linear ``min + (1 - min) (1 - p)``.
-
-    Args:
-        step: 0 to ``total_steps - 1``.
-        total_steps: optimizer steps of the stage.
-        warmup_steps: steps of the warmup; 0 for none.
-        schedule: the shape after the warmup.
-        min_lr_ratio: final factor of cosine and linear.
+    equation 5) and linear ``min + (1 - min) (1 - p)``. Steps count from 0.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
