@@ -43,13 +43,7 @@ class PromptEncoder(Protocol):
 
 
 class ModelAdapter(ABC):
-    """A model that answers batches greedily and computes the loss of given answers.
-
-    Attributes:
-        model: the model, in evaluation mode.
-        encoder: makes the model's inputs.
-        device: device of the model.
-    """
+    """A model that answers batches greedily and computes the loss of given answers."""
 
     def __init__(
         self, model: Any, encoder: PromptEncoder, describe: Callable[[], dict[str, Any]]
@@ -90,12 +84,8 @@ def compute_answer_losses(
 ) -> list[float]:
     """Compute -log p per token of each row's answer in one forward pass, in FP32 from the logits.
 
-    The mean is over the tokens of the answer, including the end token.
-
-    Args:
-        model: a causal model that returns ``logits``.
-        inputs: the model's inputs, rows padded on the right to T tokens.
-        labels: (B, T) int64, not shifted; IGNORE_INDEX outside the answers. No row starts with one.
+    The mean is over the tokens of the answer, including the end token. ``labels`` (B, T) are int64,
+    not shifted, and IGNORE_INDEX outside the answers; rows are padded on the right.
     """
     answered = labels != IGNORE_INDEX
     first = int(answered.any(0).nonzero()[0])

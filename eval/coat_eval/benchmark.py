@@ -214,10 +214,7 @@ class Benchmark(ABC):
         raise NotImplementedError
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
-        """Yield every question of the references in a folder with its row, in order.
-
-        Overridden if a question depends on other rows.
-        """
+        """Yield every question of the references in a folder with its row, in order."""
         for table in filter(self.is_reference, folder.tables):
             for row in folder.rows_of(table):
                 yield self.question(row.values, table, row.where), row

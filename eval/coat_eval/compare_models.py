@@ -1,9 +1,7 @@
 """Compares models on the same items, and groups of runs of one recipe that differ in their seed.
 
-Differences of metrics have a 95% interval *paired by item* (bootstrap, Efron and Tibshirani 1993,
-chapter 13): every resample uses the same items for all models or runs, so the common difficulty of
-an item cancels. The interval measures the uncertainty from the choice of items, a group's standard
-deviation that from seeds. Whole benchmarks stand next to published results (published.yaml).
+Differences have a 95% interval *paired by item* (bootstrap, Efron and Tibshirani 1993, chapter 13).
+It measures the uncertainty from the choice of items, a group's standard deviation that from seeds.
 """
 
 import logging
@@ -90,12 +88,7 @@ class Comparison:
 def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     """Compare every model with the first, over the same items of :func:`read_sets`.
 
-    ``seed`` is that of the bootstrap.
-
-    Raises:
-        ValueError: the models have different sets or items, or a path is given twice.
-        FileNotFoundError: a path contains no scored set.
-        DataError: a report has no items, or its items contradict its metrics.
+    ValueError: the models have different sets or items, or a path is given twice.
     """
     names = _shorten_names(paths)
     sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
@@ -167,10 +160,7 @@ def read_published() -> dict[str, dict[str, Any]]:
 
 
 def _format_published(comparison: Comparison) -> list[str]:
-    """Format a table of complete, officially scored benchmarks, and the reasons for omissions.
-
-    The table has the compared models, then the published ones; their sources are below.
-    """
+    """Format a table of complete, officially scored benchmarks, and the reasons for omissions."""
     published = read_published()
     known = {name for row in published.values() for name in row}
     own: dict[str, dict[str, float]] = {}
@@ -303,12 +293,8 @@ def compare_runs(
 ) -> list[SetComparison]:
     """Compare evaluated run folders, a group with one per seed; ``second`` may be empty.
 
-    Returns:
-        One row per evaluation set (the task's headline metric), then training and validation loss.
-
-    Raises:
-        FileNotFoundError: a run was not evaluated.
-        ValueError: a run is given twice, or the runs have different items.
+    Returns one row per evaluation set (the headline metric), then training and validation loss.
+    ValueError: a run is given twice, or the runs have different items.
     """
     places = Counter(run.resolve() for run in (*first, *second))
     twice = [str(run) for run, count in places.items() if count > 1]
@@ -369,10 +355,7 @@ def _read_losses(run: Path) -> dict[str, float]:
 
 
 def _read_last_stage(run: Path) -> list[dict[str, Any]]:
-    """Read the steps and validations of the last stage from a run's metrics.jsonl.
-
-    Skips what is no row, such as the line that a killed run truncated.
-    """
+    """Read the steps and validations of the last stage from a run's metrics.jsonl."""
     rows = [
         row for row in read_entries(run / "metrics.jsonl") if row.get("kind") in ("step", "val")
     ]
@@ -415,14 +398,7 @@ def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def draw_curves(
     first: Sequence[Path], second: Sequence[Path], labels: tuple[str, str], out: Path
 ) -> None:
-    """Draw the smoothed training loss of the runs' last stage, one color per group.
-
-    The suffix of ``out`` (.svg, .png, .pdf) selects the format.
-
-    Raises:
-        ValueError: the suffix is not a supported format.
-        OSError: a run has no metrics.jsonl, or the file cannot be written.
-    """
+    """Draw the smoothed training loss of the runs' last stage; ValueError: a bad suffix."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")

@@ -1,7 +1,4 @@
-"""The local files of a benchmark: tables, found by their official names, and media.
-
-Images and videos (:class:`MediaFile`) are read only when their prompt is encoded.
-"""
+"""The local files of a benchmark: tables, found by their official names, and media."""
 
 import base64
 import csv
@@ -127,10 +124,7 @@ class DataFolder:
         suffixes: Sequence[str] = ("",),
         kind: MediaKind = "image",
     ) -> "MediaFile":
-        """Find an image or video by name in the folders, which are relative to :attr:`path`.
-
-        A missing file gets a path in the first folder, with the first suffix.
-        """
+        """Find an image or video by name in the folders, which are relative to :attr:`path`."""
         key = (*folders, *suffixes)
         known = self._found.get(key)
         places = [self.path / folder for folder in folders]
@@ -145,15 +139,10 @@ class DataFolder:
 def find_tables(
     path: Path, name: str, layouts: Layouts, split: str = "", others: Collection[str] = ()
 ) -> list[Path]:
-    """Find the tables of a split without opening them.
+    """Find the tables of a split (default: the first) without opening them.
 
-    ``split`` is one of the layouts' keys, the first when empty; ``others`` are names of folders to
-    skip, such as those of other benchmarks.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: the benchmark has no such split.
-        DataError: the folder has none of the layouts.
+    ``others`` are names of folders to skip. ValueError: the benchmark has no such split.
+    DataError: the folder has none of the layouts.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -329,10 +318,7 @@ def _open_table(path: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _find_records(path: str) -> tuple[int, ...]:
-    """Return the offset of every record of a TSV file without its header, and that of the end.
-
-    A record ends with the first line break outside of quotes.
-    """
+    """Return the offset of every record of a TSV file without its header, and that of the end."""
     starts, offset, quoted = [], 0, False
     with _open_table(path) as file:
         for line in file:

@@ -24,11 +24,8 @@ _ARTICLE = re.compile(r"\b[AI]\s+(?!(?:is|and|or)\b)(?=[a-z])")
 
 
 def extract_pope(text: str) -> str:
-    """Apply POPE's rule: ``"yes"`` or ``"no"`` for any text.
+    """Apply POPE's rule: ``"yes"`` or ``"no"`` for any text; "NO", "no?" and "" mean "yes".
 
-    The text is cut at its first period, commas are removed, and the rest is split at single spaces.
-    It means "no" if one of the words is exactly ``No``, ``no`` or ``not``, otherwise "yes". Thus
-    "NO", "no?", "No" followed by a newline, and "" all mean "yes".
     Source: RUCAIBox/POPE evaluate.py and LLaVA llava/eval/eval_pope.py.
     """
     words = text.split(".")[0].replace(",", "").split(" ")
@@ -43,7 +40,6 @@ def mentions_yes_or_no(text: str) -> bool:
 def extract_yes_no_word(text: str) -> str | None:
     """Apply VLMEvalKit's rule: ``"yes"`` or ``"no"`` if exactly one of them is a word, else None.
 
-    Words stand between blanks of the text in lower case, after the VQA punctuation removal.
     Source: open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py, ``YOrN_Extraction``, which is the
     same @c03bc048 and @d21c5e9; without its judge model, None counts as wrong.
     """
@@ -55,11 +51,8 @@ def extract_yes_no_word(text: str) -> str | None:
 def extract_choice(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter (``"A"``, ``"B"``, ...) that a text selects from ``choices``, or None.
 
-    The first rule that finds exactly one letter applies: the text is one letter (any case); it is
-    an option's text; it starts like ``B.``, ``B:``, ``(B)``; a letter follows "answer is",
-    "answer:", "option" or "choice"; one option's letter is a separate word; one option's text
-    occurs as whole words. Emphasis and quotes are ignored, and so is case, except for letters
-    within a sentence ("A cat" and "I see" are not options). Two different letters are no answer.
+    The first rule that finds exactly one letter applies. Case is ignored, except for letters within
+    a sentence ("A cat" and "I see" are not options).
     """
     letters = ascii_uppercase[: len(choices)]
     plain = _MARKUP.sub("", text).strip()
@@ -93,8 +86,7 @@ def extract_choice(text: str, choices: Sequence[str]) -> str | None:
 def extract_short_answer(text: str) -> str:
     """Strip the text, remove trailing periods, and convert it to lower case; may be empty.
 
-    This is LLaVA's conversion for GQA (scripts/convert_gqa_for_eval.py: ``rstrip('.').lower()``)
-    with blanks stripped too. Articles, plurals and inner punctuation remain.
+    Source: LLaVA scripts/convert_gqa_for_eval.py (``rstrip('.').lower()``), with blanks stripped.
     """
     return text.strip().rstrip(".").strip().lower()
 
@@ -128,7 +120,6 @@ def extract_first_letter(
 ) -> str:
     """Apply Video-MME's rule: the first A, B, C or D, also inside words; "" if there is none.
 
-    First the text is stripped, and every occurrence of each prefix is deleted, in order.
     Source: thanku-all/parse_answer eval_your_results.py, ``extract_characters_regex``. (Its further
     rule for texts of more than ten words looks for the same letters and changes nothing.)
     """
@@ -152,9 +143,7 @@ _MARKS = ("({})", "{}.", "{}:", "{})", "{} ")
 def extract_ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
     """Apply lmms-eval's ``extract_mcq_answer``: the best-ranked letter, "" if there is none.
 
-    The ranks are: a letter at the start, at the end, after a phrase like "the answer is", then (A),
-    A., A:, A), "A ", and without any of these a letter anywhere. Among equal ranks the last
-    position wins. The phrases in Chinese, Japanese and Korean are not implemented.
+    Among equal ranks the last position wins. Phrases in Chinese, Japanese and Korean are missing.
     Source: EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/_task_utils/mcq_extract.py @c228e27.
     """
     text = text.strip()
@@ -194,11 +183,8 @@ _SEPARATORS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     """Apply VLMEvalKit's ``can_infer`` without its judge model: a letter, or None.
 
-    The first rule that applies gives the result: the only letter that is a separate word (unless it
-    occurs early in a long text); the first A to D, in any case, that follows "answer is" (pull
-    request 1552, so "the answer is a cat" is A); the only choice whose text occurs in a text of at
-    most twice the length of all choices together. A refusal, or a separate "Z", gives None.
-    Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
+    Pull request 1552: the first A to D, in any case, after "answer is", so "the answer is a cat" is
+    A. Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
@@ -218,9 +204,7 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
 def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     """Apply ``can_infer`` of August 2024 without its judge model: a letter, or None.
 
-    The only letter that is a separate word, wherever it stands (also an article "A"); else the only
-    choice whose text occurs in the text, whatever its length. A refusal, or a separate "Z" without
-    another letter, gives None.
+    The only letter that is a separate word may also be an article "A".
     Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @c03bc048.
     """
     if any(refusal in text for refusal in _REFUSALS):

@@ -1,12 +1,9 @@
 """Reads files of rows in their published formats, and writes JSON files atomically.
 
-Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines, CSV, TSV,
-XLSX and Parquet, each with or without gzip. The content decides the format, not the name: POPE's
-``.json`` files are JSON lines. Only MME's results, tab-separated without a header, are recognized
-by their name (``.txt``). A written file is complete or unchanged, also if the process is killed.
-
-VLMEvalKit's TSV files contain images in base64, up to hundreds of megabytes. In the rows such a
-cell is replaced by its hash; :class:`coat_eval.data_folder.TableImage` reads the image itself.
+The content decides the format, not the name: POPE's ``.json`` files are JSON lines. Only MME's
+results, tab-separated without a header, are recognized by their name (``.txt``). Images in base64
+in VLMEvalKit's TSV files are replaced by their hash; see
+:class:`coat_eval.data_folder.TableImage`.
 """
 
 import csv
@@ -73,11 +70,7 @@ class Table:
 def read_table(path: Path) -> Table:
     """Read the rows of a file; an empty file or list has none.
 
-    Image columns of Parquet files are skipped.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: the file cannot be read; names the file and, if known, the line.
+    Image columns of Parquet files are skipped. DataError names the file and, if known, the line.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -250,9 +243,7 @@ def read_json_lines(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number (from 1) and object of each line that is not blank, of ``text`` or of the file.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: a line is not a JSON object; names file and line, and ends with ``remedy``.
+    DataError: a line is not a JSON object; names file and line, and ends with ``remedy``.
     """
     text = path.read_text(encoding="utf-8-sig") if text is None else text
     # Not splitlines(): JSON strings may contain U+2028 and other separators.
@@ -270,11 +261,7 @@ def read_json_lines(
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a file of :func:`write_json`; empty if it does not exist.
-
-    Raises:
-        DataError: the file is not a JSON object; the error contains ``remedy``.
-    """
+    """Read a file of :func:`write_json`; empty if missing, DataError if it is no object."""
     if not path.is_file():
         return {}
     try:

@@ -1,16 +1,9 @@
 """Generates answers in length-bucketed batches on any number of ranks, and saves them.
 
-The order is fixed before anything is decoded and is the same on every rank. Questions with the same
-number of media are sorted by the place of their media (a row group of a Parquet file is read as a
-whole), then by length, longest first, so that out-of-memory errors occur at the start. Questions
-about one video share a batch if they fit. Batches contain all questions, also answered ones: in FP8
-a batch shares its scales, so a resumed run must form the same batches as an uninterrupted one.
-Batches are distributed round-robin to the ranks.
-
-Every rank appends to its own file, ``predictions.rank0.jsonl``, one flushed line per answer. At the
-start and at the end of a run, rank 0 merges these files into ``predictions.jsonl`` in the order of
-the questions, so the next run may have another number of ranks. ``run.json`` records what the
-answers depend on; answers with other dependencies are refused.
+The order is fixed before anything is decoded and is the same on every rank. Batches contain all
+questions, also answered ones: in FP8 a batch shares its scales, so a resumed run must form the same
+batches. Every rank appends to its own file; rank 0 merges them into ``predictions.jsonl``, so the
+next run may have another number of ranks. ``run.json`` records what the answers depend on.
 """
 
 import json
@@ -77,20 +70,9 @@ def answer_all(
 ) -> list[Problem]:
     """Answer the remaining questions; every answer is on disk before the next batch starts.
 
-    Complete batches are skipped. A batch with a missing answer is generated as a whole, and only
-    new answers are written.
-
-    Args:
-        adapter: the model.
-        prompts: all questions.
-        done: indices of the answered questions.
-        out_dir: folder of this rank's predictions.
-        generation: batch size, length, workers.
-        world: this process among the ranks.
-        check: raises an error if this run must write no more; called before answers are written.
-
-    Returns:
-        This rank's questions whose media could not be read; they get no answer.
+    A batch with a missing answer is generated as a whole, and only new answers are written.
+    ``done`` are the answered indices; ``check`` is called before answers are written. Returns this
+    rank's questions whose media could not be read; they get no answer.
     """
     rows = max((len(one.choices) for one in prompts if one.choices), default=1)
     batches = make_batches(prompts, max(1, generation.batch_size // rows))
@@ -219,13 +201,8 @@ class _EncodedBatches:
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
     """Prepare a folder for answers; one rank calls this before the others continue.
 
-    ``identity`` are the dependencies of the answers as plain JSON; answers with other ones are
-    refused, or deleted with ``overwrite``. Returns the indices of the answered questions.
-
-    Raises:
-        ValueError: the folder has answers (not only empty files) with other dependencies, or has
-            another format version.
-        DataError: a line, other than a last one that was cut off, cannot be read.
+    Returns the indices of the answered questions. ValueError: the folder has answers with another
+    ``identity``, which ``overwrite`` deletes, or another format version.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     run_path = out_dir / RUN_FILE
@@ -252,9 +229,6 @@ def merge(out_dir: Path) -> dict[int, dict[str, Any]]:
     """Merge the files of all ranks into ``predictions.jsonl``; return the rows by question index.
 
     A kill at any time leaves every answer in at least one file; duplicates count once.
-
-    Raises:
-        DataError: a line, other than a last one that was cut off, cannot be read.
     """
     rows: dict[int, dict[str, Any]] = {}
     files = _list_files(out_dir)
@@ -296,9 +270,8 @@ def _read_complete_lines(path: Path) -> list[bytes]:
 def join_ranks() -> Iterator[World]:
     """Join the processes that torchrun started; without a launcher, the world has one process.
 
-    Every process has the whole model. Processes exchange small objects over gloo, also on GPUs: a
-    waiting rank then holds no NCCL kernel, and no rank needs another's GPU. The world's ``device``
-    is therefore the CPU; see :func:`select_device`.
+    Processes exchange small objects over gloo, also on GPUs: a waiting rank then holds no NCCL
+    kernel. The world's ``device`` is therefore the CPU; see :func:`select_device`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -313,10 +286,7 @@ def join_ranks() -> Iterator[World]:
 def select_device(name: str | None = None) -> torch.device:
     """Select the device of this process's model: ``name``, or its own GPU, or the CPU.
 
-    ``cuda`` without an index is the process's own GPU, not the first one.
-
-    Raises:
-        ValueError: the device does not exist, or this machine has fewer GPUs than processes.
+    ``cuda`` without an index is the process's own GPU. ValueError: the device does not exist.
     """
     if name is not None:
         try:

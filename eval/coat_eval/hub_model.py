@@ -57,11 +57,8 @@ class HubAdapter(ModelAdapter):
     def load(cls, name: str, device: torch.device, num_frames: int) -> "HubAdapter":
         """Load a model from a folder, or from the Hub by name.
 
-        A model stored in BF16 or FP16 runs in FP32 on a CPU, see :func:`coat_vlm.generate.load`.
-
-        Raises:
-            ValueError: the model is not an image-text-to-text model, its processor has no chat
-                template, or it cannot be loaded.
+        ValueError: the model is not an image-text-to-text model, its processor has no chat
+        template, or it cannot be loaded.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -95,11 +92,7 @@ class HubAdapter(ModelAdapter):
         return [text.strip() for text in texts]
 
     def compute_losses(self, batch: dict[str, torch.Tensor]) -> list[float]:
-        """See :class:`ModelAdapter`.
-
-        Raises:
-            ValueError: the model is an encoder-decoder, whose answers are not part of the inputs.
-        """
+        """See :class:`ModelAdapter`; ValueError: the model is an encoder-decoder."""
         if self.model.config.is_encoder_decoder:
             raise ValueError(
                 f"{self._name} is an encoder-decoder model, which cannot rank answers here; "
@@ -131,12 +124,7 @@ class HubPrompt:
 
 
 class HubEncoder:
-    """Makes inputs with a processor; caches the last decoded video.
-
-    Attributes:
-        tokenizer: the processor's tokenizer, which pads on the left.
-        videos_as: whether a video is passed as a ``video`` or as ``images``.
-    """
+    """Makes inputs with a processor; caches the last decoded video."""
 
     def __init__(self, processor: Any, num_frames: int) -> None:
         self._processor = processor

@@ -1,9 +1,8 @@
 """Asks a judge model about answers, for benchmarks whose official scorer does so.
 
 A judge is a model behind an OpenAI-compatible address or a local language model. Its answers are
-cached as JSON lines ``{"judge", "prompt", "answer"}``, each when it is complete, so an interrupted
-run continues. With the cache alone they are replayed, without a model and without network. Prompts
-are those of :meth:`coat_eval.benchmark.Benchmark.ask_judge`, decoding is greedy.
+cached as JSON lines ``{"judge", "prompt", "answer"}``, each when it is complete. With the cache
+alone they are replayed, without a model and without network.
 """
 
 import json
@@ -47,9 +46,6 @@ class HttpJudge:
     """A model behind an OpenAI-compatible address: ``POST ADDRESS/chat/completions``.
 
     ``key`` is sent as bearer token; empty: none.
-
-    Raises:
-        ValueError: the address is not one of HTTP.
     """
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
@@ -118,11 +114,7 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class LocalJudge:
-    """A language model in a folder, loaded by ``text.load_language_model`` when it is asked.
-
-    Raises:
-        FileNotFoundError: there is no config.json.
-    """
+    """A language model in a folder, loaded by ``text.load_language_model`` when it is asked."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
@@ -159,13 +151,7 @@ class LocalJudge:
 
 
 class Judge:
-    """A judge model with a cache of its answers, or one of both.
-
-    Raises:
-        ValueError: there is neither.
-        FileNotFoundError: a cache alone does not exist.
-        DataError: the cache cannot be read, or a cache alone has answers of several judges.
-    """
+    """A judge model with a cache of its answers, or one of both."""
 
     def __init__(self, model: JudgeModel | None, cache: Path | None = None) -> None:
         if model is None and cache is None:
@@ -186,8 +172,7 @@ class Judge:
     def answer(self, prompts: Sequence[str]) -> dict[str, str]:
         """Return the answers by prompt; a cache alone may lack some.
 
-        Raises:
-            DataError: the judge gave no answer; those before are in the cache.
+        DataError: the judge gave no answer; those before are in the cache.
         """
         found = {prompt: self._known[prompt] for prompt in prompts if prompt in self._known}
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in found]
@@ -208,11 +193,7 @@ def make_judge(place: str | None, model: str | None, key: str | None, cache: Pat
     """Make the judge of the options ``--judge``, ``--judge-model``, ``--judge-key``, ``-cache``.
 
     ``place`` is an address, a folder with a language model, or None for the cache alone; ``key``
-    the name of an environment variable.
-
-    Raises:
-        ValueError: an option has no effect or is missing, or the variable is not set.
-        FileNotFoundError, DataError: see :class:`LocalJudge` and :class:`Judge`.
+    the name of an environment variable. ValueError: an option has no effect or is missing.
     """
     at_address = place is not None and "://" in place
     for name, value in (("--judge-model", model), ("--judge-key", key)):

@@ -1,11 +1,5 @@
 """Base classes of multiple-choice benchmarks in VLMEvalKit's tables, with its letter rule.
 
-A table has one question per row: ``index``, ``question``, ``hint``, the options in the columns A,
-B, ..., ``answer`` (a letter), categories, and ``image`` in base64 or the index of the row that has
-the image. :class:`LetterBenchmark` scores rows, :class:`CircularBenchmark` groups of rows: MMBench
-and CCBench ask a question once per rotation of its options, and count it as right only if every
-rotation is answered correctly.
-
 Source: open-compass/VLMEvalKit @c03bc048, vlmeval/dataset/image_mcq.py (prompt) and
 vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval`` and ``mcq_circular_eval`` with exact
 matching: an answer that the rule cannot decide is wrong, no judge model is asked).
@@ -147,10 +141,7 @@ class LetterBenchmark(Benchmark):
         )
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
-        """Yield the questions; rows without ``index`` get their number from 0.
-
-        The number counts over the files in the order of their paths, as lmms-eval's ``doc_id``.
-        """
+        """Yield the questions; rows without ``index`` get their number from 0."""
         starts, count = {}, 0
         for table in sorted(folder.tables, key=lambda one: one.path):
             starts[table.path], count = count, count + len(table.rows)
@@ -181,13 +172,7 @@ class LetterBenchmark(Benchmark):
         return (row.image(question.question_id, ("images", "."), (".jpg", ".png")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return the letter that the text decides for, or None.
-
-        first_letter: the first character of the stripped text in upper case, if it is an option.
-
-        Raises:
-            DataError: the letter rule needs the options' texts, which the references lack.
-        """
+        """Return the letter that the text decides for, or None."""
         choices = get_choices(question)
         if settings.profile == "first_letter":
             letter = text.strip()[:1].upper()
@@ -216,9 +201,7 @@ class CircularBenchmark(LetterBenchmark):
     ) -> list[Question]:
         """Return the rows, each with the number of rotations of its question.
 
-        Raises:
-            DataError: an index is no integer, or a group lacks one of its first rotations: the
-                file is a part, or is not the circular one.
+        DataError: an index is no integer, or a group lacks one of its first rotations.
         """
         found = super().questions(references, predictions)
         groups = _group_rotations((one, None) for one in found)

@@ -1,16 +1,9 @@
 """Lets lmms-eval evaluate a model: its model ``coat_vlm``.
 
-lmms-eval finds :func:`get_manifest` by the entry point ``lmms_eval.models`` of this package, so no
-file of it changes::
-
-    python -m lmms_eval --model coat_vlm --model_args pretrained=runs/my_vlm --tasks pope \
-        --batch_size 8 --log_samples --output_path out/lmms
-
-``coat-vlm score`` reads the sample logs. Prompts, media and scores are lmms-eval's, also the
-number of tokens and the texts that end an answer; videos are decoded with the settings of the
-checkpoint. Interface: EvolvingLMMs-Lab/lmms-eval v0.7.3, lmms_eval/api/model.py (``lmms``),
+lmms-eval finds :func:`get_manifest` by the entry point ``lmms_eval.models`` of this package; import
+needs lmms-eval. Interface: EvolvingLMMs-Lab/lmms-eval v0.7.3, lmms_eval/api/model.py (``lmms``),
 lmms_eval/models/registry_v2.py (``ModelManifest``) and lmms_eval/api/task.py
-(``ConfigurableMessagesTask``); tested with that release. Import needs lmms-eval.
+(``ConfigurableMessagesTask``).
 """
 
 import io
@@ -49,15 +42,7 @@ class CoatVlmForLmmsEval(lmms):
         batch_size: int = 1,
         max_batch_size: int | None = None,
     ) -> None:
-        """Load the model of :func:`coat_eval.runner.load_adapter`.
-
-        The arguments are those of ``--model_args`` and of the command line. In FP8 a batch shares
-        scales, so answers depend on ``batch_size``.
-
-        Raises:
-            ValueError: a size of batches is not supported, or the model cannot be loaded.
-            FileNotFoundError: a run folder has no finished model.
-        """
+        """Load the model; the arguments are those of ``--model_args`` and of the command line."""
         super().__init__()
         if max_batch_size is not None:
             raise ValueError("max_batch_size has no effect: batches have batch_size prompts")
@@ -74,12 +59,8 @@ class CoatVlmForLmmsEval(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answer the requests, in their order.
 
-        Their arguments are context, function from row to messages, generation options, row number,
-        task and split.
-
-        Raises:
-            ValueError: a task asks for sampling or beam search.
-            DataError: a medium cannot be read, or a prompt is too long; names task and row.
+        ValueError: a task asks for sampling or beam search. DataError names task and row of a
+        medium that cannot be read, or of a prompt that is too long.
         """
         answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
@@ -136,11 +117,7 @@ def _make_media(kind: Any, value: Any, where: str) -> Media:
 
 
 def _read_options(options: Mapping[str, Any], task: str) -> tuple[int, tuple[str, ...]]:
-    """Return the number of new tokens (default 128) and the texts that end an answer.
-
-    Raises:
-        ValueError: the options ask for sampling or beam search, which the model does not do.
-    """
+    """Return the number of new tokens (default 128) and the texts that end an answer."""
     sampled = options.get("do_sample") and (options.get("temperature") or 1.0) > 0
     if sampled or (options.get("temperature") or 0.0) > 0 or (options.get("num_beams") or 1) > 1:
         raise ValueError(

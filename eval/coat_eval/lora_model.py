@@ -11,11 +11,7 @@ from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 @contextmanager
 def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[ModelAdapter]:
-    """Merge the adapter in a folder, if one is given, into a model until the context ends.
-
-    Raises:
-        ValueError: see :func:`coat_vlm.model.adapter_folder.merged_adapter`.
-    """
+    """Merge the adapter in a folder, if one is given, into a model until the context ends."""
     if folder is None:
         yield base
         return
@@ -24,14 +20,9 @@ def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[Mode
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:
-    """Return the adapter folders by the names of their output folders.
+    """Return the adapter folders, given as ``FOLDER`` or ``NAME=FOLDER``, by their output's names.
 
-    Args:
-        given: ``FOLDER``, whose name is that of the folder, or ``NAME=FOLDER``.
-
-    Raises:
-        ValueError: two adapters have the same name, a name is a path, or a folder has no adapter
-            that :func:`coat_vlm.model.adapter_folder.merged_adapter` can merge.
+    ValueError: two have the same name, a name is a path, or a folder has no suitable adapter.
     """
     folders: dict[str, Path] = {}
     for text in given:

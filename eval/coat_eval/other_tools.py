@@ -1,11 +1,9 @@
 """Converts predictions that lmms-eval and VLMEvalKit wrote to rows of this project.
 
-lmms-eval (sample logs, ``*_samples_TASK.jsonl``; lmms_eval/evaluator.py and
-loggers/evaluation_tracker.py): ``doc_id``, ``resps`` and ``filtered_resps``, the data set's row as
-``doc`` in logs of versions that keep it, and metrics that may name the question. VLMEvalKit
-(result tables, xlsx, tsv or json): the data set's row with ``index``, and ``prediction``. Neither
-always has the official question id. Rows without it are found by position or by question and
-choices; the position must be right by the prompt, the table's own answer must be the reference.
+lmms-eval: sample logs, ``*_samples_TASK.jsonl`` (lmms_eval/evaluator.py and
+loggers/evaluation_tracker.py). VLMEvalKit: result tables with ``index`` and ``prediction``. Rows
+without the official question id are found by position or by question and choices; the position must
+be right by the prompt, the table's own answer must be the reference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +26,8 @@ def is_of_other_tool(table: Table) -> bool:
 def convert_rows(table: Table, benchmark: Benchmark, questions: Sequence[Question]) -> Table:
     """Return a table of rows with ``question_id``, ``category``, ``prediction``, ``question``.
 
-    Predictions of no other tool are returned unchanged.
-
-    Raises:
-        DataError: a row contains no text, its question cannot be found, or the table's own answer
-            is not the reference.
+    Predictions of no other tool are returned unchanged. DataError: a row contains no text, its
+    question cannot be found, or the table's own answer is not the reference.
     """
     if _is_sample_log(table):
         ids = (*benchmark.id_fields, *_IDS)

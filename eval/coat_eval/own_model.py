@@ -77,10 +77,6 @@ def load_run_or_model(
 
     ``precision`` replaces that of the run. Returns the model, its processor, its folder and its
     precision (None: the dtype of the weights).
-
-    Raises:
-        FileNotFoundError: there is no model.
-        ValueError: see :func:`coat_vlm.generate.load`.
     """
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():

@@ -55,22 +55,13 @@ def join(
 ) -> tuple[list[tuple[Question, str | None]], dict[str, int]]:
     """Pair every question with its prediction.
 
-    Args:
-        questions: the references; their ids may repeat.
-        predictions: rows in any order.
-        allowed: the kinds of :data:`INPUT_PROBLEMS` to count instead of raising.
-        need_answers: whether a counted question without an answer is a problem.
-        share_repeated: whether the only prediction for a repeated id applies to all its questions.
-        warnings: receives a sentence about prompts that do not contain their question.
+    ``allowed`` are the kinds of :data:`INPUT_PROBLEMS` to count instead of raising. With
+    ``share_repeated`` the only prediction for a repeated id applies to all its questions.
+    ``warnings`` receives a sentence about prompts that do not contain their question.
 
-    Returns:
-        The counted questions, and other questions with a prediction, with their texts in the order
-        of the references; and the number of problems by kind.
-
-    Raises:
-        DataError: the first problem that is not allowed; names file, row and id. Also, whatever is
-            allowed, if the predictions contain prompts of other questions, or the questions
-            themselves.
+    Returns the counted questions, and others with a prediction, with their texts in the order of
+    the references; and the number of problems by kind. DataError: the first problem that is not
+    allowed; and always if prompts are those of other questions.
     """
     slots: dict[tuple[str, str], list[int]] = {}
     for index, question in enumerate(questions):
@@ -185,12 +176,7 @@ def _check_prompts(
     questions: Sequence[Question],
     warnings: list[str],
 ) -> None:
-    """Raise DataError if a prediction's prompt is that of another question.
-
-    Prompts may reword questions. A prompt without its question is an error if one of its lines is
-    another question of the references, or if more than :data:`_ODD_PROMPTS` of the prompts lack
-    their question and others contain theirs.
-    """
+    """Raise DataError if a prediction's prompt is that of another question."""
     asked = [
         (one, own) for one, own in matched if keep_letters(own.text) and keep_letters(one.prompt)
     ]

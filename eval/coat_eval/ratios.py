@@ -1,10 +1,9 @@
 """Headline metrics as ratios of sums over items, and their standard errors; without numpy.
 
 ``metric = mean over parts of 100 sum(numerator) / sum(denominator)``: an accuracy has one part with
-denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, and POPE's mean F1 one part per split. The
-share of groups with all items right (HallusionBench's figures) has 1 / group size as denominator,
-and MME's scores are sums over one part per task. Metrics that are not such sums (GQA's
-distribution, macro averages) have neither error nor interval.
+denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, POPE's mean F1 one part per split, and MME's
+scores are sums over one part per task. Metrics that are not such sums (GQA's distribution, macro
+averages) have neither error nor interval.
 """
 
 import math
@@ -27,11 +26,9 @@ Part = tuple[list[float], list[float]]
 def make_parts(
     items: Sequence[Item], metric: str, *, task: str, profile: str
 ) -> tuple[list[Part], list[bool]] | None:
-    """Make the parts of a metric over the counted items of a report.
+    """Make the parts of a metric, and for each item whether the metric is about it.
 
-    Returns:
-        The parts, and for each item whether the metric is about it; None if the metric is not a sum
-        over items, or is about none of them.
+    None if the metric is not a sum over items, or is about none of them.
     """
     mask = _select_items(items, metric)
     if mask is None or not any(mask):
@@ -65,16 +62,8 @@ def compute_standard_error(
         SE^2 = sum_i e_i^2 / (n (n - 1))  +  1 / n^2 sum_clusters sum_{i != j} e_i e_j
 
     A ratio of sums has the linearized e_i = n (numerator_i - ratio denominator_i) /
-    sum(denominator) instead (delta method), which is the same for a mean; the e_i of several
-    parts are averaged.
-
-    Args:
-        parts: the metric's parts.
-        mask: the items that the metric is about.
-        clusters: image or video of each item; an empty name is a cluster of its own.
-
-    Returns:
-        The standard error; 0 for fewer than two items.
+    sum(denominator) instead (delta method); the e_i of several parts are averaged. An empty cluster
+    name is a cluster of its own.
     """
     count = sum(mask)
     if count < 2:
@@ -147,10 +136,7 @@ def _make_group_part(items: Sequence[Item], kind: str) -> Part:
 
 
 def _make_mme_parts(items: Sequence[Item], mask: Sequence[bool]) -> list[Part]:
-    """Make one part per task, whose sum (not mean) over the tasks is MME's score.
-
-    A task's score is accuracy plus accuracy+, the share of images with both questions right.
-    """
+    """Make one part per task, whose sum (not mean) over the tasks is MME's score."""
     both, _ = _make_group_part(items, "image")
     names = [
         _get_table(item, "task") if own else None for item, own in zip(items, mask, strict=True)

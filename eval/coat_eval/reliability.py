@@ -1,7 +1,4 @@
-"""Says what a score is worth: its standard error, constant answers, incomplete sets, empty answers.
-
-Imports no numpy, as all of scoring.
-"""
+"""Says what a score is worth: standard error, constant answers, incomplete sets."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +19,7 @@ def compute_standard_errors(
     scored: Sequence[ScoredItem],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, float]:
-    """Compute the errors of the headline metrics that are ratios of sums, in percentage points.
-
-    ``scored`` are the counted items, ``items`` the same as rows of the report; see
-    :func:`coat_eval.ratios.compute_standard_error`.
-    """
+    """Compute the errors of the headline metrics that are ratios of sums, in percentage points."""
     clusters = [one.question.cluster for one in scored]
     errors = {}
     for metric in benchmark.headline:
@@ -42,13 +35,9 @@ def find_constants(
     scored: Sequence[ScoredItem],
     metrics: Sequence[str] | Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """Find the constant answer with the highest score in each metric.
+    """Find the constant answer with the highest score in each metric: ``answer`` and ``value``.
 
-    Candidates are ``benchmark.constants``, else the most common reference.
-
-    Returns:
-        ``{"answer": ..., "value": percent}`` by metric. A sub-table in which the constant reaches
-        100 is left out: all its references are the same (VizWiz' unanswerable questions).
+    A sub-table in which the constant reaches 100 is left out: all its references are the same.
     """
     questions = [one.question for one in scored]
     if not (questions and metrics):

@@ -1,10 +1,4 @@
-"""Writes the results page: plots and a table of models and published results, and items.
-
-Every metric is one plot of dots with 95% intervals, own models filled, published ones hollow. The
-differences are paired by item between the compared models; against published numbers, whose answers
-are not known, they are from the binomial variance. Cards show the items that only one of two models
-answers correctly.
-"""
+"""Writes the results page: plots and a table of models and published results, and items."""
 
 import mimetypes
 import re
@@ -108,10 +102,7 @@ def write_results(
     per_set: int = ITEMS_PER_SET,
     media_root: Path | str | None = None,
 ) -> Path:
-    """Write one self-contained HTML file with plots, table and the items behind the differences.
-
-    See :func:`build_sections` for arguments and errors.
-    """
+    """Write one self-contained HTML file with plots, table and the items behind the differences."""
     groups = build_results(comparison)
     published = read_published()
     shown = {row.model for rows in groups for row in rows if row.published}
@@ -230,12 +221,8 @@ def build_sections(
 ) -> list[dict[str, Any]]:
     """Build a section per set and pair of models, with cards of the items behind the differences.
 
-    There are at most ``per_set`` items per set and pair of models, evenly spaced over the set, half
-    of them per direction if possible. Images are scaled down to about 20 kB per item. Relative
-    paths are below ``media_root``, a folder or an address; default: the working directory.
-
-    Raises:
-        DataError: an item's media are not images or videos with a path; names the item.
+    At most ``per_set`` items per set and pair, evenly spaced, half of them per direction if
+    possible. Relative media paths are below ``media_root``, a folder or an address.
     """
     first_name, *other_names = comparison.sets
     sections: list[dict[str, Any]] = []
@@ -287,11 +274,7 @@ def _make_card(
 
 
 def _resolve_media(entry: object, media_root: Path | str | None, where: str) -> dict[str, Any]:
-    """Convert ``{"kind", "path"}`` to the fields of :class:`Media`.
-
-    A path may end in ``#t=START,END``, a part of a video in seconds. A video of which the model got
-    a single frame has the kind ``image`` and is shown as a video.
-    """
+    """Convert ``{"kind", "path"}``, whose path may end in ``#t=START,END``, to fields of Media."""
     if not (isinstance(entry, Mapping) and {"kind", "path"} <= entry.keys()):
         problem = f"the medium {entry!r} has no kind and path"
         raise DataError(where, problem, 'write {"kind": "image", "path": "a.jpg"}')

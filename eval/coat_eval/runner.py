@@ -1,9 +1,8 @@
 """Runs a model over benchmarks and question sets: prompts, answers, and the report.
 
-The output folder of a benchmark contains ``prompts.jsonl``, ``predictions.jsonl``, ``run.json``
-(what the predictions depend on), ``media_problems.jsonl`` (questions whose image or video could not
-be read, and which count as wrong) and ``report.json`` with the items. The same command continues a
-killed run.
+The output folder contains ``prompts.jsonl``, ``predictions.jsonl``, ``run.json`` (what the
+predictions depend on), ``media_problems.jsonl`` (questions whose image or video could not be read,
+and which count as wrong) and ``report.json``. The same command continues a killed run.
 """
 
 import hashlib
@@ -61,11 +60,7 @@ def load_adapter(
     """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name.
 
     ``precision`` is for this project's checkpoints (default: that of the run folder), the number of
-    frames per video for other models: this project's checkpoints store their own.
-
-    Raises:
-        FileNotFoundError: a run folder has no finished model.
-        ValueError: the model is not an image-text-to-text model.
+    frames per video for other models.
     """
     folder = Path(model)
     config = read_json(folder / "config.json", "copy the model again")
@@ -112,16 +107,8 @@ class EvalTask:
 def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
     """Make the task of an official benchmark such as ``pope`` or ``videomme_subtitles``.
 
-    Args:
-        name: a benchmark, followed by ``_VARIANT`` for another prompt. Without it, the prompt is
-            that of the profile if the benchmark has one.
-        data: searched for the benchmark's files without opening them, so that errors are reported
-            before a model is loaded.
-        options: further fields of :class:`EvalTask`.
-
-    Raises:
-        ValueError: the name is unknown; lists the allowed ones.
-        FileNotFoundError, DataError: ``data`` lacks the benchmark's files.
+    Without ``_VARIANT``, the prompt is that of the profile if the benchmark has one. ``data`` is
+    searched, so that errors are reported before a model is loaded.
     """
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
@@ -142,11 +129,7 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
 
 
 def find_folder(data: Path, benchmark: Benchmark) -> Path:
-    """Return ``DATA/TASK`` if it exists, else ``DATA``.
-
-    The Hub's Video-MME has a folder ``videomme`` that contains only its table, next to the folders
-    of videos; then ``DATA`` is the benchmark's folder.
-    """
+    """Return ``DATA/TASK`` if it exists, else ``DATA``."""
     own = data / benchmark.name
     inner = f"{benchmark.name}/"
     first = [patterns[0] for layouts in benchmark.layouts.values() for patterns in layouts]
@@ -168,29 +151,14 @@ def run_benchmark(
     judge: Judge | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Generate answers to all questions, and score them.
+    """Generate answers to all questions, and score them; all ranks call this.
 
-    Args:
-        adapter: the model.
-        eval_task: the benchmark with its options.
-        data: the folder of a question set or official benchmark, or a folder with one folder per
-            benchmark.
-        out_dir: folder of the files that the module docstring lists.
-        generation: batch size, length, workers.
-        world: all ranks call this function.
-        model_name: name of the model in the report.
-        judge: is asked by rank 0.
-        check: raises an error if the caller's lock on ``out_dir`` is lost.
+    ``data`` is the benchmark's folder, or one with a folder per benchmark. ``check`` raises an
+    error if the caller's lock on ``out_dir`` is lost.
 
-    Returns:
-        On rank 0, the report of :func:`coat_eval.scoring.score_tables` with model, variant, split,
-        limit, ``n_media_problems`` (skipped questions), the dependencies of the answers, device,
-        batch_size, ``num_ranks``, and ``seconds`` of this call. On other ranks, an empty
-        dictionary.
-
-    Raises:
-        ValueError: the folder has answers of another model or other prompts.
-        DataError: the benchmark's files cannot be read, or all questions had to be skipped.
+    Returns on rank 0 the report of :func:`coat_eval.scoring.score_tables`, what the answers depend
+    on, and ``seconds`` of this call; on other ranks an empty dictionary. ValueError: the folder has
+    answers of another model or other prompts. DataError: all questions had to be skipped.
     """
     start = time.monotonic()
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
@@ -310,10 +278,7 @@ def _prepare_output(
 
 
 def _hash_prompts(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 over all prompts, with media by file name: the folder may move.
-
-    Suffixes are removed, because the suffix of a missing file is not known.
-    """
+    """Return the SHA-256 over all prompts, with media by file name: the folder may move."""
     digest = hashlib.sha256()
     for prompt in prompts:
         names = [_SUFFIX.sub("", Path(one.name).name, count=1) for one in prompt.media]
@@ -334,22 +299,12 @@ def evaluate_run(
     world: World = ALONE,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Run all evaluation sets of ``run_dir/recipe.yaml`` on the last stage's model.
+    """Run all evaluation sets of ``run_dir/recipe.yaml`` on the last stage's model, on all ranks.
 
-    The output of each set is in ``run_dir/eval/<set>/`` (see :func:`run_benchmark`), then
-    ``run_dir/eval.json`` is written: ``{"precision": ..., set: {metric: percent}}``. The next
-    call continues an interrupted one; predictions of an earlier model are replaced.
-
-    All ranks call this function; the recipe sets the number of workers, and ``limit`` the number of
-    questions of each set.
-
-    Returns:
-        A message for each ``require`` entry that the model does not reach; empty on other ranks
-        than 0.
-
-    Raises:
-        FileNotFoundError: no recipe, or the last stage has no model folder yet.
-        ValueError: the recipe has no evaluation set, or requires a metric that does not exist.
+    Writes ``run_dir/eval/<set>/`` (see :func:`run_benchmark`) and ``run_dir/eval.json``:
+    ``{"precision": ..., set: {metric: percent}}``. ``limit`` is the number of questions per set.
+    Predictions of an earlier model are replaced. Returns on rank 0 a message for each ``require``
+    entry that the model does not reach.
     """
     run_dir = Path(run_dir)
     recipe = load_recipe(str(run_dir / "recipe.yaml"))
@@ -391,11 +346,7 @@ def evaluate_run(
 
 
 def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
-    """Format RUN/eval.json as an aligned plain-text table.
-
-    The table has one line per set with its headline metric, and one per further required metric.
-    Chance and majority belong to the metric (accuracy or F1); "-" if the metric has none.
-    """
+    """Format RUN/eval.json as an aligned plain-text table."""
     sets = recipe.to_dict()["eval_sets"]
     reports = {
         name: {"headline": get_task(settings.task).headline[0]}
@@ -435,10 +386,6 @@ def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
     """Make the questions that ``eval_every`` evaluates during training, with their scorers.
 
     Each evaluation set contributes ``eval_samples`` questions, evenly spaced over its file.
-
-    Raises:
-        FileNotFoundError: a set has no questions.jsonl.
-        DataError: a question cannot be read, or its medium is missing; names file and line.
     """
     subsets = []
     for name, settings in recipe.eval_sets.items():

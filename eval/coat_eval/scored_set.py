@@ -54,13 +54,8 @@ class ScoredSet:
 def read_sets(path: Path) -> dict[str, ScoredSet]:
     """Read the scored sets of a run folder, a report, or a folder of reports by name.
 
-    Args:
-        path: RUN (with ``eval/SET/report.json``), a report file, OUT (with ``report.json``), or OUT
-            with ``TASK/report.json``.
-
-    Raises:
-        FileNotFoundError: the path contains no scored set.
-        DataError: a report has no items, or a file is not JSON.
+    ``path`` is RUN (with ``eval/SET/report.json``), a report file, OUT (with ``report.json``), or
+    OUT with ``TASK/report.json``. FileNotFoundError: it contains no scored set.
     """
     path = Path(path)
     if path.is_file() or (path / REPORT_FILE).is_file():

@@ -3,13 +3,7 @@
 Questions and predictions are paired by id. Without ``allow_missing``, the first problem is an error
 that names file and id. With it, problems are counted: a missing or non-string prediction is wrong,
 an empty one is scored as an empty text, an unknown one is ignored, and the last of repeated ones
-counts, as in the official scripts. If the references repeat an id (SEED-Bench 49914), the rows pair
-in order; a single row applies to all its questions if ``shares_repeated`` is set.
-
-Files of questions or labels given as predictions, prompts of other questions, and a question in
-two reference files are always errors. Without references, a partial set is an error too.
-
-:func:`score_tables` scores what is in memory, :func:`score_official` recognizes and reads files.
+counts, as in the official scripts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -58,23 +52,11 @@ def score_official(
     report_path: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Score prediction files against reference files, recognized by content.
+    """Score prediction files against reference files in any order, recognized by content.
 
-    Args:
-        benchmark: a benchmark or question set.
-        predictions: one file, or several to concatenate (MMMU's output.json of every subject); a
-            folder means all its files of the name ``benchmark.result_files``.
-        references: the official files in any order; optional if the predictions contain the answers
-            (MMMU's outputs, Video-MME's results).
-        report_path: file of the report; None: not written.
-        options: those of :func:`score_tables`.
-
-    Returns:
-        The report of :func:`score_tables`.
-
-    Raises:
-        ValueError, DataError: see :func:`score_tables`; also for a file of another kind.
-        FileNotFoundError: a file does not exist.
+    A folder of predictions means all its files of the name ``benchmark.result_files``. References
+    are optional if the predictions contain the answers (MMMU's outputs, Video-MME's results).
+    ``options`` are those of :func:`score_tables`, whose report is returned and written.
     """
     _check_options(benchmark, options.get("settings", Settings()), options.get("judge"))
     warnings: list[str] = []
@@ -100,34 +82,14 @@ def score_tables(
     submission_path: Path | None = None,
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Score predictions in memory.
+    """Score predictions in memory, and return the report, see docs/reference/benchmarks.md.
 
-    Args:
-        benchmark: a benchmark or question set.
-        predictions: one or several files' rows.
-        references: questions with answers.
-        settings: profile and options; default: the official ones.
-        judge: is asked about the answers that need one. Without it they count as wrong; if all
-            answers need one, the report has no metrics.
-        allow_missing: count problems instead of raising, see the module docstring.
-        with_items: add every item to the report.
-        only: (category, id) of the questions to score; None: all.
-        submission_path: file of the benchmark's submission. With it, references without answers (a
-            test split) are accepted, and the report then has no metrics.
-        warnings: first warnings of the report.
+    Without a judge, answers that need one count as wrong; if all answers need one, the report has
+    no metrics. ``only`` are (category, id) of the questions to score. With ``submission_path``,
+    references without answers (a test split) are accepted.
 
-    Returns:
-        The report: task, profile, raw, scorer_version, source, follows (scorer and commit of the
-        profile), headline, metrics (flat, percent), standard_errors and constants (headline metrics
-        only), counts (items by sub-table), n, n_official (questions of the official set),
-        n_unparsed, n_needs_judge, n_judged and judge (only if the official scorer asks one),
-        n_random_fallback, problems by kind, settings, warnings, inputs (SHA-256 by path), and
-        items.
-
-    Raises:
-        ValueError: the benchmark does not have the profile, or references are missing.
-        DataError: the first problem; names file, row and id. Also if the judge gives no answer, or
-            none that can be used.
+    ValueError: the benchmark does not have the profile, or references are missing. DataError: the
+    first problem, with file, row and id; also if the judge gives no usable answer.
     """
     _check_options(benchmark, settings, judge)
     _check_references(benchmark, references, predictions, allow_missing)
@@ -206,11 +168,7 @@ def score_tables(
 
 
 def format_headline(report: Mapping[str, Any]) -> str:
-    """Format the headline metrics and counts of an official report as aligned lines.
-
-    A metric stands beside its standard error, and beside the constant answer that it does not
-    exceed.
-    """
+    """Format the headline metrics and counts of an official report as aligned lines."""
     shown, metrics = get_benchmark(report["task"]).headline, report["metrics"]
     width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
     lines = []

@@ -1,8 +1,4 @@
-"""Bootstrap confidence intervals, McNemar's test and power for differences of headline metrics.
-
-Metrics that are not sums over items (GQA's distribution, SEED-Bench's macro averages) have a value
-but no interval.
-"""
+"""Bootstrap confidence intervals, McNemar's test and power for differences of headline metrics."""
 
 import math
 from collections.abc import Sequence
@@ -32,10 +28,9 @@ TOLERANCE = 0.0051
 
 @dataclass(frozen=True, slots=True)
 class RatioMetric:
-    """A percentage that is a mean of ratios of sums over items.
+    """A percentage ``mean over parts of 100 sum(w * numerator) / sum(w * denominator)`` over items.
 
-    ``value = mean over parts of 100 sum(w * numerator) / sum(w * denominator)`` with w = 1; an
-    accuracy has one part with denominator 1, POPE's mean F1 three. A ratio of 0 to 0 is 0.
+    The weights w are 1, or a resample's counts; a ratio of 0 to 0 is 0.
     """
 
     parts: Sequence[tuple[Numbers, Numbers]]
@@ -69,15 +64,7 @@ def bootstrap_intervals(
 
     Items are drawn with replacement, the same ones for both groups of a pair and for all pairs
     (percentile bootstrap: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
-    13), so the common difficulty of an item cancels. The interval covers the choice of items only.
-
-    Args:
-        pairs: pairs of groups of metrics over the same items in the same order.
-        seed: seed of the random draws.
-        resamples: number of draws.
-
-    Returns:
-        (2.5th, 97.5th percentile) per pair, in percentage points.
+    13). Returns (2.5th, 97.5th percentile) per pair, in percentage points.
     """
     items = len(pairs[0][0][0].parts[0][0])
     rng = np.random.default_rng(seed)
@@ -147,11 +134,7 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
 
         d sqrt(n) = z_0.975 sqrt(psi) + z_0.8 sqrt(psi - d^2)
 
-    This function solves that quadratic equation for d; psi is the observed share. Connor's test is
-    the normal approximation of McNemar's, and the exact test needs a slightly larger difference.
-
-    Returns:
-        d in percentage points; None if no difference can be seen, because d would exceed psi.
+    Returns d in percentage points; None if no difference can be seen, because d would exceed psi.
     """
     share, root = discordant / items, math.sqrt(items)
     level = Z_95 * math.sqrt(share)
@@ -164,8 +147,7 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
 def compute_metrics(scored: ScoredSet) -> dict[str, tuple[RatioMetric, Mask]]:
     """Compute every headline metric that is a sum over items, with the mask [items] of its items.
 
-    Raises:
-        DataError: the items contradict the report, because one of them was changed.
+    DataError: the items contradict the report, because one of them was changed.
     """
     found = {}
     for metric in scored.headline:

@@ -1,13 +1,9 @@
 """Evaluates a checkpoint's language model on text: perplexity, and the accuracy of last words.
 
-A document is the token sequence x_1 .. x_T after a start token (the tokenizer's BOS, or its end
-token if it has no BOS), so every token is predicted exactly once. Window k starts at k * stride and
-predicts up to ``window`` tokens; tokens that an earlier window predicted are not counted again.
-Each counted token thus has at least ``window - stride`` tokens of context, if they exist.
-Source of the procedure: Hugging Face, "Perplexity of fixed-length models".
-
-A last word is right if each of its tokens is the most likely one: LAMBADA's accuracy (Paperno et
-al., "The LAMBADA dataset", arXiv:1606.06031).
+Every token is predicted exactly once, after a start token (the tokenizer's BOS, or its end token).
+Window k starts at k * stride and counts only tokens that no earlier window predicted.
+Source of the procedure: Hugging Face, "Perplexity of fixed-length models". A last word is right if
+each of its tokens is the most likely one: LAMBADA's accuracy (Paperno et al., arXiv:1606.06031).
 """
 
 import math
@@ -40,15 +36,8 @@ def load_language_model(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load the causal language model of a checkpoint in evaluation mode, and its tokenizer.
 
-    ``folder`` is a run folder (its last stage in the run's precision), a model folder of this
-    project, or the folder of a language model (such as the one that a recipe started from, to
-    measure the effect of training). Without ``precision`` a model folder is loaded in the dtype of
-    its weights, on a CPU in FP32.
-
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: the folder has no causal language model, or ``precision`` is given for a folder
-            that is not a checkpoint of this project.
+    ``folder`` is a run folder, a model folder of this project, or the folder of a language model.
+    Without ``precision`` a model folder has the dtype of its weights, on a CPU FP32.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json", "copy the model again")
@@ -75,14 +64,8 @@ def load_language_model(
 def read_documents(path: Path, text_field: str = "text") -> list[str]:
     """Read documents: a plain text, or one per row of JSON lines, JSON or Parquet.
 
-    Args:
-        path: ``.jsonl``, ``.json``, ``.parquet`` (also with gzip) contain rows, others a text.
-        text_field: key of the rows' text. Rows with ``context`` and ``continuation`` (LAMBADA in
-            the form of llm-foundry) need none.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: a row has no text; names file and row.
+    ``text_field`` is the key of the rows' text. Rows with ``context`` and ``continuation`` (LAMBADA
+    in the form of llm-foundry) need none.
     """
     path = Path(path)
     if path.suffix.lower() not in _ROW_FORMATS:
@@ -121,24 +104,11 @@ def measure_perplexity(
 ) -> dict[str, float]:
     """Predict every token of every document once; the start token is the only special token added.
 
-    Args:
-        model: a causal language model in evaluation mode, on its device.
-        tokenizer: the one the model was trained with.
-        documents: independent texts.
-        window: maximum number of tokens per window; default: 2048, or the number of positions of
-            the model if that is less.
-        stride: tokens from one window to the next; default: half a window.
-        batch_size: windows per forward pass; the logits of all of them are in memory.
-
-    Returns:
-        ``perplexity``, which is exp(nll / tokens) and depends on the tokenizer; ``bits_per_byte``,
-        which is nll / (bytes ln 2) and comparable between tokenizers; ``nll_per_token``, the
-        mean of -log p in nats; ``last_word_accuracy``, in percent of the documents; the number of
-        ``tokens``, of ``bytes`` of the text in UTF-8, and of ``documents``.
-
-    Raises:
-        ValueError: window or stride is invalid for the model, batch_size is below 1, or the
-            tokenizer has no start token.
+    ``window`` is at most 2048 by default, ``stride`` half a window; the logits of ``batch_size``
+    windows are in memory. Returns ``perplexity``, which is exp(nll / tokens); ``bits_per_byte``,
+    nll / (bytes ln 2), comparable between tokenizers; ``nll_per_token`` in nats;
+    ``last_word_accuracy`` in percent; and the numbers of tokens, UTF-8 bytes and documents.
+    ValueError: window or stride is invalid for the model, or the tokenizer has no start token.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or WINDOW
     window = min(WINDOW, positions) if window is None else window

@@ -1,9 +1,9 @@
 """Answer normalization and soft accuracy of the VQA family (VQA v2, TextVQA, VizWiz).
 
-Two pipelines share their steps. :func:`normalize_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to
-a prediction and to the annotators' answers; :func:`process_answer` is EvalAIAnswerProcessor of
-facebookresearch/mmf mmf/utils/m4c_evaluators.py (LLaVA's m4c_evaluator.py has the same), which puts
-a tokenization before it. The quirks below are upstream's; they change scores and are reproduced.
+:func:`normalize_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to a prediction and to the
+annotators' answers; :func:`process_answer` is EvalAIAnswerProcessor of facebookresearch/mmf
+mmf/utils/m4c_evaluators.py (LLaVA's m4c_evaluator.py has the same), which puts a tokenization
+before it. The quirks below are upstream's; they change scores and are reproduced.
 """
 
 import re
@@ -70,11 +70,7 @@ Source: an early state of GT-Vision-Lab's file, from which the VizWiz API was ma
 
 
 def strip_punctuation(text: str, period: re.Pattern[str] = _PERIOD) -> str:
-    """``processPunctuation`` of vqaEval.py.
-
-    A mark is deleted if it is next to a space anywhere in the text, or if the text has a comma
-    between digits; otherwise it becomes a space. Periods without a following digit are deleted.
-    """
+    """``processPunctuation`` of vqaEval.py."""
     comma = _COMMA_IN_NUMBER.search(text) is not None
     out = text
     for mark in _PUNCTUATION.intersection(text):
@@ -84,11 +80,7 @@ def strip_punctuation(text: str, period: re.Pattern[str] = _PERIOD) -> str:
 
 
 def map_words(text: str, contractions: dict[str, str] = CONTRACTIONS) -> str:
-    """``processDigitArticle`` of vqaEval.py.
-
-    Lower-cases the text, converts none and zero to ten to digits, removes articles, adds the
-    apostrophe of contractions, and joins the words with single spaces.
-    """
+    """``processDigitArticle`` of vqaEval.py."""
     words = [_NUMBERS.get(word, word) for word in text.lower().split()]
     return " ".join(contractions.get(word, word) for word in words if word not in _ARTICLES)
 
@@ -118,11 +110,7 @@ def normalize_vlmeval(text: str) -> str:
 
 @lru_cache(maxsize=200_000)
 def process_answer(text: str) -> str:
-    """Apply EvalAIAnswerProcessor, as LLaVA and VILA do for VQA v2 and VizWiz.
-
-    First commas and question marks are removed, and a possessive is split off
-    ("mcdonald's" becomes "mcdonald 's").
-    """
+    """Apply EvalAIAnswerProcessor, as LLaVA and VILA do for VQA v2 and VizWiz."""
     tokens = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return map_words(strip_punctuation(strip_blanks(tokens)))
 
@@ -130,9 +118,7 @@ def process_answer(text: str) -> str:
 def score_leave_one_out(prediction: str, answers: Sequence[str]) -> float:
     """Compute soft accuracy: the mean over annotators i of min(1, matches of the others / 3).
 
-    For ten answers and k matches: 0, 0.3, 0.6, 0.9, then 1. Source: vqaEval.py, and Antol et al.,
-    "VQA: Visual Question Answering", section 5. Annotators are identified by position, in
-    vqaEval.py by ``answer_id``.
+    Source: vqaEval.py, and Antol et al., "VQA: Visual Question Answering", section 5.
     """
     total, matches = len(answers), sum(answer == prediction for answer in answers)
     hit = matches * min(1.0, (matches - 1) / 3) if matches else 0.0

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,6 @@ from coat_eval.significance import (
     find_detectable_difference,
 )
 from coat_eval.tasks import get_benchmark
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 
 
 def binomial(n: int, share: float) -> np.ndarray:
@@ -180,20 +177,3 @@ def test_the_page_has_a_plot_per_metric_and_loads_nothing(page: Path) -> None:
     assert "Scoring rules: " in text
     assert "@c121f04" in text
     assert "http" not in text.replace("http-equiv", "")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
-def test_a_browser_shows_the_page_at_every_width(page: Path, tmp_path: Path) -> None:
-    from test_report_of_run import measure_in_browser
-
-    widths = [360, 480, 640, 768, 1024, 1280, 1600]
-    measure = (
-        f"return {widths}.map(width => {{ f.style.width = `${{width}}px`;"
-        "return [inner.documentElement.scrollWidth - inner.documentElement.clientWidth,"
-        "Math.min(...[...inner.querySelectorAll('.track')].map(one => one.clientWidth))]; })"
-    )
-    for width, (overflow, track) in zip(
-        widths, measure_in_browser(page, tmp_path, measure), strict=True
-    ):
-        assert (width, overflow) == (width, 0)
-        assert track > 0.25 * min(width, 384)

@@ -63,10 +63,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def get_task(name: str, media_root: Path | str | None = None, **access: Any) -> QuestionSet:
-    """Return the kind of question set by name; ValueError with the allowed names.
-
-    ``media_root`` and ``access`` are the arguments of :class:`QuestionSet`.
-    """
+    """Return the kind of question set by name; ValueError with the allowed names."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; allowed: {', '.join(TASKS)}")
     return TASKS[name](media_root, **access)

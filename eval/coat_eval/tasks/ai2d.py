@@ -58,11 +58,7 @@ class Ai2d(LetterBenchmark):
         return ask_llava(question) if variant == "lmms" else ask_vlmeval(question)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return the letter.
-
-        lmms: a letter before a period at the beginning, else the text without punctuation, in upper
-        case.
-        """
+        """Return the letter."""
         if settings.profile != "lmms":
             return super().extract(text, question, settings)
         leading = _LEADING.match(text)

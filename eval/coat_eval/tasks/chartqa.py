@@ -47,10 +47,7 @@ class ChartQa(Benchmark):
         )
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
-        """Yield the questions; ids are ``index``, or split and position in it.
-
-        Files are read in the order of their names.
-        """
+        """Yield the questions; ids are ``index``, or split and position in it."""
         numbers: dict[str, int] = dict.fromkeys(SPLITS, -1)
         tables = filter(self.is_reference, folder.tables)
         for table in sorted(tables, key=lambda table: table.path):
@@ -98,9 +95,7 @@ class ChartQa(Benchmark):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """Return 1 if the answer is right within the tolerance.
 
-        A gold answer that is a Python list takes its best element (lmms: the list as text).
-        vlmeval@c03bc048 has prediction and gold in the wrong places, so that the difference is
-        relative to the prediction; fixed in VLMEvalKit by pull request 1204.
+        vlmeval@c03bc048 has prediction and gold in the wrong places; fixed by pull request 1204.
         """
         golds = [question.answer] if settings.profile == "lmms" else _parse_list(question.answer)
         pairs = [(gold, extracted) for gold in golds]

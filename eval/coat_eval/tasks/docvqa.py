@@ -89,12 +89,7 @@ def compute_anls(said: str, answers: Sequence[str]) -> float:
     """Compute 1 - min over answers of distance / length, or 0 below 0.5.
 
     The Levenshtein distance is that of the texts in lower case with single blanks; the length is
-    that of the longer raw text. Answers that cannot reach 0.5 because of the texts' lengths are not
-    compared.
-
-    Args:
-        said: what the model wrote.
-        answers: the gold answers.
+    that of the longer raw text.
     """
     told = " ".join(said.lower().split())
     best = 0.0

@@ -2,9 +2,7 @@
 
 Source: Hudson and Manning, "GQA: A New Dataset for Real-World Visual Reasoning", section 4; eval.py
 of GQA v1.2, which compares strings without normalization; LLaVA scripts/convert_gqa_for_eval.py,
-which prepares the predictions. Validity and plausibility need choice files that v1.2 does not ship
-for testdev, grounding needs attention maps, and consistency needs answers to all questions: these
-four are not computed.
+which prepares the predictions. Validity, plausibility, grounding and consistency are not computed.
 """
 
 import string
@@ -93,11 +91,7 @@ class Gqa(Benchmark):
             )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """Convert the text to lower case without trailing periods; ``raw``: the text itself.
-
-        Blanks, articles and plurals remain, and make an answer wrong. lmms:
-        lower case without ASCII punctuation. vlmeval: stripped, lower case.
-        """
+        """Convert the text to lower case without trailing periods; ``raw``: the text itself."""
         if settings.profile == "lmms":
             return text.lower().translate(_NO_PUNCTUATION)
         if settings.profile == "vlmeval":

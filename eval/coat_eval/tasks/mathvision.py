@@ -114,10 +114,7 @@ class MathVision(Benchmark):
         )
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the prompt of models/Qwen-VL.py: a short answer, or steps as a variant.
-
-        Options that are the letters themselves stand in the image and are not listed.
-        """
+        """Return the prompt of models/Qwen-VL.py: a short answer, or steps as a variant."""
         texts = list(row.values["options"] or ())
         listed = "".join(f"({letter}) {one}\n" for letter, one in letter_choices(texts).items())
         asked = f"{question.text}\n{'' if ''.join(texts) == 'ABCDE' else listed}"
@@ -140,12 +137,7 @@ class MathVision(Benchmark):
 
 
 def extract_answer(text: str) -> str:
-    """Apply the extraction of ``evaluate.py``.
-
-    In this order: a letter at the end ("... B." or "(B).") or on the first line; a number after the
-    last "is "; without a box, what follows the last of "the answer is" and its like, up to the end
-    of the line or sentence, else the last box; then :func:`find_math_answer`.
-    """
+    """Apply the extraction of ``evaluate.py``."""
     text = text.strip()
     for letter in "ABCDE":
         ends = (f" {letter}.", f" ({letter}).")
@@ -204,11 +196,7 @@ def is_same_text(answer: str, said: str) -> bool:
 
 
 def is_equal(answer: str, said: str) -> bool:
-    """Apply ``is_equal``: equal texts, tuples of equal values, or values equal to two decimals.
-
-    Raises:
-        ImportError: latex2sympy2 is not installed.
-    """
+    """Apply ``is_equal``: equal texts, tuples of equal values, or values equal to two decimals."""
     answer, said = answer.lower(), said.lower()
     if not (answer.replace(" ", "") and said.replace(" ", "")):
         return False
@@ -282,11 +270,7 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def _compute(node: ast.AST) -> Number:
-    """Compute an expression as upstream's ``eval`` does, with the names of ``math`` alone.
-
-    Raises:
-        Exception: the expression has a variable, or is no arithmetic.
-    """
+    """Compute an expression as upstream's ``eval`` does, with the names of ``math`` alone."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.Name):

@@ -1,12 +1,10 @@
 """MathVista (testmini): 1,000 mathematical questions about figures, plots, charts and photographs.
 
-The official scorer compares an ``extraction`` of each response. Its script extracts texts that are
-a choice or a number themselves, or say 'The answer is "...".', and asks GPT-4 about all others.
-Results with saved extractions are scored from these; the other responses need a judge.
+The official script extracts texts that are a choice or a number themselves, or say 'The answer is
+"...".', and asks GPT-4 about all others; here these need saved extractions or a judge.
 
 Source: Lu et al., "MathVista: Evaluating Mathematical Reasoning of Foundation Models in Visual
-Contexts"; lupantech/MathVista evaluation/extract_answer.py and calculate_score.py. The Hub's
-AI4Math/MathVista has the prompts (``query``).
+Contexts"; lupantech/MathVista evaluation/extract_answer.py and calculate_score.py.
 """
 
 import re
@@ -132,11 +130,7 @@ class MathVista(Benchmark):
 
 
 def extract_directly(text: str, question: Question) -> str | None:
-    """Apply the part of ``extract_answer.py`` before it asks GPT-4; None if it would ask.
-
-    An empty response, one that is a choice, ``int()`` or ``float()`` of the text, and the quoted
-    text in 'The answer is "...".' (``--quick_extract``).
-    """
+    """Apply the part of ``extract_answer.py`` before it asks GPT-4; None if it would ask."""
     if not text or text in question.details["choices"]:
         return text
     convert = {"integer": int, "float": float}.get(question.tables["answer_type"])
@@ -150,12 +144,7 @@ def extract_directly(text: str, question: Question) -> str | None:
 
 
 def normalize_extraction(extraction: Any, question: Question) -> str | None:
-    """Apply ``normalize_extracted_answer``.
-
-    Choices: the text of the letter in parentheses or alone, else the choice of the smallest edit
-    distance, the first of equal ones. Integers and floats: the text of the number, rounded to the
-    question's precision; None if it is none. Lists: the text.
-    """
+    """Apply ``normalize_extracted_answer``; None if a number is required and the text is none."""
     choices, kind = question.details["choices"], question.tables["answer_type"]
     if choices:
         text = str(extraction).strip()

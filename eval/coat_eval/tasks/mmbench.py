@@ -1,10 +1,7 @@
 """MMBench (dev, English), and CCBench about Chinese culture: choices with circular evaluation.
 
-A question counts if it is answered correctly in every rotation of its options. The official judge
-matches answers without a letter with ChatGPT; here they are undecided and wrong. Two versions of
-MMBench's split exist: 1,176 questions (mmbench_dev_20230712.tsv, LLaVA) and 1,164 (VLMEvalKit, the
-Hub). CCBench has 510 choices in Chinese; a letter that directly follows a Chinese character is not
-a separate word, so the letter rule does not find it.
+The official judge matches answers without a letter with ChatGPT; here they are wrong. In CCBench a
+letter that directly follows a Chinese character is not found, as in VLMEvalKit's rule.
 
 Source: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?" (arXiv:2307.06281);
 open-compass/MMBench; LLaVA llava/eval/model_vqa_mmbench.py; lmms-eval: lmms_eval/tasks/mmbench,

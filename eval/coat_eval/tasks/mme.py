@@ -75,11 +75,7 @@ class Mme(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return the references' questions, or those in the results.
-
-        Raises:
-            DataError: also if an image does not have two questions.
-        """
+        """Return the references' questions, or those in the results."""
         folder = DataFolder(Path(), references or predictions)
         questions = [one for one, _ in self.pairs(folder)]
         seen = Counter(one.question_id for one in questions)
@@ -145,12 +141,7 @@ class Mme(Benchmark):
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return ``yes``, ``no`` or None.
-
-        official: the first of "yes", "no" that occurs in the first four characters of the text in
-        lower case, so "None" is no. lmms: the same after stripping it and deleting periods; also
-        "y" and "n". vlmeval: see :func:`coat_eval.extract.extract_yes_no_word`.
-        """
+        """Return ``yes``, ``no`` or None; official: the first in the first four characters."""
         if settings.profile.startswith("vlmeval"):
             return extract_yes_no_word(text)
         text = text.lower()
@@ -161,10 +152,7 @@ class Mme(Benchmark):
         return next((word for word in ("yes", "no") if word in text[:4]), None)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``perception`` and ``cognition`` if no task is missing, and each task's figures.
-
-        ``score.<task>`` (0 to 200) is the sum of ``acc.<task>`` and ``acc_plus.<task>``.
-        """
+        """Compute each task's figures, and the two sums if no task is missing."""
         tables = group_by_table(scored)
         metrics: dict[str, float] = {}
         for task in (task for task in _PART if f"task.{task}" in tables):

@@ -143,11 +143,7 @@ class Mmmu(Benchmark):
             )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions; the answers of {id: answer} are marked as parsed.
-
-        Raises:
-            DataError: also if a text must be parsed and its question has no choices.
-        """
+        """Return the predictions; the answers of {id: answer} are marked as parsed."""
         predictions = super().predictions(table, questions)
         if table.form == "mapping" and table.has("value"):
             # main_eval_only.py: the letters are already parsed.
@@ -159,13 +155,7 @@ class Mmmu(Benchmark):
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
-        """Return a letter or None; for open questions the set of values.
-
-        A text from {id: answer}, and a bare letter without known choices, is compared without
-        parsing, as in main_eval_only.py. lmms: its variant of the parser.
-        vlmeval: see :data:`coat_eval.extract.LETTER_RULES`; an open question is a choice
-        between its answer and "Other Answers".
-        """
+        """Return a letter or None; for open questions the set of values."""
         if rule := LETTER_RULES.get(settings.profile):
             choices = question.details["choices"]
             if not _is_choice(question):
@@ -224,10 +214,7 @@ class Mmmu(Benchmark):
         return scored
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``.
-
-        All are means over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
-        """
+        """Compute ``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``."""
         wrong = to_percent([0.0 if one.random_fallback else one.score for one in scored])
         overall = to_percent([one.score for one in scored])
         found = {"overall": overall, "overall_fallback_wrong": wrong}
@@ -329,15 +316,8 @@ def _make_question(
 def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -> str | None:
     """``parse_multi_choice_response``: the letter, or None if upstream draws one at random.
 
-    Each of ``, . ! ? ; : '`` is stripped once, in this order, and a space is added on both sides.
-    Then the first rule that matches applies: "(A)"; " A "; if there are more than five words, the
-    text of a choice, in any case. Of several letters the last position wins.
-
-    Args:
-        text: what the model wrote.
-        choices: texts by letter, in order.
-        lmms: lmms-eval's variant, which matches "A " and then "A." instead of " A " (but still
-            compares the positions of " A ").
+    Of several letters the last position wins. lmms-eval's variant matches "A " and then "A."
+    instead of " A " (but still compares the positions of " A ").
     """
     for mark in _OUTER:
         text = text.strip(mark)
@@ -359,10 +339,7 @@ def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -
 def parse_open_values(text: str) -> set[Value]:
     """``parse_open_response``: all values in a text that may count as its answer.
 
-    The text is stripped, also of periods, and lower-cased; only newlines split it, because the
-    pattern for sentences requires capitals. Each part contributes the shortest tail after an
-    indicator ("is ", "so ", ...; "=" for the last part only); without any, the whole text is used.
-    All numbers in these texts are added, and everything is normalized.
+    Only newlines split the text, because the pattern for sentences requires capitals.
     """
     whole = text.strip().strip(".").lower()
     pieces = re.split(r"\.\s(?=[A-Z])|\n", whole)
@@ -389,10 +366,7 @@ def _find_tail(piece: str, signs: Sequence[str]) -> str:
 
 
 def normalize(text: str) -> list[Value]:
-    """``normalize_str``: a number with two decimals, else lower case.
-
-    One character becomes two strings, with a blank before and after, to avoid trivial matches.
-    """
+    """``normalize_str``: a number with two decimals, or lower case; a character as two texts."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -402,12 +376,7 @@ def normalize(text: str) -> list[Value]:
 
 
 def is_open_correct(values: set[Value], gold: str | Sequence[str]) -> bool:
-    """``eval_open``: whether a string contains a gold string, or a number equals a gold number.
-
-    Args:
-        values: from :func:`parse_open_values`.
-        gold: the answer or the list of accepted answers.
-    """
+    """``eval_open``: whether a string contains a gold string, or a number equals a gold number."""
     answers = [gold] if isinstance(gold, str) else gold
     wanted = [value for answer in answers for value in normalize(answer)]
     strings = [value for value in wanted if isinstance(value, str)]

@@ -4,8 +4,7 @@ Saved grades (``MODEL_gpt-4-grade-Nruns.json``) are aggregated as the official s
 answer without a grade needs a judge.
 
 Source: Yu et al., "MM-Vet: Evaluating Large Multimodal Models for Integrated Capabilities";
-yuweihao/MM-Vet mm-vet_evaluator.py. A grade of another judge, or of another prompt, is not
-comparable with published ones.
+yuweihao/MM-Vet mm-vet_evaluator.py.
 """
 
 import math
@@ -152,10 +151,7 @@ class MmVet(Benchmark):
         return statistics.fmean(extracted)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``total`` and ``std`` over the runs, ``run.<number>``, ``capability.<name>``.
-
-        Not rounded; papers print one decimal. ``std`` is that of the population, as numpy's.
-        """
+        """Compute ``total`` and ``std`` over the runs, ``run.<number>``, ``capability.<name>``."""
         graded = {len(one.extracted): one.question.where for one in scored if one.extracted}
         if len(graded) > 1:
             numbers = " and ".join(map(str, sorted(graded)))

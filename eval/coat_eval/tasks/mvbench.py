@@ -1,9 +1,4 @@
-"""MVBench and MLVU: choices about videos, in tasks.
-
-MVBench has 200 choices about short videos for each of twenty temporal tasks, MLVU (dev) seven
-multiple-choice tasks about videos of three minutes to two hours; its two generation tasks are
-judged by GPT-4 and not implemented. No published predictions with scores were found, so only the
-rules are checked.
+"""MVBench and MLVU (dev): choices about videos, in tasks; without MLVU's two generation tasks.
 
 Source: Li et al., "MVBench: A Comprehensive Multi-modal Video Understanding Benchmark"
 (arXiv:2311.17005); OpenGVLab/Ask-Anything video_chat2/mvbench.ipynb. Zhou et al., "MLVU:
@@ -136,10 +131,7 @@ class MvBench(Benchmark):
         return len(letter) == 1 and letter in ascii_uppercase
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """Return 1 if the word without periods is a part of ``(a)``, or contains it.
-
-        So an empty text is right, as in the official script.
-        """
+        """Return 1 if the word is a part of ``(a)`` (also an empty one), or contains it."""
         gold = f"({question.answer.lower()})"
         return float(extracted.replace(".", "") in gold or gold in extracted)
 
@@ -148,9 +140,6 @@ def read_candidates(row: Mapping[str, Any], where: str) -> tuple[dict[str, str],
     """Return the candidates by letter, and the letter of the answer.
 
     Of equal candidates the last one is the answer. Rows without candidates have its letter.
-
-    Raises:
-        DataError: the answer is no candidate, or no letter.
     """
     choices = letter_choices([str(one) for one in row.get("candidates") or ()])
     answer = str(pick(row, ("answer",), where))

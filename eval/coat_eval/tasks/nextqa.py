@@ -70,11 +70,7 @@ class NextQa(Benchmark):
         return (row.folder.file(question.cluster, folders, (".mp4",), "video"),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions; an index from 0 to 4 is the letter of its choice.
-
-        Raises:
-            DataError: also if the file has answers, and one contradicts the references.
-        """
+        """Return the predictions; an index from 0 to 4 is the letter of its choice."""
         known = {one.question_id: one.answer for one in questions}
         predictions = super().predictions(table, questions)
         for place, one in enumerate(predictions):
@@ -92,10 +88,7 @@ class NextQa(Benchmark):
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``).
-
-        Where lmms-eval draws a letter at random, without a seed, there is none.
-        """
+        """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``)."""
         return parse_choice(text, question.details["choices"], lmms=True)
 
 

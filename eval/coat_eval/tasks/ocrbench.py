@@ -115,11 +115,7 @@ class OcrBench(Benchmark):
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """Return the text as answers are looked for in it.
-
-        The text is in lower case, stripped, with blanks for line breaks. Handwritten mathematics
-        keeps its case (not in lmms-eval) and loses its blanks.
-        """
+        """Return the text as answers are looked for in it."""
         lower = settings.profile == "lmms"
         return _normalize(text.lower() if lower else text, question)
 
@@ -128,10 +124,7 @@ class OcrBench(Benchmark):
         return float(any(_normalize(answer, question) in extracted for answer in question.answer))
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``final_score`` and ``score.<part>`` as numbers of right answers.
-
-        ``overall``, ``part.<part>`` and ``type.<type>`` are percentages.
-        """
+        """Compute ``final_score`` and ``score.<part>`` as numbers of right answers."""
         tables = group_by_table(scored)
         counts = {
             f"score.{part}": sum(one.score for one in tables[f"part.{part}"])

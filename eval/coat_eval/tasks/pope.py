@@ -82,10 +82,7 @@ class Pope(Benchmark):
         )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions; {question, answer} without ids is matched by order.
-
-        Row i of such a file must have the text of question i.
-        """
+        """Return the predictions; {question, answer} without ids is matched by order."""
         if table.has("question_id") or not table.has("question", "answer"):
             return super().predictions(table, questions)
         if len(table.rows) != len(questions):
@@ -119,11 +116,7 @@ class Pope(Benchmark):
             )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """Return ``yes`` or ``no``; other profiles may return another text, which is wrong.
-
-        official: see :func:`coat_eval.extract.extract_pope`. lmms: the stripped text in lower case,
-        which must equal the label. vlmeval: yes or no if exactly one of them is a word.
-        """
+        """Return ``yes`` or ``no``; other profiles may return another text, which is wrong."""
         if settings.profile == "lmms":
             return text.lower().strip()
         if settings.profile == "vlmeval":

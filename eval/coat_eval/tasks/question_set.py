@@ -1,18 +1,8 @@
 """Question sets, folders with your own questions: yes/no, multiple choice, short answers.
 
-``questions.jsonl`` has one object per line::
-
-    {"question_id": "7", "image": "img/7.png", "text": "Is there a dog?", "answer": "yes",
-     "category": "presence"}
-
-``question_id``, ``text`` and ``answer`` (or POPE's ``label``) are required. ``image`` is a path or
-a list of paths, ``video`` a path; a row without them is text only. ``category`` is optional;
-multiple choice rows have ``choices``. Paths are relative to the media root. The text should equal
-the prompts in training; without ``<image>`` (``<video>``) placeholders, the media come first,
-each on its own line (see :func:`coat_data.readers.llava.to_sample`).
-
-Metrics are percentages with two decimals. A text without a parsable answer is wrong and is counted
-in ``n_unparsed``; answers are never drawn at random.
+``questions.jsonl`` has one object per line, see docs/reference/benchmarks.md. Metrics are
+percentages with two decimals. A text without a parsable answer is wrong and is counted in
+``n_unparsed``; answers are never drawn at random.
 """
 
 from abc import abstractmethod
@@ -97,12 +87,7 @@ class QuestionSet(Benchmark):
         return [one.score == 1.0 for one in scored]
 
     def open(self, folder: Path) -> DataFolder:
-        """Read the folder's table.
-
-        Raises:
-            FileNotFoundError: the folder has no questions.jsonl.
-            DataError: a row is not an object; names file and line.
-        """
+        """Read the folder's table."""
         path = Path(folder) / QUESTIONS_FILE
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; an evaluation folder needs that file")
@@ -111,12 +96,7 @@ class QuestionSet(Benchmark):
         return DataFolder(Path(folder), [table])
 
     def load(self, folder: Path) -> list[Question]:
-        """Load the questions of a folder in file order; every image and video must exist.
-
-        Raises:
-            FileNotFoundError: the folder has no questions.jsonl.
-            DataError: the first bad row (names file and line), or there is no row.
-        """
+        """Load the questions of a folder in file order; every image and video must exist."""
         questions = self.questions(self.open(folder).tables, [])
         _check_media(questions)
         return questions
@@ -222,12 +202,7 @@ class QuestionSet(Benchmark):
 
 
 class YesNo(QuestionSet):
-    """Accuracy, precision, recall, F1 and yes-ratio; "yes" is the positive class.
-
-    Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models" (POPE),
-    section 5, and RUCAIBox/POPE evaluate.py. The rule applies to every text: a text without
-    "yes", "no" or "not" is counted as unparsed and scored as "yes".
-    """
+    """Accuracy, precision, recall, F1 and yes-ratio by POPE's rule; "yes" is the positive class."""
 
     name = "yes_no"
     headline = ("f1",)
@@ -297,12 +272,7 @@ class MultipleChoice(QuestionSet):
 
 
 class ShortAnswer(QuestionSet):
-    """Answers of a word or a phrase, which are normalized and compared as strings.
-
-    Prediction and reference are stripped, lose trailing periods and are lower-cased
-    (:func:`coat_eval.extract.extract_short_answer`); then they must be equal. There is no credit
-    for synonyms, plurals or articles. An empty text is unparsed and wrong.
-    """
+    """Answers of a word or a phrase, which are normalized and compared as strings."""
 
     name = "short_answer"
 

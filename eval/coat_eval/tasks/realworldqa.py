@@ -50,11 +50,7 @@ class RealWorldQa(LetterBenchmark):
         return question.text.strip()
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return the letter.
-
-        lmms: :func:`coat_eval.extract.extract_ranked_letter` if the reference is one of A to D;
-        else the stripped text in lower case without its last periods.
-        """
+        """Return the letter."""
         if settings.profile != "lmms":
             return super().extract(text, question, settings)
         if _is_letter(question):

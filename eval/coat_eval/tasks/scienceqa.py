@@ -1,11 +1,9 @@
 """ScienceQA: school questions with and without an image.
 
 LLaVA answers all 4,241 test questions and prints the accuracy over those with an image (SQA-I).
-VLMEvalKit has the questions with an image alone, 2,017 of test and 2,097 of val.
 
 Source: Lu et al., "Learn to Explain" (arXiv:2209.09513); LLaVA llava/eval/eval_science_qa.py; the
-sub-scores NAT, SOC, LAN, TXT, IMG, NO, G1-6 and G7-12 are those of the paper's tables.
-lmms-eval: lmms_eval/tasks/scienceqa/utils.py.
+sub-scores are those of the paper's tables. lmms-eval: lmms_eval/tasks/scienceqa/utils.py.
 """
 
 import re
@@ -60,10 +58,7 @@ class ScienceQa(LetterBenchmark):
         return last.isdecimal() and int(last) < ROTATION and skill[:1].isupper()
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
-        """Yield the questions; of problems.json those of the split test count.
-
-        The split is that of pid_splits.json, else the field ``split`` of each problem.
-        """
+        """Yield the questions; of problems.json those of the split test count."""
         listed = [row for table in folder.tables if _is_splits(table) for row in table.rows]
         test = {str(one) for row in listed if row["question_id"] == "test" for one in row["value"]}
         tables = [table for table in folder.tables if not _is_splits(table)]
@@ -120,12 +115,7 @@ class ScienceQa(LetterBenchmark):
         return (row.folder.file(f"{question.question_id}/{name}", folders),) if name else ()
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return the letter of LLaVA's rule on the raw text, or None.
-
-        The text is a letter, begins with a letter, a period and a blank, or contains "The answer is
-        X." once. lmms: the stripped text in upper case, or its first character, an upper-case
-        letter before a period.
-        """
+        """Return the letter of LLaVA's rule on the raw text, or None."""
         if settings.profile == "lmms":
             text = text.strip()
             return text[0] if text[:1].isupper() and text[1:2] == "." else text.upper() or None

@@ -100,9 +100,8 @@ class SeedBench(Benchmark):
         """Yield LLaVA's prompt for a letter; for a video, its middle frame.
 
         The variant that ranks choices uses the question alone, as SEED-Bench does. Its interfaces
-        differ in the loss: LLaVA-1.5's (SEED-Bench-2/model/llava_v2_interface.py) and Hugging
-        Face's InstructBLIP take the mean over the choice's tokens with the end token, as here;
-        LAVIS' InstructBLIP (model/instruct_blip_interface.py, ``reduction="none"``) their sum.
+        differ in the loss: LLaVA-1.5's (SEED-Bench-2/model/llava_v2_interface.py) takes the mean
+        over the choice's tokens with the end token, as here; LAVIS' InstructBLIP their sum.
         """
         for row in folder.rows("question", "choice_a"):
             question = str(row.values["question"])
@@ -132,11 +131,7 @@ class SeedBench(Benchmark):
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return the stripped text (``raw``: the text itself), which must equal the letter.
-
-        lmms: its first character, in upper case. vlmeval: a letter or a choice's text, see
-        :data:`coat_eval.extract.LETTER_RULES`.
-        """
+        """Return the stripped text (``raw``: the text itself), which must equal the letter."""
         if settings.profile == "lmms":
             return text.strip()[:1].upper()
         if rule := LETTER_RULES.get(settings.profile):

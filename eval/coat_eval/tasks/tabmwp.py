@@ -103,11 +103,7 @@ def compute_similarity(first: str, second: str) -> float:
 
 
 def normalize_answer(text: str, unit: str) -> str:
-    """Apply ``normalize_answer``: numbers without commas, rounded to three places; else no unit.
-
-    One "$" at the beginning and one ",", "." or "/" at the end are removed. Where upstream's script
-    stops with an error (such as "1/0" and "1.2.3"), the text is returned.
-    """
+    """Apply ``normalize_answer``: numbers without commas, rounded to three places; else no unit."""
     text = re.sub(r"[,./]$", "", text.removeprefix("$"))
     if _ONLY_NUMBER.match(text) is None:
         return text.replace(unit, "").strip() if unit else text

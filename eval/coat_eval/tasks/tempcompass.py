@@ -103,12 +103,7 @@ class TempCompass(Benchmark):
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return a letter, the gold answer itself, ``yes``, ``no``, or None.
-
-        The text is stripped, without ``</s>``. Multiple choice: the gold answer, a letter, or a
-        text that starts like "A." or "A)". Yes/no: by the beginning in lower case, so that "not
-        sure" is no.
-        """
+        """Return a letter, the gold answer itself, ``yes``, ``no``, or None."""
         text = text.replace("</s>", "").strip()
         if question.category == YES_NO:
             return next((word for word in ("yes", "no") if text.lower().startswith(word)), None)

@@ -69,11 +69,7 @@ class TextVqa(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return the annotated questions.
-
-        LLaVA's answers are joined by image and question. If several questions share both, all get
-        the answers of the last one, as in eval_textvqa.py's dictionary.
-        """
+        """Return the annotated questions."""
         questions = super().questions(references, predictions)
         if any(table.has("prompt") for table in predictions):
             last = {_join_key(one): one.answer for one in questions}
@@ -98,11 +94,7 @@ class TextVqa(Benchmark):
         )
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt with the reference OCR tokens, or without them (``no_ocr``).
-
-        If LLaVA's question file exists, its prompts are used unchanged. Otherwise the question gets
-        a capital first letter as in that file, and the tokens are the row's own or Rosetta's.
-        """
+        """Yield LLaVA's prompt with the reference OCR tokens, or without them (``no_ocr``)."""
         # The id of a row of LLaVA's question file is the image.
         written = {
             (str(row.values["question_id"]), parse_question(text, row.where)): text
@@ -138,11 +130,7 @@ class TextVqa(Benchmark):
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]
     ) -> list[Prediction]:
-        """Return predictions by question id; LLaVA's answers are matched by image and prompt.
-
-        Questions with the same image and text get one row each, in the order of all files (LLaVA
-        writes one per GPU).
-        """
+        """Return predictions by question id; LLaVA's answers are matched by image and prompt."""
         known = {one.question_id for one in questions}
         places: dict[tuple[str, str], list[str]] = {}
         for one in questions:
@@ -187,14 +175,7 @@ class TextVqa(Benchmark):
 
 
 def parse_question(prompt: str, where: str) -> str:
-    """Parse the question in one of LLaVA's prompts, in lower case (``prompt_processor``).
-
-    Three formats: "OCR tokens: ... Question: Q Short answer:"; three lines with the reference OCR
-    tokens on the first or the second of them; two lines, the question first.
-
-    Raises:
-        DataError: the prompt has another format.
-    """
+    """Parse the question in LLaVA's three prompt formats, in lower case (``prompt_processor``)."""
     lines = prompt.split("\n")
     if prompt.startswith("OCR tokens: "):
         found = re.search(r"Question: (.*?) Short answer:", prompt, re.DOTALL)

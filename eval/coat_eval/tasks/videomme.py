@@ -121,13 +121,7 @@ class VideoMme(Benchmark):
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """Return a letter or None.
-
-        official: :func:`coat_eval.extract.extract_first_letter` with the prefixes of 2024-06-23, or
-        of 2024-06-03 (``official_20240603``). lmms: see
-        :func:`coat_eval.extract.extract_ranked_letter`. vlmeval: the official rule, then a choice's
-        text.
-        """
+        """Return a letter or None."""
         if settings.profile == "lmms":
             return extract_ranked_letter(text) or None
         if settings.profile == OLDER:
@@ -138,11 +132,7 @@ class VideoMme(Benchmark):
         return letter
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute accuracies of answered questions; ``unanswered_wrong.<table>`` is over all.
-
-        lmms and vlmeval use the latter as accuracy. ``domain.Knowledge.short`` is a category within
-        a duration.
-        """
+        """Compute accuracies of answered questions; ``unanswered_wrong.<table>`` is over all."""
         tables = group_by_table(scored)
         durations = {name: tables.pop(f"duration.{name}", []) for name in DURATIONS}
         tables = {name: rows for name, rows in sorted(tables.items()) if "duration." not in name}
@@ -166,15 +156,7 @@ class VideoMme(Benchmark):
 def _format_subtitles(
     folder: DataFolder, name: str, video: MediaFile, frame_times: FrameTimes
 ) -> tuple[str, str]:
-    """Format the subtitles on screen in the sampled frames, one line each, in order; or nothing.
-
-    VILA and lmms-eval use a set of the same entries, so their order may differ. Uses all entries if
-    the times of the frames are not known.
-
-    Returns:
-        The text, and the file's SHA-256: the text also depends on the video, which may still be
-        missing.
-    """
+    """Format the subtitles on screen in the sampled frames, one line each, in order; or nothing."""
     path = folder.path / "subtitle" / f"{name}.srt"
     if not path.is_file():
         return "", ""
@@ -223,11 +205,7 @@ def _make_question(video: Mapping[str, Any], asked: Mapping[str, Any], where: st
 
 
 def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
-    """Read start and end in seconds and the text of each entry in order, without markup.
-
-    Raises:
-        DataError: the file is not UTF-8 text.
-    """
+    """Read start and end in seconds and the text of each entry in order, without markup."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -111,11 +111,7 @@ class VqaV2(Benchmark):
             )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """The text as it is compared with the answers.
-
-        official: EvalAIAnswerProcessor (not with ``raw``), then vqaEval.py's normalization unless
-        all annotators agree. lmms and vlmeval normalize always.
-        """
+        """The text as it is compared with the answers."""
         if settings.profile == "lmms":
             return vqa_text.normalize_vqa(text)
         if settings.profile == "vlmeval":
@@ -204,10 +200,7 @@ class OkVqa(VqaV2):
         return "microsoft/PICa @61d342c" if profile == "pica" else super().get_upstream(profile)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """Return the text as vqaEval.py compares it, without LLaVA's preprocessing.
-
-        lmms: after EvalAIAnswerProcessor. pica: the text itself.
-        """
+        """Return the text as vqaEval.py compares it, without LLaVA's preprocessing."""
         if settings.profile == "lmms":
             return vqa_text.process_answer(text)
         if settings.profile == "pica":
