@@ -1,4 +1,4 @@
-"""The report of a real run: throughput, and the commands that it names."""
+"""The report of a real run: throughput, the commands that it names, and how a browser shows it."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import started
+from in_browser import find_overflow, measure_in_browser, needs_browser
 from tiny_run import ENV, tiny_recipe, write_recipe
 
 from coat_vlm.config.load import load_recipe
@@ -130,3 +131,24 @@ def test_planned_memory_is_that_of_plan(run_dir: Path):
     (plan,) = plan_recipe(recipe, ranks=1, gpu_bytes=1e9)
     gib = f"{plan.memory[0].peak / 2**30:.2f}"
     assert re.search(rf"sft [\d.]+ {gib} [\d.]+ weights ", to_text(report(run_dir)))
+
+
+@needs_browser
+def test_a_browser_shows_the_page_at_every_width_and_filters_samples(run_dir: Path, tmp_path: Path):
+    done = started.run(["eval", "--model", str(run_dir)], env=ENV)
+    assert done.returncode == 0, done.stderr
+    opened = run_dir / "opened.html"
+    opened.write_text(report(run_dir).replace("<details>", "<details open>"))
+    assert find_overflow(opened, tmp_path) == {}
+    choose = (
+        "const form = inner.getElementById('filter'), shown = () => "
+        "[...inner.querySelectorAll('.sample')].filter(card => !card.hidden && "
+        "card.getClientRects().length).map(card => card.dataset.category);"
+        "const before = shown(); form.elements.category.value = 'odd';"
+        "form.dispatchEvent(new Event('input'));"
+        "return [before, shown(), form.hidden]"
+    )
+    before, after, hidden = measure_in_browser(run_dir / "report.html", tmp_path, choose)
+    assert set(before) == {"even", "odd"}
+    assert after == [category for category in before if category == "odd"]
+    assert not hidden

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_browser import find_overflow, needs_browser
 from test_compare_items import ANSWERS, pope_report
 
 from coat_cli.main import main
@@ -177,3 +178,8 @@ def test_the_page_has_a_plot_per_metric_and_loads_nothing(page: Path) -> None:
     assert "Scoring rules: " in text
     assert "@c121f04" in text
     assert "http" not in text.replace("http-equiv", "")
+
+
+@needs_browser
+def test_a_browser_shows_the_page_at_every_width(page: Path, tmp_path: Path) -> None:
+    assert find_overflow(page, tmp_path) == {}
