@@ -96,23 +96,20 @@ def _to_words(text: str) -> str:
     return " ".join(word.strip(".,;:!?()[]") for word in text.lower().split()).strip()
 
 
-PREFIXES_20240603 = (
+PREFIXES_20240623 = (
     "The best answer is",
     "The correct answer is",
     "The answer is",
     "The answer",
     "The best option isThe correct option is",
     "Best answer:Best option:",
-)
-"""Video-MME's answer prefixes of 2024-06-03. Two are fused because commas are missing upstream."""
-PREFIXES_20240623 = (
-    *PREFIXES_20240603,
     "Answer:",
     "Option:",
     "The correct answer",
     "The correct option",
 )
-"""Prefixes of 2024-06-23: thanku-all/parse_answer eval_your_results.py."""
+"""Prefixes of 2024-06-23: thanku-all/parse_answer eval_your_results.py, two of them fused because
+commas are missing upstream."""
 
 
 def extract_first_letter(

@@ -19,7 +19,6 @@ from coat_eval.data_folder import ParquetImage
 from coat_eval.scored_set import ScoredSet
 from coat_eval.significance import (
     Z_95,
-    compare_proportions,
     compute_binomial_error,
     compute_metrics,
 )
@@ -56,8 +55,6 @@ class Result:
     p_value: float | None = None
     detectable: float | None = None
     """Smallest true difference that would be seen with 80% power at the 5% level."""
-    paired: bool = False
-    """Whether the difference is paired by item."""
 
     @property
     def verdict(self) -> str:
@@ -131,7 +128,6 @@ def _make_result(
         "difference_interval": row.interval,
         "p_value": row.p_value,
         "detectable": row.detectable,
-        "paired": row.interval is not None,
     }  # fmt: skip
     return Result(
         name=f"{set_name} {metric}",
@@ -157,22 +153,15 @@ def _make_interval(value: float, error: float | None) -> tuple[float, float] | N
 def _list_published(
     first: Result, set_name: str, metric: str, published: Mapping[str, Mapping[str, Any]]
 ) -> list[Result]:
-    """Return published values of a metric, compared with the first model if it is an accuracy."""
+    """Return published values of a metric, with the binomial interval if it is an accuracy."""
     rows = []
     for model, figures in published.items():
         value = figures.get(f"{set_name}.{metric}")
         if value is None:
             continue
-        known: dict[str, Any] = {}
+        interval = None
         if set_name not in _OTHER_QUESTIONS and "f1" not in metric:
-            interval, p_value, detectable = compare_proportions(first.value, value, first.items)
-            known = {
-                "interval": _make_interval(value, compute_binomial_error(value, first.items)),
-                "difference_interval": interval,
-                "p_value": p_value,
-                "detectable": detectable,
-            }
-        row = {"interval": None, **known, "difference": value - first.value}
+            interval = _make_interval(value, compute_binomial_error(value, first.items))
         rows.append(
             Result(
                 name=first.name,
@@ -182,7 +171,8 @@ def _list_published(
                 published=True,
                 value=value,
                 items=first.items,
-                **row,
+                interval=interval,
+                difference=value - first.value,
             )
         )
     return rows

@@ -106,25 +106,6 @@ def compute_binomial_error(value: float, items: int) -> float:
     return 100 * math.sqrt(share * (1 - share) / items)
 
 
-def compare_proportions(
-    first: float, second: float, items: int
-) -> tuple[tuple[float, float], float, float]:
-    """Compare two percentages of ``items`` questions each, without the models' answers.
-
-    Uses :func:`compute_binomial_error`. Answers of two models to the same questions are mostly
-    correlated, so the interval is wider than a paired one.
-
-    Returns:
-        The 95% interval of second - first, the two-sided p of the z-test, and the difference that
-        this test sees with 80% power, ``(z_0.975 + z_0.8) SE`` (Miller 2024, "Adding Error Bars to
-        Evals", arXiv:2411.00640, section 5). All but p are in percentage points.
-    """
-    error = math.hypot(*(compute_binomial_error(value, items) for value in (first, second)))
-    gap = second - first
-    p_value = 2 * NormalDist().cdf(-abs(gap) / error) if error else float(gap == 0)
-    return (gap - Z_95 * error, gap + Z_95 * error), p_value, (Z_95 + Z_POWER) * error
-
-
 def find_detectable_difference(discordant: int, items: int) -> float | None:
     """Compute the smallest difference that McNemar's test sees with 80% power at the 5% level.
 

@@ -377,7 +377,7 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     )
     add(
         "--profile",
-        help=f"{_PROFILES}; videomme also official_20240603, okvqa also pica, mathvision also "
+        help=f"{_PROFILES}; okvqa also pica, mathvision also "
         "string",
     )
     _add_judge(parser)

@@ -147,7 +147,6 @@ def test_videomme(row: dict):
     question = Question(question_id="001-1", where="", answer="A", details={"choices": {}})
     for key, profile in (
         ("expected", "official"),
-        ("expected_20240603", "official_20240603"),
         ("lmms_eval_extract_mcq_answer", "lmms"),
         ("vlmevalkit_regex", "vlmeval"),
     ):

@@ -203,7 +203,6 @@ def test_mmmu_answers_already_read():
     ("profile", "key"),
     [
         ("official", "extracted"),
-        ("official_20240603", "extracted_20240603"),
         ("lmms", "lmms_eval_extract_mcq_answer"),
     ],
 )

@@ -28,7 +28,6 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import (
-    PREFIXES_20240603,
     extract_first_letter,
     extract_ranked_letter,
     infer_letter,
@@ -42,7 +41,6 @@ _TASK = (
     "with only the letter (A, B, C, or D) of the correct option."
 )
 _END = "The best answer is:"
-OLDER = "official_20240603"
 _SPAN = re.compile(r"(\d+):(\d+):(\d+)[,.](\d+)\s*-->\s*(\d+):(\d+):(\d+)[,.](\d+)")
 _TAG = re.compile(r"<[^>]*>")
 
@@ -53,7 +51,7 @@ class VideoMme(Benchmark):
     name = "videomme"
     source = "thanku-all/parse_answer eval_your_results.py @afd52cf (2024-06-23)"
     headline = ("overall", *DURATIONS, "unanswered_wrong.overall")
-    profiles = ("official", OLDER, "lmms", "vlmeval")
+    profiles = ("official", "lmms", "vlmeval")
     sizes: ClassVar[Mapping[str, int]] = {"all": 2700, "one duration": 900}
     constants = tuple("ABCD")
     text_fields = ("prediction", "response", "text")
@@ -124,8 +122,6 @@ class VideoMme(Benchmark):
         """Return a letter or None."""
         if settings.profile == "lmms":
             return extract_ranked_letter(text) or None
-        if settings.profile == OLDER:
-            return extract_first_letter(text, PREFIXES_20240603) or None
         letter = extract_first_letter(text) or None
         if letter is None and settings.profile == "vlmeval":
             return infer_letter(text, question.details["choices"])
@@ -144,7 +140,7 @@ class VideoMme(Benchmark):
                     one for one in rows if one.question.tables.get("duration") == duration
                 ]
         groups = {name: rows for name, rows in groups.items() if rows or name == "overall"}
-        official = settings.profile in ("official", OLDER)
+        official = settings.profile == "official"
         answered = {
             name: to_percent([r.score for r in rows if r.extracted is not None or not official])
             for name, rows in groups.items()
