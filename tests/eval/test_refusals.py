@@ -77,23 +77,6 @@ GQA = {
 }
 
 
-@pytest.mark.parametrize("with_image", [True, False])
-def test_gqas_question_file_is_not_predictions(tmp_path: Path, with_image: bool):
-    references = tmp_path / "questions.json"
-    references.write_text(json.dumps(GQA))
-    rows = [
-        {
-            "question_id": key,
-            **({"image": f"{one['imageId']}.jpg"} if with_image else {}),
-            "text": f"{one['question']}\nAnswer the question using a single word or phrase.",
-            "category": "default",
-        }
-        for key, one in GQA.items()
-    ]
-    problem = refusal("gqa", write(tmp_path / "llava_gqa.jsonl", rows), references).problem
-    assert "questions" in problem
-
-
 def test_the_questions_of_ones_own_set_are_not_predictions(tmp_path: Path):
     rows = [{"question_id": "a", "text": "Is there a dog here?", "answer": "yes"}]
     questions = write(tmp_path / "questions.jsonl", rows)

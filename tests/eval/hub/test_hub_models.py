@@ -109,13 +109,6 @@ def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     assert encoder.tokenizer.padding_side == "left"  # as answers need it
 
 
-@pytest.mark.parametrize(
-    ("prompt", "behind"), [("A :", " dog</s>"), ("A\n", "dog</s>"), ("x <|im_start|>", "dog</s>")]
-)
-def test_an_answer_is_set_off_from_a_word(load: Load, folder: Path, prompt: str, behind: str):
-    assert load(folder).encoder._format_answer(prompt, "dog") == behind
-
-
 def test_a_video_is_shown_as_its_frames(load: Load, folder: Path, benchmarks: Path):
     encoder = load(folder).encoder
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
