@@ -377,8 +377,7 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     )
     add(
         "--profile",
-        help=f"{_PROFILES}; okvqa also pica, mathvision also "
-        "string",
+        help=f"{_PROFILES}; okvqa also pica, mathvision also string",
     )
     _add_judge(parser)
     add("--raw", action="store_true", help="score without the preprocessing of LLaVA and VILA")
