@@ -90,26 +90,6 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         CoatAdamW(model.parameters()).load_state_dict(other.state_dict())
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
-    model, x, y = problem()
-    optimizer = CoatAdamW(model.parameters())
-    train(model, optimizer, x, y, 1)
-    state = optimizer.state_dict()
-    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:3]
-    with pytest.raises(ValueError, match=r"of shape \(3, 40\), not .* \(50, 40\)"):
-        CoatAdamW(model.parameters()).load_state_dict(state)
-
-
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="sparse"):
-        CoatAdamW(table.parameters()).step()
-
-
-Weights = list[nn.Parameter]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_a_scale_that_is_not_finite_skips_the_step(scale: float, device: str) -> None:

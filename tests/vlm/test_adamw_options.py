@@ -106,17 +106,6 @@ def test_groups_have_their_own_rates_and_can_be_added() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_a_copy_of_an_optimizer_steps() -> None:
-    params = parameters()
-    optimizer, _ = state_of(params, master="bf16_low_bits", seed=3)
-    again = copy.deepcopy(optimizer)
-    twin = again.param_groups[0]["params"]
-    for each, stepped in ((params, optimizer), (twin, again)):
-        set_gradients(each, 1)
-        stepped.step()
-    assert torch.equal(params[0], twin[0])
-
-
 def without_low_bits(state: dict[str, Any]) -> None:
     del state["state"][0]["master_low_bits"]
 
@@ -146,31 +135,6 @@ def test_a_state_that_does_not_fit_is_refused(change: Any, message: str) -> None
     change(state)
     with pytest.raises(ValueError, match=message):
         CoatAdamW(params, master="bf16_low_bits").load_state_dict(state)
-
-
-def test_a_parameter_that_changed_its_shape_is_refused() -> None:
-    params = parameters()
-    optimizer, _ = state_of(params)
-    params[1].data = torch.zeros(130)
-    params[1].grad = torch.zeros(130)
-    with pytest.raises(ValueError, match=r"parameter 1 of group 0 has shape \(130,\).*\(129,\)"):
-        optimizer.step()
-    gaps = nn.Parameter(torch.zeros(4, 6).t())
-    gaps.grad = torch.zeros_like(gaps)
-    with pytest.raises(ValueError, match=r"strides \(1, 6\); it must be contiguous"):
-        CoatAdamW([gaps]).step()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"master": "fp64"}, "master='fp64'; use one of fp32, bf16_low_bits"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CoatAdamW(parameters(), **options)
 
 
 def test_groups_are_checked_and_empty_parameters_do_no_harm() -> None:

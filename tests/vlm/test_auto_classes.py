@@ -32,7 +32,9 @@ def run(code: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("order", ["coat_vlm first", "transformers first"])
+@pytest.mark.parametrize(
+    "order", ["coat_vlm first", pytest.param("transformers first", marks=pytest.mark.slow)]
+)
 def test_one_import_registers_with_all_auto_classes(checkpoint: Path, order: str):
     own = "import coat_vlm\n"
     code = own + AUTO if order == "coat_vlm first" else TORCHVISION + AUTO + own

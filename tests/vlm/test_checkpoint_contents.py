@@ -13,7 +13,6 @@ from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.metadata import Contents, SavedParameter
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
-from coat_vlm.optim import CoatAdamW, state
 
 
 def contents(**changes: object) -> Contents:
@@ -58,19 +57,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path} is damaged: .*; restore the file"):
         read_json(path)
-
-
-def test_optimizers_and_their_states_have_different_names() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    names = {
-        state.describe_states(optimizer, optimizer.param_groups[0])
-        for optimizer in (
-            torch.optim.AdamW([parameter]),
-            CoatAdamW([parameter]),
-            CoatAdamW([parameter], master="bf16_stochastic"),
-        )
-    }
-    assert len(names) == 3
 
 
 def write_shards(writer: ShardWriter, folder: Path) -> None:

@@ -1,29 +1,21 @@
 """What a stage ``dpo`` cannot do is an error before it starts; what its reference shares."""
 
 import json
-import math
-import sys
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 
 from coat_vlm.config import Fp8Config, StageConfig
 from coat_vlm.config.load import load_recipe
 from coat_vlm.config.stage import LoraTraining, ModuleTraining, SourceConfig
-from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import convert, share_stored, store_frozen_weights
 from coat_vlm.generate import load
-from coat_vlm.model.lora import add_adapters
 from coat_vlm.train import preference
 from coat_vlm.train.checks import check_recipe
 from coat_vlm.train.model_setup import set_trainable
-from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.preference import copy_reference
 
 PAIR = {"question": "Which color?", "chosen": "Red.", "rejected": "Blue."}
@@ -136,34 +128,3 @@ def test_the_reference_shares_what_does_not_train(checkpoint: Path) -> None:
     assert torch.equal(before, reference(input_ids=ids).logits)
     assert not torch.equal(before, model(input_ids=ids).logits)
     assert not any(parameter.requires_grad for parameter in other.values())
-
-
-def build_loss(model: Any, processor: Any, path: Path) -> preference.Preference:
-    pytest.importorskip("trl", reason="needs trl: pip install -e '.[trl]'")
-    recipe = load_recipe(str(path))
-    stage = recipe.stages["dpo"]
-    return preference.Preference(model, processor, recipe, stage, path.parent, ALONE)
-
-
-def first_loss(pairs: preference.Preference, model: Any) -> float:
-    """log 2 if the reference computes what the model computes."""
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 4]])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    return pairs.loss(model, batch, 1.0).item()
-
-
-def test_the_reference_computes_with_the_nf4_weights(
-    good: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps of 0.01 stand in for NF4, so that this runs without bitsandbytes."""
-    stand_in, functional = ModuleType("bitsandbytes"), ModuleType("bitsandbytes.functional")
-    vars(functional)["quantize_4bit"] = lambda weight, **_: ((100 * weight).round() / 100, None)
-    vars(stand_in)["matmul_4bit"] = lambda x, packed, _, bias: F.linear(x, packed, bias)
-    model, processor = load(checkpoint)
-    lora = LoraTraining(rank=4, dropout=0.0)
-    add_adapters(model, lora)
-    pairs = build_loss(model, processor, good)
-    for module in (stand_in, functional):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    quantize_frozen_weights(model, replace(lora, quantize="nf4"))
-    assert first_loss(pairs, model) == pytest.approx(math.log(2), abs=1e-6)

@@ -19,8 +19,6 @@ from coat_vlm.model.compressed import (
     WeightFormat,
     dequantize,
     quantize,
-    sqnr_db,
-    table,
 )
 from coat_vlm.model.vlm import CoatVlm
 
@@ -74,26 +72,6 @@ def test_the_files_hold_codes_scales_and_the_rest_in_bf16(
         else:
             assert torch.equal(found[key], tensor), key
     assert not any("lm_head" in key or "projector" in key or "vision" in key for key in layers)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_names_every_layer_with_its_ratio(
-    exported: dict[str, Path], name: WeightFormat, source: Path, capsys: Any
-) -> None:
-    folder = exported[f"{name}-llava"]
-    record = json.loads((folder / "quantization.json").read_text())
-    plain, found = weights(exported["plain"]), weights(folder)
-    for row in record["layers"]:
-        key = row["layer"] + ".weight"
-        back = dequantize(found[key], found[f"{key}_scale"], SCHEMES[name])
-        assert row["sqnr_db"] == pytest.approx(sqnr_db(plain[key], back), abs=1e-3)
-        assert row["bytes_before"] == 2 * plain[key].numel()
-    lines = table(folder).splitlines()
-    assert all(any(row["layer"] in line for line in lines) for row in record["layers"])
-    left = {DOWN, DOWN.replace("layers.0", "layers.1")} if name == "fp8_block" else set()
-    assert record["left"].keys() == left
-    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
-    assert len(ignored) == 3 + len(left)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -84,18 +84,6 @@ def test_gradients_are_those_of_operands_in_fp8(
     assert gradients[1] < (0.05 if several else 3e-3)
 
 
-def test_the_error_is_that_of_fp8(device: str) -> None:
-    """E5M2's RMS error is below 1/8, E4M3's below 1/16; the largest values dominate the sums."""
-    layer, hidden, targets = case(device, torch.bfloat16)
-    logits = hidden.detach().double() @ layer.weight.detach().double().t()
-    exact = F.softmax(logits, -1) - F.one_hot(targets, VOCABULARY)
-    exact *= 4 / DIVISOR
-    wanted = [exact @ layer.weight.detach().double(), exact.t() @ hidden.detach().double()]
-    setattr(layer, FP8_GRADIENTS, Fp8Gradients)
-    errors = relative_errors(results(layer, hidden, targets, 112)[1:], wanted)
-    assert all(0.005 < error < 0.08 for error in errors), errors
-
-
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
 def test_only_what_is_trained_gets_a_gradient(device: str, trained: str) -> None:
     layer, hidden, targets = case(device)

@@ -36,14 +36,3 @@ def test_states_are_measured_against_adamws_on_the_same_dtype(
         assert row["original_bytes_per_parameter"] == original
         kept[kind] = row["bytes"] / row["parameters"]
     assert kept == {CoatAdamW: 2 + 12 / 128, torch.optim.AdamW: original}
-
-
-def test_low_bits_of_master_weights_are_no_states() -> None:
-    """The moments are compared with those of FP32 master weights, as without low bits."""
-    weight = nn.Parameter(torch.randn(128 * 64, dtype=torch.bfloat16))
-    optimizer = CoatAdamW([weight], master="bf16_low_bits")
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()
-    row = written(optimizer)
-    assert row["original_bytes_per_parameter"] == 8.0
-    assert row["bytes"] / row["parameters"] == 2 + 12 / 128

@@ -18,7 +18,13 @@ WIDTH, VOCABULARY, TOKENS = 64, 1000, 96
 Case = tuple[nn.Linear, Tensor, Tensor]
 
 
-@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("interpreter", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the tensors are: on a CPU, too, the loss takes the way of a GPU."""
     if request.param == "cuda":

@@ -81,8 +81,9 @@ def weights(engine: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("zero_stage", "bad"),
     [
-        *product([1, 2, 3], [math.nan, math.inf, -math.inf]),
-        *product([1, 2], [1e30]),  # whose square is not finite in FP32; stage 3 takes FP64
+        *product([1, 2, 3], [math.nan]),
+        (2, math.inf),
+        (2, 1e30),  # whose square is not finite in FP32; stage 3 takes FP64
     ],
 )
 def test_a_bad_gradient_changes_nothing_and_is_looked_at_once(zero_stage: int, bad: float) -> None:

@@ -9,7 +9,6 @@ from coat_cli.main import main
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.plan import format_plan, plan_recipe
-from coat_vlm.plan.graphs import OVERHEAD
 from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
 from coat_vlm.plan.table import advice
 
@@ -102,46 +101,6 @@ def test_following_the_advice_makes_it_fit(path: Path) -> None:
     assert followed.memory[changed.zero_stage].peak <= followed.usable_bytes
     hopeless = advice(plan(recipe, 1e6))
     assert "use more (--gpus) or larger GPUs" in hopeless
-
-
-def test_plans_count_cuda_graphs(path: Path) -> None:
-    """``auto`` takes what is left, so that it never decides whether a stage fits."""
-
-    def of(*changes: str, gpu_bytes: float = 80e9) -> StagePlan:
-        words = ["precision=coat", "stages.sft.vision={train: true, lr: 1.0e-3}", *changes]
-        return plan(load_recipe(str(path), words), gpu_bytes)
-
-    assert of("fp8.weights=cache").find_captured() == {}
-    off, auto, always = (of(f"fp8.cuda_graphs={mode}") for mode in ("false", "auto", "true"))
-    assert off.find_captured() == {}
-    captured = auto.find_captured()
-    assert list(captured) == ["vision", "language"]
-    assert [load.blocks for load in captured.values()] == [2, 2]
-    assert [load.tokens for load in captured.values()] == [32 * 16, 32 * 128]
-    activations = auto.activations
-    saved = sum(activations.saved[part] for part in captured)
-    assert sum(load.saved for load in captured.values()) == saved
-    assert auto.memory == off.memory
-    added = (1 + OVERHEAD) * saved
-    assert always.memory[3] == off.memory[3]  # where true is refused
-    for zero, memory in list(always.memory.items())[:3]:
-        assert memory.step_peak == pytest.approx(off.memory[zero].step_peak + added)
-        backward = off.memory[zero].backward_peak + OVERHEAD * saved
-        assert memory.backward_peak == pytest.approx(backward)
-    needed = off.memory[0].peak
-    assert list(of(gpu_bytes=1.04 * needed).find_captured()) == ["vision"]
-    assert of(gpu_bytes=0.94 * needed).find_captured() == {}
-    assert advice(of(gpu_bytes=1.04 * needed)).startswith("It fits as written")
-    for change in ("zero_stage=3", "stages.sft.gradient_checkpointing=true", "precision=bf16"):
-        assert of(change).find_captured() == {}
-    frozen = of("stages.sft.vision={train: false}").find_captured()
-    assert list(frozen) == ["language"]
-
-    text = format_plan([auto])
-    assert "launch 2 blocks of vision and 2 blocks of language (fp8.cuda_graphs)" in text
-    assert "they use memory that is left" in text
-    assert "the peaks contain their memory" in format_plan([always])
-    assert "CUDA graphs" not in format_plan([off])
 
 
 def test_the_command_prints_a_table_and_says_what_is_wrong(

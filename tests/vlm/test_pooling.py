@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ from coat_vlm.config import ModelConfig
 from coat_vlm.config.model import VideoConfig
 from coat_vlm.export.vila import save_vila
 from coat_vlm.generate import PromptEncoder, generate_batch
-from coat_vlm.model import CoatVlm, build_model, vlm
+from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import pool_frames
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor
@@ -32,32 +31,6 @@ def test_groups_become_their_means() -> None:
     (y * torch.tensor([1.0, 2, 3, 4]).reshape(4, 1, 1)).sum().backward()
     assert x.grad is not None
     assert x.grad[:, 0, 0].tolist() == [0.5, 0.5, 1, 1, 3, 4]
-
-
-def test_tiles_are_projected_in_chunks_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    tower, projector = torch.nn.Conv2d(3, 4, 2, 2), torch.nn.Linear(4, 6)
-    sizes: list[int] = []
-    model = SimpleNamespace(
-        vision_tower=torch.nn.Sequential(tower, torch.nn.Flatten(2)), projector=None
-    )
-
-    def project(features: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(features))
-        return projector(features.transpose(1, 2))
-
-    model.projector = project
-    pixels = torch.randn(7, 3, 4, 4)
-    whole = CoatVlm._project_tiles(cast(Any, model), pixels)
-    monkeypatch.setattr(vlm, "INFERENCE_TILES", 3)
-    with torch.no_grad():
-        found = CoatVlm._project_tiles(cast(Any, model), pixels)
-    assert sizes == [7, 3, 3, 1]  # with gradients all at once
-    torch.testing.assert_close(found, whole.detach())
-    tower.weight.ds_id = 0  # pyright: ignore[reportAttributeAccessIssue] - partitioned by ZeRO-3
-    with torch.no_grad():
-        CoatVlm._project_tiles(cast(Any, model), pixels)
-    assert sizes[4:] == [7]
 
 
 @pytest.fixture

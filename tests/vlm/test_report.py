@@ -166,6 +166,12 @@ def test_a_complete_run_shows_its_numbers(run: Path):
     assert "stage sft: training waited for data 25% of the time" in notes
 
 
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coat_vlm.report.plot_stage", lambda _: [])
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_throughput_is_tokens_by_time_of_the_steady_steps(run: Path):
     """The first step compiles for 40 s, the last one measures FP8 for 30 s."""
     rows = [START]
@@ -199,6 +205,7 @@ def test_steps_after_a_resume_and_a_rollback_are_not_steady(run: Path):
     }
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_planned_memory_stands_beside_the_measured(run: Path):
     plan = {"sft": {"weights": 1.5 * 2**30, "gradients": 0.0, "peak": 2.5 * 2**30}}
     assert "sft 3.00 2.50 1.20 weights 1.50 " in Page(write_report(run, plan)).text
@@ -206,6 +213,7 @@ def test_planned_memory_stands_beside_the_measured(run: Path):
     assert "(not computed: the Hub cannot be reached)" in text
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_data_are_shown_by_source_with_their_losses(run: Path):
     sources = [
         {"name": "scenes", "rows": 1000, "samples": 3000, "passes": 3.0, "tokens": 120.4},
@@ -244,6 +252,7 @@ def test_the_file_loads_nothing(run: Path):
     assert '<form id="filter" hidden>' in page.html  # without script there is nothing to filter
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
     write_training(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[:4]
@@ -288,6 +297,7 @@ def test_baselines_belong_to_their_metric():
     assert baseline(values, "recall", "chance") is None
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_fp8_is_shown_where_it_was_measured(run: Path):
     assert "underflowed" not in write_report(run).read_text()
     fp8 = {"kind": "fp8", "stage": "sft"}
