@@ -115,17 +115,11 @@ def of_groups_of_64(state: dict[str, Any]) -> None:
         state["state"][1][key] = state["state"][1][key].repeat_interleave(2)
 
 
-def of_fp32_metadata(state: dict[str, Any]) -> None:
-    for key in ("exp_avg_k", "exp_avg_sq_k"):
-        state["state"][1][key] = state["state"][1][key].float()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (without_low_bits, r"parameter 0 of group 0 has .* lacks \['master_low_bits'\]"),
         (of_groups_of_64, r"saved exp_avg_amax of parameter 1 of group 0 .* \(4,\), not .* \(2,\)"),
-        (of_fp32_metadata, r"saved exp_avg_k of parameter 1 of group 0 is torch.float32"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: Any, message: str) -> None:

@@ -193,7 +193,6 @@ def test_what_low_bits_need(overrides: list[str], words: str) -> None:
     [
         (["precision=bf16"], False, False),
         (["precision=coat"], True, True),
-        (["precision=fp8_linear"], False, False),
         (["precision=fp8_linear", "fp8.optimizer=coat"], True, True),
         (["precision=coat", "fp8.optimizer=adamw"], False, False),
         (["precision=coat", "zero_stage=1"], False, True),

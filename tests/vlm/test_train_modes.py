@@ -41,7 +41,7 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
     assert seen == [modes] * 3
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_deepspeed_times_no_micro_batch(zero_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third step on, its timer waited for the GPU twice in each of them."""
     recipe = make_recipe("tiny", 1, "coat", zero_stage)

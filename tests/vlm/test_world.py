@@ -30,19 +30,17 @@ for _ in range(2):
     try:
         with join_world() as world:
             train(world)
-    except (SystemExit, ValueError) as error:
+    except ValueError as error:
         print(repr(error))
     print(len(gloo()), "MASTER_PORT" in os.environ)
 """
 
 
-@pytest.mark.parametrize("end", ["pass", "raise SystemExit(75)", "raise ValueError('bad row')"])
+@pytest.mark.parametrize("end", ["pass", "raise ValueError('bad row')"])
 def test_a_world_is_left_at_every_end_and_can_be_joined_again(end: str) -> None:
     command = [sys.executable, "-c", PROGRAM.format(end=end)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # The port of a process alone is not handed on to those that it starts later.
     assert done.returncode == 0, done.stderr[-2000:]
-    raised = {"pass": [], "raise SystemExit(75)": ["SystemExit(75)"]}.get(
-        end, ["ValueError('bad row')"]
-    )
+    raised = [] if end == "pass" else ["ValueError('bad row')"]
     assert done.stdout.split("\n", 1)[1].splitlines() == [*raised, "0 False"] * 2
