@@ -163,7 +163,6 @@ def test_stock_transformers_answers_as_we_do(
     ("choices", "message"),
     [
         ({"projector": "mlp_downsample"}, "projector is mlp_downsample.*allowed: mlp2x_gelu"),
-        ({"mode": "dynamic"}, "mode is dynamic.*allowed: resize, pad"),
         ({"language": "gemma2", "attn_implementation": "eager"}, "Gemma2ForCausalLM.*soft cap"),
         ({"open_clip": True}, "coat_open_clip_vision"),
     ],

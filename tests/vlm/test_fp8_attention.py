@@ -132,9 +132,8 @@ def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
         assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
 @pytest.mark.parametrize("recompute_qkv", [False, True])
-def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool, argument: str) -> None:
+def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool) -> None:
     layer, rotary = block(recompute_qkv)
     layer.self_attn.config._attn_implementation = PACKED
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
@@ -143,8 +142,8 @@ def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool, arg
     packed |= {"max_length_q": T, "max_length_k": T}
     embeddings = rotary(x, torch.arange(T)[None])
     layer(x, position_embeddings=embeddings, **packed)
-    with pytest.raises(ValueError, match=f"does not support {argument}"):
-        layer(x, position_embeddings=embeddings, **packed, **{argument: torch.ones(4)})
+    with pytest.raises(ValueError, match="does not support softcap"):
+        layer(x, position_embeddings=embeddings, **packed, softcap=torch.ones(4))
     cache = DynamicCache()
     before = torch.zeros(1, 2, 3, 64).bfloat16()
     cache.update(before, before, 0)

@@ -94,19 +94,6 @@ def test_an_unknown_architecture_is_named() -> None:
         convert(model, Fp8Config())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"group_size": 64}, {"recompute_qkv": True}, {"cuda_graphs": True}, {"bf16_forward_first": 0}],
-)
-def test_settings_without_effect_are_refused(settings: dict[str, Any]) -> None:
-    (name,) = settings
-    with pytest.raises(ValueError, match=f"{name} has no effect with vision in fp8_linear"):
-        Fp8Config(**settings).resolved("fp8_linear")
-    Fp8Config(**settings).resolved("coat")
-    with pytest.raises(ValueError, match="fp8 selects nothing"):
-        Fp8Config(vision="bf16", language="bf16")
-
-
 def test_an_old_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(8, 9), (9, 0), (8, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found.pop(0))

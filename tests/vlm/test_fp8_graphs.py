@@ -313,8 +313,6 @@ def test_what_cannot_be_captured_runs_without(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["precision=fp8_linear"], "it is about FP8 blocks"),
-        (["precision=coat", "fp8.weights=cache"], "quantizes weights in every pass"),
         (["precision=coat", "zero_stage=3"], "weights at fixed addresses"),
         (
             ["precision=coat", "stages.sft.gradient_checkpointing=true"],

@@ -9,10 +9,6 @@ import pytest
 from PIL import Image
 
 from coat_vlm.report import write_report
-from coat_vlm.report.evaluation import (
-    baseline,
-    find_interval,
-)
 from coat_vlm.report.run_folder import read_run_folder
 
 RECIPE = """\
@@ -231,12 +227,6 @@ def test_data_are_shown_by_source_with_their_losses(run: Path):
     assert "sft held_out (validation) - - - - - 2.5000" in text
 
 
-def test_intervals_are_of_standard_errors():
-    report = {"standard_errors": {"f1": 5.0}}
-    assert find_interval({"f1": 95.0}, report, "f1") == pytest.approx((85.2, 100.0))
-    assert find_interval({"accuracy": 95.0}, report, "accuracy") is None
-
-
 def test_the_file_loads_nothing(run: Path):
     page = Page(write_report(run))
     assert page.addresses
@@ -287,14 +277,6 @@ def test_a_step_repeated_after_a_resume_counts_once(tmp_path: Path):
     (log,) = read_run_folder(tmp_path).stages
     assert [row["loss"] for row in log.steps] == [4.0, 3.0, 0.5, 0.25]
     assert log.end is None
-
-
-def test_baselines_belong_to_their_metric():
-    values = {"chance": 50.0, "f1_chance": 66.0, "far.chance": 25.0, "accuracy": 1.0}
-    assert baseline(values, "accuracy", "chance") == 50.0
-    assert baseline(values, "f1", "chance") == 66.0
-    assert baseline(values, "far.accuracy", "chance") == 25.0
-    assert baseline(values, "recall", "chance") is None
 
 
 @pytest.mark.usefixtures("no_plots")

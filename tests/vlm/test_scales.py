@@ -18,7 +18,7 @@ from coat_vlm.generate import generate
 from coat_vlm.model import build_model
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor, train_tokenizer
-from coat_vlm.model.projector import area_average, project_scales
+from coat_vlm.model.projector import area_average
 from coat_vlm.model.vlm import CoatVlm
 
 SCALES = [28, 56, 84]
@@ -148,12 +148,8 @@ def test_what_does_not_fit_together_is_refused(s2: tuple[Any, Any], tiny):
         model(**inputs | {"pixel_values": inputs["pixel_values"][:16]})
     with pytest.raises(ValueError, match="placeholders"):
         model(**inputs | {"image_grids": torch.tensor([[3, 3]])})
-    with pytest.raises(ValueError, match="for a model with s2_scales"):
-        tiny.model()(**inputs)
     with pytest.raises(ValueError, match=r"s2_scales=\[28, 60\]"):
         model_of(tiny, s2_scales=(28, 60))
-    with pytest.raises(ValueError, match="need 1 tiles"):
-        project_scales(torch.zeros(2, 4, 3), [(1, 1)], SCALES, lambda x: x)
 
 
 def test_tiles_of_mode_dynamic_are_images_with_line_breaks_between(tiny):

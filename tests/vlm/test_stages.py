@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from coat_vlm.config import SourceConfig
 from coat_vlm.config.load import load_recipe
@@ -27,26 +26,6 @@ def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]
     old, new = (load_recipe("quickstart", overrides) for overrides in (before, after))
     changes = find_changes(old, new)
     check_changes(changes, {"sft": "started"}, Path("r.yaml"), allow_changed_data=False)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "changed"),
-    [
-        ("fp32", "auto", False),  # a run of before auto, on a CPU
-        ("auto", "low_bits", True),
-        ("low_bits", "fp32", True),
-    ],
-)
-def test_master_weights_change_with_what_auto_means(
-    before: str, after: str, changed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = (load_recipe("quickstart", [f"master_weights={name}"]) for name in (before, after))
-    for gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        expected = changed if not gpu else (before, after) != ("auto", "low_bits")
-        assert [change.key for change in find_changes(old, new)] == (
-            [("master_weights",)] if expected else []
-        )
 
 
 def test_an_edited_list_of_sources_is_noticed(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ import pytest
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from coat_vlm.model import CoatVlmConfig
-
 IMAGE = 2
 
 
@@ -124,19 +122,3 @@ def test_placeholders_and_images_must_match(model, images, parts, count, message
     pixel_values = None if count is None else images[:count]
     with pytest.raises(ValueError, match=message):
         model(sequence(*parts), pixel_values=pixel_values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"projector_type": "mlp9"}, "unknown projector type 'mlp9'.*linear"),
-        ({"select_layer": -4}, "select_layer=-4 .* 3 blocks"),
-        ({"select_feature": "cls"}, "select_feature 'cls'; allowed: patch, cls_patch"),
-        ({"select_feature": "cls_patch"}, "needs a square grid.*linear or mlp2x_gelu"),
-        ({"image_token_id": 60}, "image_token_id 60 is outside .* of 60"),
-    ],
-)
-def test_configurations_that_cannot_work(tiny, changes, message):
-    text = tiny.language(vocab_size=60)
-    with pytest.raises(ValueError, match=message):
-        CoatVlmConfig(vision_config=tiny.vision("clip"), text_config=text, **changes)
