@@ -97,11 +97,6 @@ def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
     return FoundCheckpoint()
 
 
-def find_latest_checkpoint(folder: Path, world: World = ALONE) -> Path | None:
-    """Return the newest complete checkpoint of a stage; see :func:`find_checkpoint`."""
-    return find_checkpoint(folder, world).path
-
-
 def load_checkpoint(
     checkpoint: Path, engine: DeepSpeedEngine, expected: Progress, world: World
 ) -> Progress:

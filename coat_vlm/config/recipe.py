@@ -163,8 +163,8 @@ class Recipe:
     """Evaluation sets by name."""
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
-    (also at the end of each stage); 0 turns them off. Some answers are shown in TensorBoard and
-    Weights & Biases. For validation losses see ``eval_steps`` of a stage."""
+    (also at the end of each stage); 0 turns them off. Some answers are shown in Weights
+    & Biases. For validation losses see ``eval_steps`` of a stage."""
     eval_samples: Positive = 64
     """Questions per set in an evaluation during training: evenly spaced, the same each time."""
 

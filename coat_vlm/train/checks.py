@@ -19,12 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from coat_data.load.loader import check_batch_sizes
-from coat_data.sample import Part, Turn
-from coat_data.text.chat import get_template
-from coat_data.text.tokens import TokenizerLike
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import Precision, Recipe, StageName
-from coat_vlm.config.load import list_builtin_recipes, load_recipe
 from coat_vlm.export.llava import check_llava
 from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm, count_parameters
@@ -224,32 +220,9 @@ def _check_start(
             findings.add(describe_missing_start(name, start, problem))
             return None
         return start
-    try:
+    with findings.collect():
         check_start(recipe, str(start))
-    except ValueError as error:
-        findings.add(_find_maker(recipe, start) or f"{error}")
-        return None
-    return start
-
-
-def _find_maker(recipe: Recipe, start: Path) -> str | None:
-    """Return what to do if a stage of this or of a built-in recipe writes ``init_from``."""
-    stage = start.parent.name
-    if start.name != "model":
-        return None
-    if start.parent.parent == Path(recipe.output_dir) and stage in recipe.stages:
-        return (
-            f"init_from={start} does not exist: it is what stage {stage} of this recipe writes; "
-            "remove init_from (init_from=null), since each stage starts from the one before it"
-        )
-    for name in list_builtin_recipes():
-        other = load_recipe(name, unset_variables=True)
-        if start.parent.parent == Path(other.output_dir) and stage in other.stages:
-            return (
-                f"init_from={start} does not exist yet: the recipe {name} writes it; run coat-vlm "
-                f"train {name} first, name another folder with init_from=FOLDER, or start from "
-                "model.vision and model.language with init_from=null"
-            )
+        return start
     return None
 
 
@@ -319,7 +292,6 @@ def _check_frames(
         except ValueError as error:
             why = f"{error}".removeprefix("--format llava: ")
             findings.notes.append(f"this model cannot be exported as llava: {why}")
-    findings.notes += _compare_templates(recipe, processor)
     if recipe.cudnn_attention is True and meta_model.config.has_vision:
         trained = [name for name in meta_models if recipe.stages[name].vision.train]
         findings.notes += _describe_unsafe_tower(trained, cast(CoatVlmConfig, meta_model.config))
@@ -336,37 +308,6 @@ def _describe_unsafe_tower(trained: Sequence[str], config: CoatVlmConfig) -> lis
         f"attention of the tower is not causal and has {tokens} tokens (64 modulo 128); "
         "cudnn_attention=auto uses another kernel there"
     ]
-
-
-def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]:
-    """Return a note if a pretrained model has another chat template than it will be trained with.
-
-    They are compared on a conversation with a system turn, if the tokenizer's own allows one.
-    """
-    tokenizer = cast(TokenizerLike, processor.tokenizer)
-    templates = {recipe.model.template, *(stage.template for stage in recipe.stages.values())}
-    chosen = sorted(name for name in templates if name in ("chatml", "vicuna_v1"))
-    pretrained = recipe.model.language.name_or_path is not None or recipe.init_from is not None
-    if not (chosen and pretrained and tokenizer.chat_template):
-        return []
-    roles = ("system", "user", "assistant", "user", "assistant")
-    turns = [Turn(role, (Part("text", f"{role}."),)) for role in roles]
-    for conversation in (turns, turns[1:]):
-        try:
-            own, *others = (
-                "".join(part.text for part in get_template(name, tokenizer).render(conversation))
-                for name in ("tokenizer", *chosen)
-            )
-        except ValueError:
-            continue  # it allows no system turn; a template that does not fit is a problem itself
-        return [
-            f"template {name} differs from the chat template with which the language model of "
-            f"{tokenizer.name_or_path!r} comes; the model will be trained and saved with {name}: "
-            "model.template=tokenizer keeps its own"
-            for name, other in zip(chosen, others, strict=True)
-            if other != own
-        ]
-    return []
 
 
 def _check_disk(

@@ -18,7 +18,7 @@ from coat_vlm.distributed import World
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.run.signals import SIGNALS
-from coat_vlm.train.sample_tables import AnsweredSample
+from coat_vlm.train.tracking import AnsweredSample
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 16

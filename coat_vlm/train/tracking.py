@@ -7,27 +7,36 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from coat_data.media.pictures import read_pictures
+from coat_data.sample import Sample
 from coat_data.saved_files import write_text
+from coat_data.tools.html_page import sample_evenly
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.train.sample_tables import (
-    AnsweredSample,
-    add_to_tensorboard,
-    build_rows,
-    make_wandb_table,
-)
 from coat_vlm.train.steady_rates import average_rates, format_apart, split_steps
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 """File in a run folder."""
+_TABLE_ROWS = 8
+"""Maximum rows of a table of answers in Weights & Biases, the same in every evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredSample:
+    """A question, with the reference as the last turn, and the model's answer."""
+
+    sample: Sample
+    prediction: str
+    correct: bool
 
 
 class Metrics:
@@ -93,17 +102,21 @@ class Metrics:
     def write_samples(
         self, stage: str, step: int, answered: Mapping[str, Sequence[AnsweredSample]]
     ) -> None:
-        """Show some answered questions of each evaluation set in TensorBoard and W&B."""
-        if self._board is None and self._wandb is None:
+        """Show some answered questions of each evaluation set, with an image, in W&B."""
+        if self._wandb is None:
             return
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._check()
         for name, questions in answered.items():
-            rows = build_rows(questions)
-            if self._board is not None:
-                add_to_tensorboard(self._board, f"{stage}/samples/{name}", step, rows)
-            if self._wandb is not None:
-                table = {f"{stage}/samples/{name}": make_wandb_table(rows)}
-                self._wandb.log({**table, f"{stage}/step": step})
+            table = wandb.Table(columns=["image", "question", "reference", "prediction", "right"])
+            for index in sample_evenly(range(len(questions)), _TABLE_ROWS):
+                one = questions[index]
+                pictures, _ = read_pictures(one.sample.media, 1)
+                *_, question, reference = one.sample.turns
+                image = wandb.Image(pictures[0]) if pictures else None
+                table.add_data(image, question.text, reference.text, one.prediction, one.correct)
+            self._wandb.log({f"{stage}/samples/{name}": table, f"{stage}/step": step})
 
     def rewind(self, stage: str, step: int) -> None:
         """Delete the entries after ``step`` of ``stage``, see :func:`rewind`."""

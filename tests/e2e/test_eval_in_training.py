@@ -8,7 +8,6 @@ import pytest
 import started
 import tiny_run
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coat_data.sample import Sample
 from coat_eval.tasks import get_task
@@ -18,7 +17,7 @@ from coat_vlm.generate import generate, load
 STEPS, EVERY, QUESTIONS = 45, 15, 24
 ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}
 RUNS: dict[str, dict[str, Any]] = {
-    "asked": {"eval_every": EVERY, "tracking": {"tensorboard": True}},
+    "asked": {"eval_every": EVERY},
     "not asked": {},
 }
 
@@ -127,16 +126,6 @@ def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple
     return round(100 * right / QUESTIONS, 2), answers
 
 
-def predictions_on_board(run: Path, step: int) -> list[str]:
-    """Return the predictions in TensorBoard's table of a step, eight of 24 questions."""
-    board = EventAccumulator(str(run / "tensorboard"))
-    board.Reload()
-    events = board.Tensors("sft/samples/colors/text_summary")
-    assert [event.step for event in events] == [15, 30, 45]
-    (table,) = [event.tensor_proto.string_val[0] for event in events if event.step == step]
-    return [line.split(" | ")[3] for line in table.decode().splitlines()[2:]]
-
-
 def test_live_weights_answer_as_the_checkpoint_of_that_step(
     recipe: dict[str, Any], runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -151,7 +140,6 @@ def test_live_weights_answer_as_the_checkpoint_of_that_step(
         assert (row["headline"], row["samples"]) == ({"colors": "accuracy"}, {"colors": QUESTIONS})
         found.append(accuracy)
         words |= {len(answer.split()) for answer in answers}
-        assert predictions_on_board(run, row["step"]) == answers[::3]
     assert len(set(found)) > 1, found  # otherwise a mix-up of steps or questions would pass
     assert len(words) > 1, words
 

@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 import yaml
 
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.metadata import read_progress
 
 train = tiny_run.train
@@ -54,7 +54,7 @@ def test_a_packed_run_resumes_from_its_sampler_state(one_rank: Path) -> None:
     whole = tiny_run.steps(one_rank)
     checkpoints = one_rank / "sft" / "checkpoints"
     tiny_run.forget_after(one_rank, 3)
-    newest = find_latest_checkpoint(checkpoints)
+    newest = find_checkpoint(checkpoints).path
     assert newest is not None
     assert read_progress(newest).step == 3
     saved = json.loads((newest / "trainer.json").read_text())["sampler_state"]

@@ -41,7 +41,7 @@ from fault_runs import (
 )
 from started import IMPORTED, exit_with
 
-from coat_vlm.checkpoint.load import find_latest_checkpoint, list_checkpoints, path_step
+from coat_vlm.checkpoint.load import find_checkpoint, list_checkpoints, path_step
 from coat_vlm.run.lock import LOCK
 
 LIMIT_S = 60.0
@@ -379,7 +379,7 @@ def newest(run_dir: Path) -> int:
 
 
 def damaged(run_dir: Path) -> bool:
-    found = find_latest_checkpoint(run_dir / "sft/checkpoints")
+    found = find_checkpoint(run_dir / "sft/checkpoints").path
     return newest(run_dir) != (0 if found is None else path_step(found))
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders
 from coat_vlm.checkpoint.keep import KeepRule
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.metadata import Progress, read_progress
 from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.shards import Shards
@@ -97,7 +97,7 @@ def kill_one(folder: Path, step: int, delay_s: float | None) -> tuple[int, bool,
 def check(folder: Path, expected: set[int]) -> int:
     """The newest step, whose files hold what they should."""
     recover_folders(folder)
-    found = find_latest_checkpoint(folder)
+    found = find_checkpoint(folder).path
     step = read_progress(found).step if found is not None else 0
     assert step in expected, (step, expected)
     assert all(path.name.startswith("step-") for path in folder.iterdir())

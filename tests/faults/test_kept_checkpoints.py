@@ -7,7 +7,7 @@ from typing import Any
 import started
 from fault_runs import tiny_recipe, write_recipe
 
-from coat_vlm.checkpoint.load import find_latest_checkpoint, list_checkpoints, path_step
+from coat_vlm.checkpoint.load import find_checkpoint, list_checkpoints, path_step
 
 STEPS, SAVES, KEPT = 36, 2, 10
 
@@ -47,5 +47,5 @@ def test_last_every_and_best_of_a_run(text_data: Path, tmp_path: Path) -> None:
         alone = tmp_path / "alone" / path.name
         alone.parent.mkdir(exist_ok=True)
         path.rename(alone)
-        assert find_latest_checkpoint(alone.parent) == alone
+        assert find_checkpoint(alone.parent).path == alone
         alone.rename(path)

@@ -24,7 +24,7 @@ from fault_runs import (
     write_recipe,
 )
 
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 
 Start = Callable[..., Run]
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -77,7 +77,7 @@ def test_a_killed_launcher_leaves_no_orphan(
     assert run.end() == -number
     wait_until_dead(ranks)
     if launcher == "deepspeed":  # whose ranks notice it themselves, and can still save
-        assert find_latest_checkpoint(run_dir / "sft/checkpoints") is not None
+        assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_signal_of_torchrun_is_a_status_to_requeue(
     assert run.end() == 75, run.output()[-3000:]
     assert f"[rank 1] {number.name} received; stops after this step" in run.output()
     wait_until_dead(processes)
-    assert find_latest_checkpoint(run_dir / "sft/checkpoints") is not None
+    assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
     losses(run_dir)
 
 
@@ -123,7 +123,7 @@ def test_a_signal_of_deepspeeds_launcher_is_a_status_to_requeue(
     run.send(signal.SIGUSR1)
     assert run.end() == 75, run.output()[-3000:]
     wait_until_dead(processes)
-    assert find_latest_checkpoint(run_dir / "sft/checkpoints") is not None
+    assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
 
 
 def test_a_run_under_nohup_outlives_its_shell(
@@ -146,7 +146,7 @@ def test_a_run_under_nohup_outlives_its_shell(
             time.sleep(0.1)
         os.kill(pid, signal.SIGTERM)
         wait_until_dead([pid])
-        assert find_latest_checkpoint(run_dir / "sft/checkpoints") is not None
+        assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
     finally:
         if alive(pid):
             os.kill(pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ from fault_runs import (
 )
 
 from coat_data.folder_lock import LockError
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.run.lock import lock_folder
 
 Start = Callable[..., Run]
@@ -233,7 +233,7 @@ def test_a_stopped_run_that_wakes_up_writes_nothing(
     run_dir = tmp_path / "run"
     recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_steps=20)
     first = start(train(recipe, tmp_path))
-    first.wait_for(lambda: find_latest_checkpoint(run_dir / "sft/checkpoints"), "a checkpoint")
+    first.wait_for(lambda: find_checkpoint(run_dir / "sft/checkpoints").path, "a checkpoint")
     first.send(signal.SIGSTOP)
     refused = start(train(recipe, tmp_path, "--resume", "auto"))
     assert refused.end() == 2

@@ -23,7 +23,7 @@ from fault_runs import (
     write_recipe,
 )
 
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import read_progress
 
@@ -71,7 +71,7 @@ def test_in_a_step(number: signal.Signals, text_data: Path, start: Start, tmp_pa
     run.wait_for(lambda: count_steps(run_dir) > 3, "training")
     stop(run, number)
     assert "stops after this step" in run.output()
-    checkpoint = find_latest_checkpoint(run_dir / "sft/checkpoints")
+    checkpoint = find_checkpoint(run_dir / "sft/checkpoints").path
     assert checkpoint is not None
     assert read_progress(checkpoint).step == len(losses(run_dir))
 
@@ -90,7 +90,7 @@ def test_while_rank_1_waits_for_data(text_data: Path, start: Start, tmp_path: Pa
     run.send(signal.SIGTERM)
     run.wait_for(lambda: run.output().count("SIGTERM received; stops") == 2, "two lines")
     assert run.end() == 1
-    checkpoint = find_latest_checkpoint(run_dir / "sft/checkpoints")
+    checkpoint = find_checkpoint(run_dir / "sft/checkpoints").path
     assert checkpoint is not None
     assert read_progress(checkpoint).step == before == len(losses(run_dir))
 
@@ -130,7 +130,7 @@ def test_while_one_process_waits_for_data(text_data: Path, start: Start, tmp_pat
     os.kill(worker, signal.SIGSTOP)
     wait_until_it_stands(run, run_dir)
     stop(run, signal.SIGHUP)
-    checkpoint = find_latest_checkpoint(run_dir / "sft/checkpoints")
+    checkpoint = find_checkpoint(run_dir / "sft/checkpoints").path
     assert checkpoint is not None
     assert read_progress(checkpoint).step == len(losses(run_dir))
 
@@ -143,7 +143,7 @@ def test_in_validation(zero_stage: int, text_data: Path, start: Start, tmp_path:
     run = start(train({**recipe, "zero_stage": zero_stage}, tmp_path))
     run.wait_for(lambda: count_steps(run_dir) == 3, "validation")
     stop(run, signal.SIGUSR1)
-    checkpoint = find_latest_checkpoint(run_dir / "sft/checkpoints")
+    checkpoint = find_checkpoint(run_dir / "sft/checkpoints").path
     assert checkpoint is not None
     assert read_progress(checkpoint).step == 3
     assert '"val"' not in (run_dir / "metrics.jsonl").read_text()
@@ -234,4 +234,4 @@ def test_ctrl_c_saves_too(text_data: Path, start: Start, tmp_path: Path) -> None
     run.send(signal.SIGINT)
     assert run.end() == 130, run.output()[-3000:]
     assert "SIGINT received; stops after this step" in run.output()
-    assert find_latest_checkpoint(run_dir / "sft/checkpoints") is not None
+    assert find_checkpoint(run_dir / "sft/checkpoints").path is not None

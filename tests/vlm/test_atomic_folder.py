@@ -8,7 +8,7 @@ import pytest
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders, write_folder
 from coat_vlm.checkpoint.folder_files import FolderFiles
-from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.distributed import ALONE
@@ -38,18 +38,18 @@ def test_a_flipped_bit_and_a_truncated_file_are_named_and_passed_over(
     three: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = three[0].parent
-    assert find_latest_checkpoint(folder) == three[2]
+    assert find_checkpoint(folder).path == three[2]
     assert not caplog.records
     flip_bit(three[2] / "model" / "weights", 777)
-    assert find_latest_checkpoint(folder) == three[1]
+    assert find_checkpoint(folder).path == three[1]
     assert "step-00000003 is not used: model/weights is damaged" in caplog.text
     caplog.clear()
     (three[1] / "trainer.json").write_text("{")
-    assert find_latest_checkpoint(folder) == three[0]
+    assert find_checkpoint(folder).path == three[0]
     assert "step-00000002 is not used: trainer.json has 1 bytes, not 2" in caplog.text
     (three[0] / "model" / "weights").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint .* is complete.*3: model/weights.*delete"):
-        find_latest_checkpoint(folder)
+        find_checkpoint(folder)
 
 
 def test_a_file_that_the_disk_damaged_while_it_was_written_is_found(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_was_moved_away_for_a_folder_that_never_came_is_put_back(three: lis
     three[2].rename(three[2].with_name(f".old-{three[2].name}"))
     (three[0].with_name(f".old-{three[0].name}")).mkdir()
     recover_folders(three[0].parent)
-    assert find_latest_checkpoint(three[0].parent) == three[2]
+    assert find_checkpoint(three[0].parent).path == three[2]
     assert sorted(three[0].parent.iterdir()) == three
 
 
@@ -82,5 +82,5 @@ def test_a_failed_replacement_leaves_the_earlier_folder(three: list[Path]) -> No
 
     with pytest.raises(OSError, match=r"step-00000003 could not be saved: .*No space.*unchanged"):
         write_folder(three[2], ALONE, write)
-    assert find_latest_checkpoint(three[0].parent) == three[2]
+    assert find_checkpoint(three[0].parent).path == three[2]
     assert sorted(three[0].parent.iterdir()) == three
