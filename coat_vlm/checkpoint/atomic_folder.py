@@ -46,16 +46,9 @@ def write_folder(
 ) -> None:
     """Write a folder on rank 0, and replace ``target`` with it atomically.
 
-    If writing fails or a process is killed at any time, an existing ``target`` stays unchanged (see
-    :func:`recover_folders`).
-
-    Args:
-        world: all ranks must call this, and all raise an error if it failed.
-        write: writes the files into the given folder; called on rank 0 only.
-        check: called before writing and before the rename.
-
-    Raises:
-        OSError: the folder could not be written, for example because the disk is full.
+    All ranks must call this, and all raise an error if it failed. An existing ``target`` stays
+    unchanged at any failure or kill (:func:`recover_folders`). ``check`` is called before writing
+    and before the rename. Raises OSError if the folder could not be written.
     """
 
     def write_files(files: FolderFiles) -> None:

@@ -54,11 +54,7 @@ class FolderFiles:
         folder.mkdir(exist_ok=True)
 
     def write(self, name: str, chunks: Iterable["bytes | memoryview"]) -> None:
-        """Write a file of this path relative to the folder.
-
-        Raises:
-            OSError: the file could not be written; the error names it.
-        """
+        """Write a file of this path relative to the folder; OSError names the file."""
         path = self.folder / name
         digest, size = hashlib.sha256(), 0
         self._begun.append(name)

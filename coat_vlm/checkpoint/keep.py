@@ -31,15 +31,10 @@ class SavedStep:
 def choose_deletions(
     checkpoints: Sequence[SavedStep], newest: int, rule: KeepRule, losses: Mapping[int, float]
 ) -> list[int]:
-    """Return the steps of the checkpoints to delete.
+    """Return the steps of the checkpoints to delete; never ``newest``, the one just completed.
 
     A checkpoint of a spike never takes the place of a good one in ``rule.last``, and stays only
-    while there are fewer. Checkpoints of later steps than ``newest`` are another process's and
-    are not deleted, unless they are discarded.
-
-    Args:
-        newest: step of the checkpoint that was just completed; it is never deleted.
-        losses: validation losses by step, for ``rule.best``; steps without one are ignored.
+    while there are fewer. Later ones than ``newest`` are another process's, unless discarded.
     """
     earlier = [saved for saved in checkpoints if saved.step < newest and not saved.discarded]
     good = sorted(saved.step for saved in earlier if not saved.spike)

@@ -68,12 +68,8 @@ def path_step(checkpoint: Path) -> int:
 def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
     """Find the newest complete checkpoint of a stage; damaged ones are skipped with a warning.
 
-    Rank 0 lists the checkpoints. Every file of a checkpoint is read and its SHA-256 compared; the
-    ranks share the work.
-
-    Raises:
-        ValueError: there are checkpoints, but all are damaged; a rank does not see the files that
-            rank 0 sees; or a checkpoint has another format version.
+    The ranks share the reading and hashing of all files. Raises ValueError if all checkpoints are
+    damaged, a rank does not see rank 0's files, or a checkpoint has another format version.
     """
     problems: dict[str, str] = {}
     for name in world.run_on_rank0(lambda: [path.name for path in list_checkpoints(folder)]):
@@ -102,15 +98,8 @@ def load_checkpoint(
 ) -> Progress:
     """Load weights, optimizer states and random generator states of a checkpoint.
 
-    The number of ranks and the ZeRO stage may differ from those of the checkpoint. FP8 moments are
-    then requantized in the groups of the new partitions; weights and FP32 moments stay exact.
-
-    Args:
-        engine: built for the same stage of the same recipe.
-        expected: stage and precision of this run; other fields are not used.
-
-    Raises:
-        ValueError: the checkpoint is of another stage, precision, model or optimizer.
+    ``engine`` is built for the same stage; of ``expected`` only stage and precision are used.
+    Raises ValueError if the checkpoint is of another stage, precision, model or optimizer.
     """
     contents = read_contents(checkpoint)
     progress = world.run_on_rank0(lambda: read_progress(checkpoint))

@@ -43,9 +43,7 @@ def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
 def read_manifest(folder: Path) -> dict[str, Entry]:
     """Read the files in the manifest of a folder.
 
-    Raises:
-        DamagedError: there is no manifest, or it cannot be read.
-        ValueError: the folder has another format version.
+    Raises DamagedError if it cannot be read, ValueError if it has another format version.
     """
     path = folder / MANIFEST
     try:
@@ -64,10 +62,9 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Return why a folder is incomplete, or None; checks that all files exist, and their sizes.
+    """Return why a folder is incomplete, or None; compares only existence and sizes.
 
-    Raises:
-        ValueError: the folder has another format version.
+    Raises ValueError if the folder has another format version.
     """
     try:
         listed = read_manifest(folder)

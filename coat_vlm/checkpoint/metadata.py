@@ -74,11 +74,7 @@ class Contents:
     """For each parameter group ``lr`` and ``states``, how the optimizer states are stored."""
 
     def check(self, model: "Contents", where: str) -> None:
-        """Check that the checkpoint, called ``where``, fits the model and optimizer of a run.
-
-        Raises:
-            ValueError: something differs; the message names the first parameter.
-        """
+        """Raise ValueError, naming the first difference, if a run does not fit this checkpoint."""
         remedy = (
             "resume with the run's own recipe.yaml, or start a new run from exported weights "
             "(coat-vlm export, init_from)"

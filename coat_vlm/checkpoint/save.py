@@ -91,14 +91,10 @@ class CheckpointSaver:
         self._pending: FolderSave | None = None
 
     def save(self, progress: Progress) -> Path:
-        """Save a checkpoint between two steps; first waits for the one before.
+        """Save a checkpoint between two steps; it is complete after :meth:`finish`.
 
-        Returns:
-            The checkpoint, which is complete after :meth:`finish`.
-
-        Raises:
-            OSError: this checkpoint or the one before could not be written; earlier ones are
-                unchanged.
+        First waits for the one before. Raises OSError if one of both could not be written; earlier
+        ones are unchanged.
         """
         self.finish()
         target = self._folder / f"step-{progress.step:08d}"
@@ -119,11 +115,7 @@ class CheckpointSaver:
         return target
 
     def finish(self) -> None:
-        """Wait on all ranks until the last checkpoint is complete.
-
-        Raises:
-            OSError: it could not be written; earlier ones are unchanged.
-        """
+        """Wait on all ranks until the last checkpoint is complete; OSError if it is not."""
         save, self._pending = self._pending, None
         if save is None:
             return

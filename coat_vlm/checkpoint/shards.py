@@ -181,14 +181,10 @@ class Shards:
         return found if found is not None and found.size == size else None
 
     def find_overlaps(self, wanted: Fragment) -> Iterator[tuple[SavedPartition, int, int, int]]:
-        """Find the saved partitions that contain elements of a fragment.
+        """Yield the saved partitions that contain elements of a fragment.
 
-        Yields:
-            A saved partition, the index of the first element in it, the index of that element in
-            ``wanted``, and the number of elements.
-
-        Raises:
-            ValueError: elements are missing.
+        Each with the index of its first such element, the index of that element in ``wanted``, and
+        their number. Raises ValueError if elements are missing.
         """
         left = wanted.size
         for fragment, partition in self._by_name.get(wanted.name, []):

@@ -33,15 +33,8 @@ _CHUNK = 1 << 24
 def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None) -> str | None:
     """Return why a folder is incomplete or damaged, or None; reads and compares every file.
 
-    All ranks share the work and get the same result.
-
-    Args:
-        folder: the folder; on a file system that all ranks see.
-        wait_s: seconds to wait until every rank sees what rank 0 sees. Default: ``WAIT_S``.
-
-    Raises:
-        ValueError: a rank does not see the files that rank 0 sees, or the folder has
-            another format version.
+    All ranks share the work and get the same result. Raises ValueError if a rank does not see the
+    files that rank 0 sees after ``wait_s``, or the folder has another format version.
     """
 
     def look() -> tuple[str | None, str, dict[str, Entry]]:

@@ -65,11 +65,7 @@ class BadSamples:
                     self._counts[source] += 1
 
     def note(self, micro_batches: Sequence[LoadedBatch], step: int) -> dict[str, float]:
-        """List this rank's bad samples of a step.
-
-        Returns:
-            Counts to sum over the ranks: ``bad/SOURCE``, and ``transient_errors``.
-        """
+        """List this rank's bad samples of a step; return counts to sum over the ranks."""
         counts = {**{f"bad/{name}": 0.0 for name in self._counts}, _TRANSIENTS: 0.0}
         bad = [sample for loaded in micro_batches for sample in loaded.bad]
         if bad:
@@ -95,17 +91,11 @@ class BadSamples:
     def entry(
         self, counts: Mapping[str, float], count_by_source: Callable[[], np.ndarray]
     ) -> dict[str, Any]:
-        """Add a step's bad samples of all ranks.
+        """Add a step's bad samples of all ranks; return the entries for metrics.jsonl.
 
         Args:
             counts: sums of :meth:`note`.
-            count_by_source: returns the samples of each source so far; called only if there are
-                bad samples.
-
-        Returns:
-            For the step's entry of metrics.jsonl: ``bad_by_source``, the number and the share of
-            bad samples for each source that has any; and ``transient_errors``, their number, if not
-            0. Ranks other than the main one may not count the bad samples from before a resume.
+            count_by_source: returns the samples of each source so far; called only if needed.
 
         Raises:
             ValueError: there are too many bad samples or too many transient errors.

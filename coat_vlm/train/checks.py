@@ -77,8 +77,7 @@ class Findings:
     def raise_problems(self) -> None:
         """Raise ValueError with all problems, if there are any.
 
-        Of the ranks of a node, which see the same files, only the first one lists them. Another one
-        repeats its first problem, which may be its own (a failed read, another GPU).
+        Only the first rank of a node lists them; another one repeats its first problem.
         """
         if not self.problems:
             return
@@ -98,12 +97,7 @@ def check_recipe(
     overwrite: bool = False,
     num_ranks: int = 1,
 ) -> Findings:
-    """Check what training with the same arguments needs.
-
-    Args:
-        resume: an earlier run is continued; finished stages are not checked.
-        overwrite: an earlier run in the output folder will be deleted.
-    """
+    """Check what training with the same arguments needs; with ``resume``, of unfinished stages."""
     findings = Findings()
     run_dir = Path(recipe.output_dir)
     names: list[StageName] = []
@@ -237,8 +231,7 @@ def _build_processor(
 ) -> tuple[AnyProcessor | None, int]:
     """Build the processor as training does; returns it, if possible, and the vocabulary's size.
 
-    Instead of a tokenizer that the run will train, a small one with the same special tokens is
-    used.
+    A tokenizer that the run will train is represented by a small one.
     """
     model, size = recipe.model, recipe.model.tokenizer.train_vocab_size
     images = model.vision is not None

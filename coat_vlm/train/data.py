@@ -115,17 +115,13 @@ def open_data(
     """Open the stage's sources and verify the label masks of the first rows.
 
     Args:
-        run_dir: row sizes and split positions are saved in the stage's folder.
-        check: called with the training sources and their rows before the rows are measured or
-            split; may raise.
+        check: called with the training sources and their rows before these are measured or split.
         flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
-        unpad: pack micro-batches that would be padded much
-            (:func:`coat_data.load.collate.collate_unpadded`).
+        unpad: pack micro-batches that would be padded much.
 
     Raises:
         DataError: a source is missing or cannot be read, or a label mask is wrong.
-        ValueError: a source has no rows, the batch sizes do not divide, or ``balance`` is set and
-            the model's FLOPs are not known.
+        ValueError: a source has no rows, or the batch sizes or ``balance`` do not fit.
     """
     stage = recipe.stages[name]
     access = access_of(recipe)
@@ -251,20 +247,10 @@ def measure_sources(
     num_workers: int,
     skip_bad: bool,
 ) -> list[np.ndarray]:
-    """Measure the sizes of all rows once and save them in the stage's ``folder``.
+    """Measure the sizes of all rows once, on all ranks, and save them in the stage's ``folder``.
 
-    Every rank measures its share with ``num_workers`` processes.
-
-    Args:
-        max_images: a row with more images is bad.
-        folder: on a file system that all ranks see.
-        skip_bad: mark bad rows, which training replaces, instead of raising an error.
-
-    Returns:
-        For each source an int32 array (rows, 2): tokens and images; 0 tokens mark a bad row.
-
-    Raises:
-        DataError: a row is bad and ``skip_bad`` is False, or a medium cannot be reached.
+    Returns for each source an int32 array (rows, 2): tokens and images; 0 tokens mark a bad row.
+    A row with more than ``max_images`` is bad; without ``skip_bad`` it raises DataError.
     """
 
     def measure(dataset: Rows, rows: range) -> Iterator[tuple[np.ndarray, int]]:
@@ -305,14 +291,10 @@ def split_documents(
     world: World,
     num_workers: int,
 ) -> list[Rows]:
-    """Split documents into chunks of at most ``max_length`` tokens.
+    """Split documents into chunks of at most ``max_length`` tokens; other sources are unchanged.
 
-    Every rank splits its share with ``num_workers`` processes. The split positions are saved in
-    ``path`` (.npz), which a resumed run reads instead of splitting again. Returns ``datasets`` with
-    the rows of documents split; other sources are unchanged.
-
-    Raises:
-        DataError: the template leaves no tokens for text.
+    The split positions are saved in ``path`` (.npz), which a resumed run reads. Raises DataError if
+    the template leaves no tokens for text.
     """
     chosen = [number for number, rows in enumerate(datasets) if row_kinds(rows).documents]
     if not chosen:
@@ -354,15 +336,13 @@ def _load_or_compute(
     join: Callable[[Sequence[np.ndarray]], np.ndarray],
     empty: np.ndarray,
 ) -> list[np.ndarray]:
-    """Load an array per dataset from a file, or compute the arrays on all ranks and save them.
+    """Load an array per dataset from a file (.npz), or compute and save them on all ranks.
 
     Args:
-        path: the file (.npz), on a file system that all ranks see.
         state: returns what the arrays depend on; called on the main process only, since
             modification times may differ between nodes.
-        datasets: the rows; rank r computes rows r, r + world.size, ...
         compute: yields arrays for the given rows in order, each with its number of rows.
-        join: merges the arrays of all ranks.
+        join: merges the arrays of all ranks; rank r computes rows r, r + world.size, ...
     """
     known = world.run_on_rank0(lambda: _find_saved(path, json.dumps(state()), len(datasets)))
     digest = known.digest

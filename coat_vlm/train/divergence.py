@@ -168,12 +168,7 @@ class Watchdog:
     def check(self, entry: Mapping[str, Any], state: SamplerState, metrics: Metrics) -> Path | None:
         """Check a step; return the checkpoint to which training goes back, if it must.
 
-        Args:
-            metrics: gets an entry of kind ``divergence`` when a spike begins, and ``rollback``
-                when training goes back.
-
-        Raises:
-            ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.
+        Raises ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.
         """
         before = self._detector.first
         problem = self._detector.add(entry)
@@ -225,8 +220,7 @@ class Watchdog:
     def check_weights(self, model: nn.Module, stage: str) -> None:
         """Check the result of the stage before it is saved; all ranks must call this.
 
-        Raises:
-            ValueError: every step was skipped, or weights are not finite.
+        Raises ValueError if every step was skipped, or weights are not finite.
         """
         bad = _find_bad_weight(model, self._world)
         where = f"; {bad} is NaN or infinite" if bad else ""

@@ -86,15 +86,8 @@ class LiveEvaluation:
     ) -> tuple[dict[str, Any], dict[str, list[AnsweredSample]]] | None:
         """Generate answers to all questions with greedy decoding and score them.
 
-        Args:
-            model: the engine's module in evaluation mode; under ZeRO-3 weights are gathered layer
-                by layer.
-
-        Returns:
-            The row for metrics.jsonl: ``metrics``, in percent by set, the headline metric first and
-            without categories; ``headline``, the name of the headline metric by set; ``samples``,
-            the number of questions by set; ``eval_s``, the duration in seconds. Then the answered
-            questions of each set. None on all ranks if one of them received a signal.
+        Returns the entry for metrics.jsonl, with metrics in percent and without categories, and the
+        answered questions of each set; None on all ranks if one of them received a signal.
         """
         started = time.perf_counter()
         metrics, answered = {}, {}
@@ -145,9 +138,7 @@ class LiveEvaluation:
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
         """Yield this rank's batches of indices.
 
-        In lockstep all ranks have the same number of batches, and each batch has media on all ranks
-        or on none, because the tower runs only if there are media. If a group does not divide by
-        the number of ranks, its first question is repeated.
+        In lockstep all ranks have equally many, and each has media on all ranks or on none.
         """
         groups = [list(range(len(samples)))]
         if self._lockstep:

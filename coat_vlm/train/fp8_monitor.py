@@ -121,9 +121,7 @@ class BlockMonitor:
     def measure(self) -> tuple[dict[str, Any], list[str]]:
         """Measure the errors of the blocks on the captured inputs; all ranks must call this.
 
-        Returns:
-            Entries of metrics.jsonl, the errors and rates of each block (``layers``) and
-            ``warnings``; and the warnings to print.
+        Returns entries of metrics.jsonl and the warnings to print.
         """
         config = self._config
         assert config is not None
@@ -153,12 +151,8 @@ class BlockMonitor:
 def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     """Return the blocks that ``monitor.layers`` selects, in the model's order.
 
-    Args:
-        names: names of all FP8 blocks; blocks with the same parent form one part of the model.
-        layers: block names, or the words first, middle, last and all, which apply to every part.
-
-    Raises:
-        ValueError: a name is not an FP8 block, or there are no blocks.
+    Blocks with the same parent form one part, in each of which first, middle and last are chosen.
+    Raises ValueError if a name is not an FP8 block, or there are none.
     """
     parts: dict[str, list[str]] = {}
     for name in names:

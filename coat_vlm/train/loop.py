@@ -59,12 +59,8 @@ class StageLoop:
     def train(self) -> None:
         """Run the remaining steps.
 
-        Raises:
-            DataError: a row is bad and bad rows are not allowed.
-            OSError: a checkpoint could not be written.
-            ValueError: see :class:`coat_vlm.train.step.TrainStep` and
-                :class:`coat_vlm.train.divergence.Watchdog`.
-            Stopped: a signal was received, on any rank, and the checkpoint is saved.
+        Raises what a step, the watchdog or saving raises; Stopped after a signal on any rank, with
+        the checkpoint saved.
         """
         step = self.step
         # Killed between saving and measuring: the entries of this step are missing.

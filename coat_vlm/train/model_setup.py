@@ -26,11 +26,7 @@ _UNPADDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
-    """Return the stages of a recipe in order, or only the requested one.
-
-    Raises:
-        ValueError: the recipe does not have the requested stage.
-    """
+    """Return the stages to run in order; ValueError if the requested one does not exist."""
     names: list[StageName] = [name for name in STAGES if name in recipe.stages]
     if only_stage is not None and only_stage not in names:
         raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
@@ -42,10 +38,8 @@ def find_start(
 ) -> Path | None:
     """Return the folder of the model from which a stage starts; None for a new model.
 
-    That is the model of the stage before it. If the run folder has no such stage (``--stage sft``
-    in a new run folder), and for the first stage, it is ``init_from``. A stage that was started
-    there, but is not finished, is no reason to start from ``init_from``. With ``emptied``, the run
-    folder will have been emptied (``--overwrite``).
+    That is the model of the stage before it, finished or not; for the first stage, or if the run
+    folder has no such stage or will be ``emptied``, ``init_from``.
     """
     earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
     if earlier and (recipe.init_from is None or (not emptied and (run_dir / earlier[-1]).exists())):
@@ -71,12 +65,9 @@ def check_run_folder(run_dir: Path, *, continues: bool) -> None:
 
 
 def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
-    """Set ``requires_grad`` of all modules for a stage, and add LoRA adapters; once per model.
+    """Set ``requires_grad`` for a stage, and add LoRA adapters; once per model.
 
-    Of the modules of ``lora`` only the adapters train.
-
-    Raises:
-        ValueError: ``lora`` names a layer that does not exist.
+    Raises ValueError if ``lora`` names a layer that does not exist.
     """
     if stage.lora is not None:
         if stage.lora.quantize is not None:
@@ -131,19 +122,11 @@ def prepare_model(
     *,
     packed: bool = False,
 ) -> ConversionReport | None:
-    """Prepare a model for a stage: adapters, frozen modules, attention, precision.
+    """Prepare a model, in place, for a stage: adapters, frozen modules, attention, precision.
 
-    Args:
-        model: as built or loaded; changed in place, once.
-        packed: rows may be packed although the stage does not ask for it
-            (:func:`avoids_padding`).
-
-    Returns:
-        The modules that were converted to FP8; None if the precision is not an FP8 one.
-
-    Raises:
-        ValueError: ``lora`` names a layer that does not exist, the model does not fit FP8, or
-            ``sequence_parallel`` does not fit the language model.
+    ``packed`` allows packed rows for which the stage does not ask. Returns the modules that were
+    converted to FP8, if any. Raises ValueError if the model does not fit ``lora``,
+    ``sequence_parallel`` or FP8.
     """
     set_trainable(model, stage)
     if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows

@@ -49,26 +49,16 @@ def access_of(recipe: Recipe) -> Access:
 def open_sources(
     sources: Sequence[SourceConfig], seed: int, access: Access | None = None
 ) -> tuple[list[SourceConfig], list[Rows]]:
-    """Open the training sources of a stage and expand lists into their entries.
+    """Open the training sources of a stage; return expanded sources and their selected rows.
 
     An entry of a list is named ``source/entry`` (``source`` if there is only one entry). Settings
     of the recipe's source are the defaults of the entries, and its ``repeat`` multiplies theirs.
-    Its ``weight`` is distributed in proportion to the entries' weights, or to their numbers of
-    samples if they have no weights. With ``select`` a list stays one source with the rows of all
-    entries; a list in a list also does.
-
-    Args:
-        seed: seed of random selections, for sources without their own.
-        access: see :func:`open_source`.
-
-    Returns:
-        The expanded sources, and the selected rows of each.
+    Its ``weight`` is distributed in proportion to the entries' weights or numbers of samples. With
+    ``select``, and in another list, a list stays one source.
 
     Raises:
-        DataError: see :func:`open_source`; a list has a mistake, or ``exclude`` contains none of
-            its sources.
-        ValueError: see :func:`open_source`; weights and repeats of a list contradict each other,
-            only some entries have a weight, or two sources have the same name.
+        DataError: see :func:`open_source`; also of mistakes in a list.
+        ValueError: see :func:`open_source`; also of contradicting weights and of equal names.
     """
     configs: list[SourceConfig] = []
     datasets: list[Rows] = []
@@ -101,11 +91,7 @@ def check_names(sources: Sequence[SourceConfig]) -> None:
 
 
 def mix_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed: int) -> Mixture:
-    """Build the mixture of a stage's expanded sources.
-
-    Raises:
-        ValueError: a source has no rows, or only some of the sources have a weight.
-    """
+    """Build the mixture of a stage's expanded sources; ValueError if it cannot be."""
     return Mixture(
         [len(rows) for rows in datasets],
         [source.repeat for source in sources],
@@ -202,16 +188,12 @@ def open_source(
     """Open the selected rows of one source; a list is read as one source.
 
     Args:
-        seed: of a random selection, if the source has none.
         field_map: the reader's field names -> the file's column names (LlamaFactory).
-        access: the recipe's hosts and limits (:func:`access_of`); by default the defaults.
         without_weights: ignore the weights of a list, to read every row once.
 
     Raises:
-        DataError: the file or folder is missing or cannot be read, or the list of excluded rows
-            belongs to another source.
-        ValueError: the format does not exist, no row is left, or there are fewer rows than
-            ``select`` requires.
+        DataError: the source cannot be read, or ``exclude`` belongs to another source.
+        ValueError: the format does not exist, or ``select`` and ``exclude`` do not fit.
     """
     dataset = SampleDataset(
         source.path,

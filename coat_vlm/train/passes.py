@@ -145,11 +145,7 @@ class Passes:
         return Results(copied, record_event(self.world.device))
 
     def loss(self, batch: Batch, divisor: float) -> Tensor:
-        """Run the forward pass; return the sum of the token losses divided by ``divisor``.
-
-        With sequence parallelism these are the tokens of this rank. In a stage ``dpo`` it is the
-        sum of the losses of the pairs.
-        """
+        """Run the forward pass; return the sum of this rank's token (or pair) losses / divisor."""
         with self.phases.measure("to_device"):
             own: Mapping[str, Any] = batch
             if self.sequence is not None:

@@ -76,24 +76,19 @@ def run_recipe(
     allow_changed_data: bool = False,
     subsets: Sequence[EvalSubset] = (),
 ) -> Path:
-    """Train the stages of a recipe.
+    """Train the stages of a recipe; return the last stage's model folder.
 
     Args:
         resume: continue from the newest complete checkpoint; finished stages are skipped.
         only_stage: run only this stage, on the previous stage's model in the run folder.
-        allow_changed_data: continue although the data, or recipe keys that change the samples or
-            their order, differ from those with which the stage started.
-        subsets: the questions of ``eval_every`` with their scoring functions, see
-            :func:`coat_eval.runner.make_eval_subsets`.
-
-    Returns:
-        The last stage's model folder.
+        allow_changed_data: continue although the data, or keys that determine it, changed.
+        subsets: the questions of ``eval_every``
+            (:func:`coat_eval.runner.make_eval_subsets`).
 
     Raises:
         ValueError: the recipe, a checkpoint or the run folder does not fit, or training failed.
         LockError: another process uses the run folder, or took it over.
-        SystemExit: a signal stopped the run (:class:`coat_vlm.distributed.Stopped` after a
-            checkpoint).
+        SystemExit: a signal stopped the run.
         DataError: the data is bad.
         OSError: a file could not be saved.
     """

@@ -28,17 +28,10 @@ def prepare_run_folder(
     restarted: str | None = None,
     allow_changed_data: bool = False,
 ) -> None:
-    """Prepare the run folder, on the main process.
+    """Prepare the run folder, on the main process; save the recipe.
 
-    Args:
-        recipe: is compared with an earlier run's, and saved.
-        continues: an earlier run in the folder is continued.
-        overwrite: an earlier run in the folder is deleted.
-        restarted: the stage that starts over although it is finished.
-        allow_changed_data: see :func:`coat_vlm.train.run.run_recipe`.
-
-    Raises:
-        ValueError: the folder contains a run that this one must not use.
+    ``restarted`` is the stage that starts over although it is finished. Raises ValueError if the
+    folder contains a run that this one must not use.
     """
     saved = run_dir / RECIPE
     if overwrite and saved.is_file():

@@ -1,9 +1,7 @@
-"""Rates of training steps: which steps count, and which are shown apart.
+"""Rates of the steady steps of training.
 
-The first step after a start, a resume or a rollback compiles, allocates and fills the queues of the
-loader; a measured step compares or records FP8; a capturing step makes CUDA graphs. They say
-nothing about the speed of training, so rates are those of the other, steady steps. Saving and
-validation happen between steps and are no part of ``step_s``.
+Shown apart are the first step after a start, a resume or a rollback (it compiles and fills queues),
+steps that measure FP8, and steps that capture CUDA graphs.
 """
 
 from collections import defaultdict
@@ -37,13 +35,9 @@ def split_steps(
 
 
 def average_rates(entries: Sequence[Entry], ranks: int) -> dict[str, float]:
-    """Compute the rates over a number of steps: sums divided by the time of these steps.
+    """Compute the rates over steps: sums of all ranks divided by the time; empty without steps.
 
-    Returns:
-        ``tokens_per_s``, ``vision_tokens_per_s`` and ``samples_per_s`` of all ranks;
-        ``tflop_per_s_per_gpu`` if FLOPs are known; ``imbalance``, the mean of the steps of several
-        ranks; ``step_s``, mean seconds of a step; and ``wait``, the share of the time spent waiting
-        for data. Empty without steps.
+    ``wait`` is the share of the time spent waiting for data, ``imbalance`` a mean.
     """
     seconds = add_up(entries, "step_s")
     if not seconds:

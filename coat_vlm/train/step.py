@@ -85,25 +85,20 @@ class TrainStep:
         *,
         wait: bool = True,
     ) -> bool:
-        """Run one optimizer step.
+        """Run one optimizer step; return whether any process received a signal.
 
         Its results are read, checked, logged and passed to ``on_entry``: before this call returns,
         or during the next call if steps overlap.
 
         Args:
-            micro_batches: the micro-batches of this rank; None if a signal ended the wait for
-                them. No rank then runs the step.
+            micro_batches: of this rank; None if a signal ended the wait. No rank then runs the
+                step.
             started: ``time.perf_counter()`` before loading the micro-batches.
-            wait: whether the results must be read before this call returns. They also are after a
-                signal and if FP8 is measured in the step.
-
-        Returns:
-            Whether any process received a signal. This step's results are read then.
+            wait: whether the results must be read before this call returns.
 
         Raises:
-            ValueError: too many rows are bad, the loss is not finite, more than
-                ``max_skipped_steps`` steps had non-finite gradients, the batch has no supervised
-                token, or a trainable module gets no gradient.
+            ValueError: too many rows are bad or steps were skipped, the loss is not finite, the
+                batch has no supervised token, or a trainable module gets no gradient.
         """
         passes, number = self.passes, self.finished + 1
         self.log.begin(data_wait, passes.world.device)

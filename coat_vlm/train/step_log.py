@@ -55,12 +55,7 @@ class StepLog:
     def start_entry(
         self, counts: dict[str, float], batch_size: int, *, measured: bool
     ) -> dict[str, Any]:
-        """Return what is known of a launched step before its results are read.
-
-        Args:
-            counts: sums of :meth:`count`.
-            measured: whether FP8 was measured, which needs memory that training does not.
-        """
+        """Return what is known of a launched step; ``measured`` if FP8 needed more memory."""
         if measured:
             self.memory.reset()
         entry = {
@@ -88,12 +83,7 @@ class StepLog:
     def finish_entry(
         self, entry: dict[str, Any], started: float, waited: float, results: Results
     ) -> None:
-        """Add the times of a step whose results were read, and write its entry.
-
-        Args:
-            started: ``time.perf_counter()`` before loading the micro-batches.
-            waited: from :meth:`launch`.
-        """
+        """Add the times of a step whose results were read, and write its entry."""
         now = time.perf_counter()
         # A step that overlaps with the previous one takes the time since that one was read.
         seconds, self.read_at = now - max(started, self.read_at), now

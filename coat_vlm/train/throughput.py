@@ -101,12 +101,8 @@ class Throughput:
     def entry(self, counts: Mapping[str, float]) -> dict[str, Any]:
         """Convert sums of :meth:`count` to entries of metrics.jsonl.
 
-        ``supervised_tokens``: tokens with a label. ``tiles``: image tiles and video frames.
-        ``vision_tokens``: positions of the language model with features of tiles; all other
-        ``tokens`` are text. ``tflop``: model FLOPs of the step / 1e12 by module
-        (:mod:`coat_vlm.model.flops`), if they are known. ``imbalance``: of several replicas, see
-        :func:`measure_imbalance`. ``videos``: counts of events while media
-        were decoded. ``data_notes``: samples by kind of note (:data:`coat_data.sample.NOTES`).
+        ``tiles``: also video frames. ``tflop``: model FLOPs / 1e12 by module. ``imbalance``: see
+        :func:`measure_imbalance`. ``videos``, ``data_notes``: events while media were read.
         """
         entry: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
         if self.flops is not None:
