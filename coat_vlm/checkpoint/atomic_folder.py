@@ -1,14 +1,9 @@
 """Writes folders atomically: temporary name, sync, manifest with SHA-256 per file, rename.
 
-A folder is written under a temporary name that starts with ``.tmp-``, synced, listed in its
-manifest.json with sizes and SHA-256, and then renamed. A previous folder of that name is renamed to
-``.old-...`` before and deleted afterwards; if the process is killed in between,
-:func:`recover_folders` restores it.
-
-:func:`write_folder` writes on rank 0 only. :class:`FolderSave` writes with all ranks while training
-goes on: a thread of each rank writes and syncs its files, and then lists them in a file of the
-temporary folder. The thread of rank 0 waits for all lists, checks that the listed files are there,
-writes the manifest and renames the folder. Threads use no collectives, since training does.
+A previous folder of the name is first renamed to ``.old-...``; :func:`recover_folders` restores it
+if the process is killed before the new one is there. :func:`write_folder` writes on rank 0 only,
+:class:`FolderSave` with a thread of each rank: each lists its files, and the thread of rank 0 waits
+for all lists and commits the folder. Threads use no collectives, since training does.
 """
 
 import json

@@ -56,13 +56,10 @@ class CheckpointSaver:
     Args:
         describe: writes configuration, tokenizer and processor into a folder; called once, on the
             main process.
-        background: write in a thread. Otherwise :meth:`save` returns when the checkpoint is
-            complete, and makes no copy of the tensors in host memory.
-        discarded: names of checkpoints that this run found damaged or went back from; they are
-            deleted when the next one is complete.
+        background: write copies of the tensors in a thread; otherwise :meth:`save` waits.
+        discarded: names of checkpoints to delete when the next one is complete.
         losses: returns validation losses by step, for ``keep.best``; called in the thread.
-        check: called on the main process before writing, before the rename and before each
-            deletion; raises an exception if this process may no longer write.
+        check: called on the main process before it writes, renames or deletes.
     """
 
     def __init__(

@@ -51,13 +51,7 @@ class ShardWriter:
         weight: Tensor,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add a partition.
-
-        Args:
-            fragments: the elements of parameters in ``weight``.
-            weight: the values; a padded tensor, or the parameter itself.
-            state: the optimizer's state; None before the first step and for frozen parameters.
-        """
+        """Add a partition with the optimizer's state, if there is one; ``weight`` may be padded."""
         number, state = len(self._partitions), state or {}
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         elements = by_element(tensors, weight.numel())

@@ -1,12 +1,10 @@
 """Shows what every rank of a run does, and which rank the others wait for.
 
-Each rank renews ``RUN/heartbeat/rank-00000.json`` every few seconds from a thread: host, process,
-stage, step, what it does (:meth:`Heartbeat.enter`) and since when. A process that is stopped or
-dead does not renew its file; one that hangs in a call still does, but stays in the same activity.
-Rank 0 prints a warning when a step takes long and other ranks are not where it is; any rank ends
-when it has waited for them longer than ``collective_timeout_s``. (The time limits of NCCL and gloo
-do not suffice: DeepSpeed makes groups that do not have the run's limit.)
-``coat-vlm status RUN`` prints the files, also after a crash, when they say where each rank was.
+Each rank renews ``RUN/heartbeat/rank-00000.json`` every few seconds from a thread. A process that
+is stopped or dead does not renew its file; one that hangs in a call stays in the same activity.
+Rank 0 warns when a step takes long and other ranks are not where it is; any rank ends when it has
+waited longer than ``collective_timeout_s``. (The time limits of NCCL and gloo do not suffice:
+DeepSpeed makes groups that do not have the run's limit.)
 """
 
 import contextlib

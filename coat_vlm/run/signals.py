@@ -100,15 +100,9 @@ class Signals:
     def hold(self, until: str) -> Iterator[None]:
         """Only record signals inside this context; raise the recorded one at its end.
 
-        An exception that leaves the context has precedence, except an error of a collective: the
-        other ranks may have stopped already.
-
-        Args:
-            until: completes the sentence "stops ...", for the line that acknowledges a signal.
-
-        Raises:
-            SystemExit: a signal was received.
-            KeyboardInterrupt: Ctrl-C was received; at once if it was the second.
+        A second Ctrl-C is raised at once. An exception that leaves the context has precedence,
+        except an error of a collective: the other ranks may have stopped already. ``until``
+        completes the sentence "stops ..." of the acknowledgement.
         """
         self._holds.append(until)
         try:

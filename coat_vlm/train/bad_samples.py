@@ -18,18 +18,11 @@ _TRANSIENTS = "transient_errors"
 
 
 class BadSamples:
-    """The bad samples of one stage.
+    """The bad samples of one stage, over all ranks.
 
-    ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
-    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``. Rows that
-    were not read because of a transient I/O error (a network or server failed, the row may be
-    good) have ``transient: true`` and are counted separately. A source's
-    ``exclude`` reads this list and ignores the rows with transient errors.
-
-    Attributes:
-        total: bad samples so far over all ranks.
-        transient: samples with a transient I/O error, over all ranks, since the run was started or
-            resumed.
+    ``RUN/bad_samples.jsonl`` has a line per replaced row. Rows that were not read because of an I/O
+    error that may pass have ``transient: true``; they are counted separately, and a source's
+    ``exclude`` ignores them.
 
     Args:
         sources: in the order of the mixture.

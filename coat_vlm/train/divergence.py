@@ -1,10 +1,6 @@
 """Watches loss and gradient norm of a stage, and warns, stops or goes back when they diverge.
 
-A step is out of range if its gradients are zero or not finite, if its loss or gradient norm is more
-than ``threshold`` robust standard deviations above the median of the last steps (:func:`robust_z`),
-or if its loss is more than twice that of guessing and that of the first step. Steps out of range do
-not enter the window, so a run that stays diverged stays out of range. Falling losses and norms are
-in range.
+Steps out of range do not enter the window, so a run that stays diverged stays out of range.
 
 ``rollback`` follows PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) and OLMo 2
 (arXiv:2501.00656): it loads a checkpoint from before the spike and skips the batches in between.
@@ -61,9 +57,8 @@ def _spread(values: np.ndarray, floor: float) -> float:
 class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
-    The same entries give the same result, so a resumed run is brought up to date with those of
-    metrics.jsonl, and all ranks agree without communication. Guessing every token has the loss
-    log(vocab_size).
+    The same entries give the same result, so all ranks and a resumed run agree without
+    communication.
 
     Attributes:
         first: first step of the present spike; None if the last step was in range.

@@ -1,8 +1,7 @@
 """Evaluation during training (``eval_every``): generates and scores answers of the live weights.
 
-Scoring is in ``coat_eval``, which this package must not import. The caller passes the questions of
-each set with a function that scores the answers (:class:`EvalSubset`). This module distributes the
-questions over the ranks, and keeps the ranks in lockstep under ZeRO stage 3.
+The caller passes questions and scoring functions, since this package must not import
+``coat_eval``.
 """
 
 import time
@@ -42,16 +41,9 @@ class EvalSubset:
 class LiveEvaluation:
     """Evaluates the model on the questions of all subsets; the ranks share the questions.
 
-    The constructor encodes all prompts once, so that a bad one raises before training starts.
-
-    Args:
-        subsets: the same on every rank.
-        every: steps between two evaluations.
-        lockstep: every forward pass needs all ranks, with the same modules in the same order.
-
-    Raises:
-        ValueError: a prompt of another rank cannot be encoded.
-        DataError: a medium cannot be read, or a prompt is too long.
+    All prompts are encoded once at the start, so that a bad one raises DataError (ValueError on
+    other ranks) before training. With ``lockstep`` every forward pass needs all ranks, with the
+    same modules in the same order.
     """
 
     def __init__(

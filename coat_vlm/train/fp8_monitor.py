@@ -1,12 +1,8 @@
-"""Measures FP8 in a run: errors of blocks, memory, saturation.
+"""Measures FP8 in a run: errors of blocks (the recipe's ``monitor``), memory, saturation.
 
-:class:`BlockMonitor` implements the recipe's ``monitor``: it compares FP8 blocks with BF16 during
-training and warns. In a monitored step, hooks capture the first input of each selected block and
-the gradient of its output. After the step, with the new weights, :mod:`coat_vlm.fp8.block_error`
-runs each block in both precisions. The errors are summed over all ranks. Other steps have no hooks.
-
-:class:`Fp8Record` writes to metrics.jsonl which modules were converted, and at the first and last
-step of a stage how much memory FP8 saves and how many values saturate or underflow.
+In a monitored step, hooks capture the first input of each selected block and the gradient of its
+output; after the step :mod:`coat_vlm.fp8.block_error` runs each block in both precisions. Other
+steps have no hooks.
 """
 
 import math
@@ -43,15 +39,10 @@ Write = Callable[[dict[str, Any]], None]
 
 
 class BlockMonitor:
-    """Compares the FP8 blocks of one stage with BF16.
+    """Compares the FP8 blocks of one stage with BF16; without ``config`` it is off.
 
-    Args:
-        report: the converted modules; None in a run without FP8.
-        config: the recipe's ``monitor``; None turns the monitor off.
-        split: whether weights are partitioned over the ranks (ZeRO-3).
-
-    Raises:
-        ValueError: ``monitor.layers`` contains a name that is not an FP8 block, or there is none.
+    ``split`` is whether weights are partitioned over the ranks (ZeRO-3). Raises ValueError if
+    ``monitor.layers`` contains a name that is not an FP8 block, or there is none.
     """
 
     def __init__(

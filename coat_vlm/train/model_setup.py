@@ -167,12 +167,9 @@ def refuse_pairs(name: StageName, stage: StageConfig, command: str) -> None:
 def build_planned_model(
     recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, vocab_size: int | None
 ) -> PreTrainedModel:
-    """Build the model of the first step of a stage on ``meta``.
+    """Build the model of the first step of a stage on ``meta``; ValueError if it cannot be.
 
     ``vocab_size`` is None with ``init_from``.
-
-    Raises:
-        ValueError: the recipe's model cannot be built, or not in this precision.
     """
     pretrained = recipe.model.pretrained
     if recipe.init_from is not None:

@@ -105,10 +105,8 @@ class Passes:
     ) -> Results:
         """Launch forward, backward and the optimizer.
 
-        Args:
-            divisor: terms of the loss of all micro-batches and ranks.
-            read_previous: reads and checks the previous step, while the GPU has work.
-            first_step: check that all modules that train get gradients.
+        ``divisor`` is the number of terms of the loss of all micro-batches and ranks.
+        ``read_previous`` reads and checks the previous step, while the GPU has work.
         """
         # DeepSpeed divides by the number of micro-batches (backward) and of ranks (averaging). Each
         # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.

@@ -115,11 +115,8 @@ class Preference:
     def loss(self, engine: Any, inputs: Mapping[str, Any], divisor: float) -> Tensor:
         """Return the sum of the losses of the pairs of a batch, divided by ``divisor``.
 
-        Args:
-            engine: the model's engine, which is called once.
-            inputs: the batch on the device, except ``labels`` and ``attention_mask``: the chosen
-                answers, then the rejected ones (:func:`coat_data.load.collate.collate`).
-            divisor: such as the number of pairs of the step.
+        ``inputs`` are on the device, except ``labels`` and ``attention_mask``: the chosen answers,
+        then the rejected ones. ``engine``, the model's, is called once.
         """
         if not self._shares:  # the engine has stored the frozen weights since
             share_stored(self._model, self._reference)

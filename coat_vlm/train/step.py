@@ -215,13 +215,7 @@ class TrainStep:
         )
 
     def _check_finite(self, step: _LaunchedStep) -> tuple[float, float | None]:
-        """Wait for a step; return the loss of all ranks and the gradient norm if it was computed.
-
-        A step that DeepSpeed or the optimizer skipped is counted.
-
-        Raises:
-            ValueError: the loss is not finite, or too many steps were skipped.
-        """
+        """Wait for a step and return loss and norm; a skipped one is counted."""
         own_loss, norm = step.results.wait()
         loss = self.passes.world.sum([own_loss])[0]
         if norm is None or math.isfinite(norm):

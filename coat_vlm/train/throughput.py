@@ -1,12 +1,7 @@
 """Measures a step: tokens, throughput, peak memory, and the time of each phase.
 
-Every rank counts its own micro-batches on the CPU; the step sums all counts over the ranks in a
-single collective.
-
-``log_phases`` times the phases of a step. On a GPU a phase is the time between two CUDA events: the
-CPU runs ahead, so its clock would measure launches only. The events are read after the step's
-results, which follow the optimizer's work in the stream; so steps whose phases are timed do not
-overlap. On a CPU the clock is ``perf_counter``.
+``log_phases`` times phases on a GPU between two CUDA events, since the CPU runs ahead. The events
+are read after the step's results, so steps whose phases are timed do not overlap.
 """
 
 import resource

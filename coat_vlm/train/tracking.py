@@ -40,16 +40,9 @@ class AnsweredSample:
 
 
 class Metrics:
-    """Writes metrics to all loggers, on the main process.
+    """Writes metrics to all loggers, on the main process only (``enabled``).
 
-    Args:
-        tracking: loggers in addition to metrics.jsonl.
-        run_name: in Weights & Biases.
-        enabled: False on other ranks, where nothing is written.
-        check: raises an error if this run must write no more; called before each entry.
-
-    Raises:
-        ValueError: Weights & Biases is requested but not installed.
+    ``check`` raises an error if this run must write no more; it is called before each entry.
     """
 
     def __init__(
@@ -119,7 +112,7 @@ class Metrics:
             self._wandb.log({f"{stage}/samples/{name}": table, f"{stage}/step": step})
 
     def rewind(self, stage: str, step: int) -> None:
-        """Delete the entries after ``step`` of ``stage``, see :func:`rewind`."""
+        """Delete the entries after ``step`` of ``stage``, and open the file again."""
         if self._file is not None:
             self._file.close()
             rewind(self._path, stage, step)
