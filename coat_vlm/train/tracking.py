@@ -63,13 +63,8 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
         if enabled and tracking.wandb_project:
-            try:
-                import wandb  # pyright: ignore[reportMissingImports]
-            except ImportError as error:
-                raise ValueError(
-                    f"tracking.wandb_project={tracking.wandb_project!r} needs the wandb package; "
-                    "pip install -e '.[wandb]', or remove the key"
-                ) from error
+            import wandb  # pyright: ignore[reportMissingImports]
+
             self._wandb = wandb.init(
                 project=tracking.wandb_project, name=run_name, dir=str(run_dir)
             )
