@@ -71,6 +71,11 @@ MISTRAL = (
 )
 
 
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+
+
 @functools.cache
 def byte_level() -> str:
     """GPT-2's way, as Qwen and Llama 3 have it: bytes, and no space before a text."""
@@ -193,28 +198,19 @@ class Server:
     """The files of a folder; notes what is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.asked: list[tuple[str, str | None]] = []
+        self.asked: list[str] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                wanted = self.headers.get("Range")
-                outer.asked.append((self.path, wanted))
+                outer.asked.append(self.path)
                 path = folder / unquote(self.path).lstrip("/")
                 if not path.is_file():
                     self.send_error(404)
                     return
-                data, whole = path.read_bytes(), path.stat()
-                if wanted is not None:
-                    first, last = wanted.removeprefix("bytes=").split("-")
-                    part = data[int(first) : int(last) + 1]
-                    self.send_response(206)
-                    span = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
-                    self.send_header("Content-Range", span)
-                    data = part
-                else:
-                    self.send_response(200)
-                self.send_header("ETag", f'"{whole.st_mtime_ns}-{whole.st_size}"')
+                data, status = path.read_bytes(), path.stat()
+                self.send_response(200)
+                self.send_header("ETag", f'"{status.st_mtime_ns}-{status.st_size}"')
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 with suppress(BrokenPipeError, ConnectionResetError):
@@ -233,12 +229,12 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve() -> Iterator[Callable[[Path], Server]]:
     """Starts servers, which end with the test."""
     started: list[Server] = []
 
-    def start(*args: Any, **options: Any) -> Server:
-        started.append(Server(*args, **options))
+    def start(folder: Path) -> Server:
+        started.append(Server(folder))
         return started[-1]
 
     yield start

@@ -1,10 +1,6 @@
 """Chat templates as segments, against layouts written out by hand and transformers' rendering."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from coat_data.sample import Part, Turn
@@ -90,41 +86,10 @@ def test_tokenizers_own_template(make_tokenizer, name: str):
     assert written(template.render(conversation)) == OWN[name]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_first"])
-def test_own_generation_prompt_is_transformers(make_tokenizer, name: str):
-    tokenizer = make_tokenizer(name)
-    conversation = turns("What?", "A dog.", "More?")
-    messages = [{"role": turn.role, "content": turn.text} for turn in conversation]
-    rendered = get_template("tokenizer", tokenizer).render(conversation, add_generation_prompt=True)
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert "".join(segment.text for segment in rendered) == expected
-    assert not rendered[-1].trained
-
-
 def test_system_turn_may_be_written_into_the_first_question(make_tokenizer):
     template = get_template("tokenizer", make_tokenizer("llama2_always"))
     assert written(template.render(turns("Hi", "Ho", system="Be kind."))) == (
         "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] [[Ho]][[ </s>]]"
-    )
-
-
-def test_newline_eaten_by_an_end_token_is_left_out(make_tokenizer):
-    """Phi's end token swallows the white space behind it when the whole text is tokenized."""
-    tokenizer = make_tokenizer("qwen2")
-    fake = SimpleNamespace(
-        name_or_path="phi",
-        chat_template="x",
-        special_tokens_map={"eos_token": "<|im_end|>"},
-        added_tokens_decoder={
-            index: AddedToken(token.content, rstrip=token.content == "<|im_end|>")
-            for index, token in tokenizer.added_tokens_decoder.items()
-        },
-        apply_chat_template=tokenizer.apply_chat_template,
-    )
-    rendered = get_template("tokenizer", cast(Any, fake)).render(turns("a", "b", "c", "d"))
-    text = "".join(segment.text for segment in rendered)
-    assert text.endswith(
-        "assistant\nb<|im_end|><|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
     )
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import io
 import json
 import tarfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -48,21 +47,6 @@ def write_cifar10(path: Path) -> Path:
     return path
 
 
-def write_tiny_imagenet(path: Path) -> Path:
-    files = {
-        "words.txt": "n01\tgoldfish, Carassius auratus\nn02\tking penguin\nn03\tunused",
-        "val/val_annotations.txt": "val_0.JPEG\tn02\t0\t0\t9\t9\n",
-        "val/images/val_0.JPEG": photo(9),
-        "train/n01/images/n01_0.JPEG": photo(1),
-        "train/n02/images/n02_0.JPEG": photo(2),
-        "test/images/test_0.JPEG": photo(3),
-    }
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in files.items():
-            archive.writestr(f"tiny-imagenet-200/{name}", data)
-    return path
-
-
 def write_folders(path: Path) -> Path:
     for number in range(3):
         for name in ("king_penguin", "wok"):
@@ -77,7 +61,6 @@ def write_folders(path: Path) -> Path:
     ("name", "write", "train", "val"),
     [
         ("cifar.tar.gz", write_cifar10, ["rose", "rose", "sky", "sky"], ["sky"]),
-        ("tiny.zip", write_tiny_imagenet, ["goldfish", "king penguin"], ["king penguin"]),
         ("photos", write_folders, ["king penguin"] * 2 + ["wok"] * 2, ["king penguin", "wok"]),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoders import talk
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Size
@@ -52,11 +53,10 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SampleDataset]:
-    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     found = []
     for first, size in ((100, 40), (200, 33)):
         path = tmp_path_factory.mktemp("order") / f"{first}.json"
-        rows = [{"id": first + row, "conversations": talk} for row in range(size)]
+        rows = [talk(id=first + row) for row in range(size)]
         path.write_text(json.dumps(rows))
         found.append(SampleDataset(path))
     return found
@@ -65,52 +65,26 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SampleDataset]:
 def lengths_of(
     sources: list[SampleDataset], encoder: Talk, num_workers: int = 0
 ) -> list[np.ndarray]:
+    options: dict[str, Any] = {"num_workers": num_workers, "skip_bad": True}
     return [
-        np.concatenate(
-            list(
-                measure_rows(
-                    source,
-                    encoder.measure,
-                    range(len(source)),
-                    num_workers=num_workers,
-                    skip_bad=True,
-                )
-            )
-        )
+        np.concatenate([*measure_rows(source, encoder.measure, range(len(source)), **options)])
         for source in sources
     ]
 
 
 def loader(
-    sources: list[SampleDataset],
-    packed: bool,
-    encoder: Talk | None = None,
-    *,
-    rank: int = 0,
-    world: int = 1,
-    num_workers: int = 0,
-    micro: int = 1,
-    budget: Budget = BUDGET,
+    sources: list[SampleDataset], packed: bool, encoder: Talk | None = None, **options: int
 ) -> TrainLoader:
     encoder = encoder or Talk()
     mixture = Mixture([len(source) for source in sources], [2.0, 1.0], [None, None], seed=3)
     sampler = None
     if packed:
-        sampler = PackedSampler(mixture, lengths_of(sources, encoder), budget, BATCH, seed=7)
-    return TrainLoader(
-        sources,
-        mixture,
-        encoder,
-        batch_size=BATCH,
-        micro_batch_size=micro,
-        rank=rank,
-        world_size=world,
-        num_workers=num_workers,
-        seed=7,
-        replace_bad=True,
-        pad_token_id=0,
-        packing=sampler,
-    )
+        sampler = PackedSampler(mixture, lengths_of(sources, encoder), BUDGET, BATCH, seed=7)
+    chosen: dict[str, Any] = {
+        "batch_size": BATCH, "micro_batch_size": 1, "rank": 0, "world_size": 1, "num_workers": 0,
+        "seed": 7, "replace_bad": True, "pad_token_id": 0, "packing": sampler, **options,
+    }  # fmt: skip
+    return TrainLoader(sources, mixture, encoder, **chosen)
 
 
 def samples_of(loaded: LoadedBatch) -> list[tuple[int, int]]:
@@ -143,7 +117,9 @@ def steps(
     **options: Any,
 ) -> tuple[list[Any], SamplerState]:
     """The content of global steps, put together from all ranks, and the state after them."""
-    loaders = [loader(sources, packed, rank=rank, world=world, **options) for rank in range(world)]
+    loaders = [
+        loader(sources, packed, rank=rank, world_size=world, **options) for rank in range(world)
+    ]
     ranks = []
     for one in loaders:
         stream = one.steps(start)

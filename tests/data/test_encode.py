@@ -7,19 +7,18 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from encoders import encoder_of, templates_of
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coat_data.load.check_labels import verify_template
-from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.media.image import ImageTransform
-from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
 from coat_data.text.tokens import SegmentTokenizer
 
-TRANSFORM = ImageTransform(8, (0.5,) * 3, (0.5,) * 3)
 ANSWERS = [
     "A dog.",
     "Two lines.\n\nAnd a third one\n",
@@ -40,16 +39,6 @@ def sample(*said: str | tuple, system: str | None = None, media: tuple = ()) -> 
     return Sample(id="x", turns=tuple(turns), media=media, source="rows.json", row=7)
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerFast, template: str, **options) -> Encoder:
-    return Encoder(
-        tokenizer,
-        get_template(template, tokenizer),
-        TRANSFORM,
-        image_token_id=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
-        **{"tokens_per_image": 4, **options},
-    )
-
-
 def trained_runs(encoded: EncodedSample) -> list[list[int]]:
     """The runs of consecutive trained tokens."""
     runs, before = [], False
@@ -59,17 +48,6 @@ def trained_runs(encoded: EncodedSample) -> list[list[int]]:
             runs[-1].append(label)
         before = label != IGNORE_INDEX
     return runs
-
-
-def templates_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """Templates that work with the tokenizer, and the end of an answer in each."""
-    eos = str(tokenizer.eos_token)
-    found = {"plain": eos, "vicuna_v1": eos, "tokenizer": eos}
-    if eos == "<|im_end|>":
-        found["chatml"] = eos
-    if "<<SYS>>" in str(tokenizer.chat_template):
-        found["tokenizer"] = " </s>"
-    return found
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -209,38 +187,21 @@ def test_images_stand_where_they_were(make_tokenizer, tmp_path: Path):
     assert encoded.input_ids.dtype == encoded.labels.dtype == torch.int64
 
 
-def test_video_frames_are_images(make_tokenizer, tmp_path: Path):
-    folder = tmp_path / "frames"
-    folder.mkdir()
-    for number in range(6):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
-    tokenizer = make_tokenizer("qwen2")
-    conversation = sample((Part("video"), "?"), "a", media=(Media(kind="video", path=str(folder)),))
-    for asked, given in ((3, 3), (100, 6)):
-        encode = encoder_of(tokenizer, "chatml", video=VideoSettings(num_frames=asked))
-        encoded = encode(conversation)
-        assert (encoded.input_ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 4 * given
-        assert encoded.pixel_values.shape == (given, 3, 8, 8)
-    reds = ((encoded.pixel_values[:, 0, 0, 0] * 0.5 + 0.5) * 255).round().tolist()
-    assert reds == [0, 1, 2, 3, 4, 5]
-
-
 def test_frames_of_a_video_are_augmented_alike(make_tokenizer, tmp_path: Path):
     tokenizer = make_tokenizer("qwen2")
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     for number in range(3):
         Image.fromarray(noise).save(tmp_path / f"{number}.png")
     transform = ImageTransform(8, (0.5,) * 3, (0.5,) * 3, augment="crop_flip")
-    template = get_template("chatml", tokenizer)
-    encode = Encoder(tokenizer, template, transform, tokens_per_image=1, image_token_id=3)
+    encode = encoder_of(tokenizer, "chatml", transform)
     conversation = sample((Part("video"),), "a", media=(Media(kind="video", path=str(tmp_path)),))
     seen = set()
-    for seed in range(20):
+    for seed in range(8):
         frames = encode(conversation, np.random.default_rng(seed)).pixel_values
         assert torch.equal(frames[0], frames[1])
         assert torch.equal(frames[0], frames[2])
         seen.add(frames[0].numpy().tobytes())
-    assert len(seen) > 5
+    assert len(seen) > 2
 
 
 def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):
@@ -287,15 +248,6 @@ def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
     tokenizer.chat_template = jinja.replace("<|im_end|>", "!")
     with pytest.raises(ValueError, match=r"^the chat template .* after an answer"):
         verify_template(encoder_of(tokenizer, "tokenizer"))
-
-
-def test_measuring_a_pair_checks_the_length_of_both_answers(make_tokenizer):
-    encode = encoder_of(make_tokenizer("qwen2"), "chatml", max_length=40)
-    pair = replace(sample("What?", "A dog."), rejected="A cat.")
-    assert encode.measure(pair) == encode.measure(replace(pair, rejected=""))
-    for read in (encode, encode.measure):
-        with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens .* max_length=40"):
-            read(replace(pair, rejected="A cat." * 9))
 
 
 def test_vocabulary_pieces_that_spell_special_tokens():

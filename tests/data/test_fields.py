@@ -7,15 +7,14 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from encoders import encoder_of
 from transformers import PreTrainedTokenizerFast
 
 from coat_cli.main import main
 from coat_data.load.check_labels import check_labels
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.media.image import ImageTransform
+from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError, Sample
-from coat_data.text.chat import get_template
 from coat_data.tools.export import export
 from coat_data.tools.ingest import ingest
 from coat_data.tools.lint import lint
@@ -134,12 +133,6 @@ def test_quoted_placeholders_and_media_without_one_are_noted(tmp_path: Path) -> 
     assert [line.partition(": ")[0] for line in warnings] == ["chat", "chat"]
 
 
-def test_captions_after_the_first_are_noted(tmp_path: Path) -> None:
-    sample = read(tmp_path, {"image": "0.jpg", "captions": ["one", "two"]})
-    assert sample.turns[1].text == "one"
-    assert sample.reading.notes == ("later_captions",)
-
-
 WEIGHTED = [
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "first", "weight": 0},
@@ -170,19 +163,8 @@ def test_role_and_content_under_other_names(tmp_path: Path, name: str) -> None:
         read(tmp_path, row | {"label": False})
 
 
-def test_a_medium_that_two_fields_name_alike(tmp_path: Path) -> None:
-    sample = read(tmp_path, talk("<image>What?", image="0.jpg", images=["0.jpg"]))
-    assert len(sample.media) == 1
-    assert not sample.reading.ignored
-    with pytest.raises(DataError, match="both image and images are set"):
-        read(tmp_path, talk("<image>What?", image="0.jpg", images=["1.jpg"]))
-
-
 @pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_the_weight_of_a_turn_survives_reading_ingest_and_export(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_the_weight_of_a_turn_survives_reading_ingest_and_export(tmp_path: Path, name: str) -> None:
     row = {name: WEIGHTED if name == "messages" else llava(WEIGHTED)}
     path = jsonl(tmp_path, row)
     ingest(path, tmp_path / "ingested")
@@ -198,13 +180,7 @@ def test_the_weight_of_a_turn_survives_reading_ingest_and_export(
 def test_an_answer_of_weight_0_has_no_labels_and_the_same_tokens(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str
 ) -> None:
-    encoder = Encoder(
-        tokenizer,
-        get_template(template, tokenizer),
-        ImageTransform(8, (0.5,) * 3, (0.5,) * 3),
-        tokens_per_image=4,
-        image_token_id=None,
-    )
+    encoder = encoder_of(tokenizer, template, image_token_id=None)
     plain = [{k: v for k, v in m.items() if k in ("role", "content")} for m in WEIGHTED]
     full, part = (encoder(read(tmp_path, {"messages": m})) for m in (plain, WEIGHTED))
     assert part.input_ids.tolist() == full.input_ids.tolist()
@@ -254,21 +230,6 @@ def test_clips_in_the_row_and_in_parts_of_qwen(tmp_path: Path) -> None:
         read(tmp_path, talk("?", video=["a.mp4", "b.mp4"], start=2))
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [("Human", "user"), ("observation", "user"), ("chatgpt", "assistant")],
-)
-def test_names_of_speakers(tmp_path: Path, name: str, role: str) -> None:
-    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    said[role == "assistant"]["from"] = name
-    assert [turn.role for turn in read(tmp_path, {"conversations": said}).turns] == [
-        "user", "assistant"
-    ]  # fmt: skip
-    said[0]["from"] = "narrator"
-    with pytest.raises(DataError, match=r"'narrator' -> use one of .*chatgpt"):
-        read(tmp_path, {"conversations": said})
-
-
 FLAT = {"img_path": "0.jpg", "q": "What?", "a": "A bus."}
 COLUMNS = {"image": "img_path", "question": "q", "answer": "a"}
 
@@ -287,17 +248,6 @@ def test_columns_of_any_flat_row_are_mapped(tmp_path: Path) -> None:
         sample = dataset[0]
         assert [turn.text for turn in sample.turns] == ["\nWhat?", "A bus."]
         assert sample.media[0].path == str(tmp_path / "0.jpg")
-
-
-def test_columns_rename_the_fields_of_other_formats(tmp_path: Path) -> None:
-    row = {"pic": "0.jpg", "dialog": talk("<image>What?")["conversations"]}
-    sample = read(tmp_path, row, columns={"image": "pic", "conversations": "dialog"})
-    assert len(sample.media) == 1
-    clip = {"file": "a.mp4", "said": "Rain", "from": "1.5", "to": 3}
-    columns = {"video": "file", "caption": "said", "start": "from", "end": "to"}
-    medium = read(tmp_path, clip, columns=columns).media[0]
-    assert (medium.kind, medium.start, medium.end) == ("video", 1.5, 3)
-    assert read(tmp_path, {"body": "A page."}, columns={"text": "body"}).is_document
 
 
 def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,15 +151,6 @@ def test_crop_flip_gives_every_crop_and_nothing_else():
     assert seen == possible
 
 
-def test_augmentation_follows_the_generator_and_needs_one():
-    image = noise(32, 32)
-    transform = ImageTransform(32, HALF, HALF, augment="crop_flip")
-    first = [one_tile(transform, image, np.random.default_rng(seed)) for seed in range(5)]
-    again = [one_tile(transform, image, np.random.default_rng(seed)) for seed in range(5)]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(one_tile(transform, image), one_tile(ImageTransform(32, HALF, HALF), image))
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated", "text", "folder", "header"])
 def test_unreadable_images_name_the_path(tmp_path: Path, damage: str):
     path = tmp_path / "bad.jpg"

@@ -1,25 +1,17 @@
 import hashlib
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
 from PIL import Image
 
 from coat_data.containers.ingested import Manifest
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
 from coat_data.tools.ingest import ingest
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
 
 
 def make_images(folder: Path, number: int, size: int = 8) -> None:
@@ -107,16 +99,6 @@ def test_the_media_root_can_move_and_no_path_leaves_it(source: Path) -> None:
     assert moved[1].media[0].path == str(elsewhere / "1.png")
 
 
-def test_embedded_media_need_no_files(source: Path) -> None:
-    images = source.parent / "images"
-    out, manifest = run(source, embed_media=True)
-    expected = (images / "2.png").read_bytes()
-    images.rename(source.parent / "gone")
-    assert manifest.embedded
-    assert SampleDataset(out)[2].media[0].data == expected
-    assert SampleDataset(out)[2].media[0].path == str(images / "2.png")
-
-
 def spoil(source: Path) -> None:
     """Rows 1, 2, 4 and 6 become bad, each in its own way."""
     rows = rows_of(10)
@@ -184,17 +166,6 @@ def test_an_existing_folder_is_left_alone(source: Path) -> None:
     assert hidden(source.parent) == []
 
 
-def test_an_interrupt_leaves_nothing_behind(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(media: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("coat_data.tools.source.open_image", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(source)
-    assert not (source.parent / "out").exists()
-    assert hidden(source.parent) == []
-
-
 def test_damaged_folders_are_refused(source: Path) -> None:
     out, _ = run(source, shard_rows=5)
     shard, manifest = out / "part-00001.parquet", out / "manifest.json"
@@ -222,36 +193,3 @@ def test_damaged_folders_are_refused(source: Path) -> None:
         SampleDataset(out)
     with pytest.raises(DataError, match="no such file or folder"):
         SampleDataset(source.parent / "absent")
-
-
-def test_datasets_can_be_sent_to_workers(source: Path) -> None:
-    out, _ = run(source)
-    for dataset in (SampleDataset(source, source.parent / "images"), SampleDataset(out)):
-        assert samples(pickle.loads(pickle.dumps(dataset))) == samples(dataset)
-        assert dataset[np.int64(3)] == dataset[3]  # pyright: ignore[reportArgumentType]
-        for index in (-1, 10):
-            with pytest.raises(IndexError, match=f"row {index} of 10"):
-                dataset[index]
-
-
-def test_a_list_of_sources_with_media_in_several_folders_can_be_read_back(tmp_path: Path) -> None:
-    for name, shift in (("one", 0), ("two", 5)):
-        folder = tmp_path / "media" / name
-        make_images(folder, shift + 2)
-        (tmp_path / f"{name}.json").write_text(json.dumps(rows_of(shift + 2)))
-    listing = tmp_path / "both.json"
-    entries = [
-        {"path": f"{name}.json", "media_root": f"media/{name}"} for name in ("one", "two")
-    ]  # fmt: skip
-    listing.write_text(json.dumps({"sources": entries}))
-    out, manifest = run(listing, media_root=None)
-    assert manifest.media_root == str(tmp_path / "media")
-    expected = [
-        str(tmp_path / f"media/{name}/{(index + n) % number}.png")
-        for name, number in (("one", 2), ("two", 7))
-        for index in range(number)
-        for n in range(index % 3)
-    ]
-    read = samples(SampleDataset(out))
-    assert [media.path for sample in read for media in sample.media] == expected
-    assert all(Path(path).is_file() for path in expected)

@@ -132,17 +132,6 @@ def test_our_own_mixture_files(folder: Path) -> None:
         SampleDataset(path)
 
 
-def test_a_repeat_that_is_no_row_is_refused(folder: Path) -> None:
-    path = folder / "part.json"
-    for repeat, number in ((0.06, 1), (1.04, 10), (0.25, 2)):
-        source = {"path": "a.json", "repeat": repeat}
-        path.write_text(json.dumps({"sources": [source]}))
-        assert ids(path) == a(*range(number))
-    path.write_text(json.dumps({"sources": [{"path": "b.jsonl"}, {**source, "repeat": 0.04}]}))
-    with pytest.raises(ValueError, match=r"^a: repeat=0\.04 of 10 rows is no row"):
-        SampleDataset(path)
-
-
 def test_the_known_mixtures_and_a_download_without_a_network(tmp_path: Path) -> None:
     names = [mixture.name for mixture in known_mixtures()]
     assert names == ["llava_558k", "llava_mix665k", "llava_onevision", "llava_video_178k"]

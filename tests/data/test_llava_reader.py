@@ -60,14 +60,6 @@ def test_the_documented_row() -> None:
     )
 
 
-@pytest.mark.parametrize(("given", "expected"), [("x", "x"), (33471, "33471"), (None, "7")])
-def test_ids(given: object, expected: str) -> None:
-    assert read(talk("q", "a", id=given)).id == expected
-    row = talk("q", "a")
-    del row["id"]
-    assert read(row).id == "7"
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -99,13 +91,6 @@ def test_placeholders_that_are_text() -> None:
     assert parts(row, 1) == ["It is <image>, not <video>"]
     assert parts(talk("<video> and <image>?", "x", video="a.mp4")) == ["[video]", " and <image>?"]
     assert parts(talk("q <Image> <image >", "a", image="a")) == ["[image]", "\nq <Image> <image >"]
-
-
-@pytest.mark.parametrize("token", ["<image>", "<video>"])
-def test_either_placeholder_stands_for_a_video(token: str) -> None:
-    row = talk(f"See {token}\nWhat happens?", "Rain", video="frames/17")
-    assert parts(row) == ["See ", "[video]", "\nWhat happens?"]
-    assert read(row).media == (Media(kind="video", path="/media/frames/17"),)
 
 
 def test_images_and_videos_in_the_order_of_their_placeholders() -> None:
@@ -177,42 +162,6 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
-TEXTS = st.lists(
-    st.sampled_from(["<image>", "<video>", "\n", "q", "\xe9\u2028", "\ud800"]), max_size=5
-)
-TURNS = st.fixed_dictionaries(
-    {"from": st.sampled_from(["human", "gpt", "system", "user"]), "value": TEXTS.map("".join)}
-)
-MEDIA = st.sampled_from([None, "a", ["a", "b"], [{"path": "a"}], [], ""])
-TALKS = st.lists(TEXTS.map("".join), max_size=4).map(lambda texts: talk(*texts)["conversations"])
-ROWS = VALUES | st.fixed_dictionaries(
-    {"conversations": TALKS | st.lists(TURNS | VALUES, max_size=5) | VALUES},
-    optional={"id": VALUES, "image": MEDIA | VALUES, "images": MEDIA, "video": MEDIA | VALUES},
-)
-
-
-@given(ROWS)
-def test_any_row_gives_a_good_sample_or_a_data_error(row: Any) -> None:
-    try:
-        sample = read(row)
-    except DataError as error:
-        where = error.where
-    else:
-        where = sample.check().where
-        pieces = [part for turn in sample.turns for part in turn.parts]
-        shown = _flat("".join(part.text or f"<{part.kind}>" for part in pieces))
-        turns = row["conversations"]
-        first = 1 if turns[0]["from"] == "system" else 0
-        if turns[first]["from"] in ("gpt", "assistant"):
-            del turns[first]
-        said = _flat("".join(turn["value"] for turn in turns))
-        added = "@\n" * len(sample.media)  # where the row had no placeholders
-        assert said in (shown, shown.replace(added, "", 1))
-    assert where == "file.json:7"
-
-
-def _flat(text: str) -> str:
-    return text.replace("<image>", "@").replace("<video>", "@")
 
 
 def write(path: Path, text: str) -> Path:

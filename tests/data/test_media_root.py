@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
+from encoders import talk
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -29,14 +29,9 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def row(**media: Any) -> dict[str, Any]:
-    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    return {**media, "conversations": said}
-
-
 def refused(root: Path, media: dict[str, Any], words: str, **options: Any) -> None:
     path = root / "a.json"
-    path.write_text(json.dumps([row(**media)]))
+    path.write_text(json.dumps([talk(**media)]))
     with pytest.raises(DataError, match=words) as caught:
         SampleDataset(path, **options)[0]
     assert caught.value.where == f"{path}:0"
@@ -48,7 +43,7 @@ def test_paths_stay_below_the_root(secret: Path) -> None:
         refused(root, {"image": name}, "leaves the media root")
         refused(root, {"video": name}, "leaves the media root")
     path = root / "a.json"
-    path.write_text(json.dumps([row(image=str(secret)), row(image="x/../y/a.png")]))
+    path.write_text(json.dumps([talk(image=str(secret)), talk(image="x/../y/a.png")]))
     assert SampleDataset(path, "/")[0].media[0].path == str(secret)
     assert SampleDataset(path)[1].media[0].path == str(root / "y/a.png")
 
@@ -69,13 +64,10 @@ def test_links_out_of_the_root_are_refused_unless_allowed(secret: Path) -> None:
     assert MediaRoot(linked).file("b.png", "w") == str(linked / "b.png")
 
 
-def test_a_stored_path_cannot_leave_either(
-    secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_a_stored_path_cannot_leave_either(secret: Path, tmp_path: Path) -> None:
     root = secret.parent / "root"
     Image.new("RGB", (4, 4)).save(root / "a.png")
-    (root / "a.json").write_text(json.dumps([row(image="a.png")]))
+    (root / "a.json").write_text(json.dumps([talk(image="a.png")]))
     out = tmp_path / "out"
     ingest(root / "a.json", out)
     shard = out / "part-00000.parquet"

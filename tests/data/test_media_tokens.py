@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from clips import noise, write_clip
+from encoders import encoder_of
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -17,7 +18,6 @@ from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.text.chat import get_template
 
 HALF = (0.5, 0.5, 0.5)
 TOKENS = 4
@@ -26,17 +26,6 @@ TRANSFORMS = {
     "dynamic": TiledTransform(8, HALF, HALF, max_tiles=6),
     "dynamic_s2": TiledTransform(8, HALF, HALF, "dynamic_s2", max_tiles=6, scales=(8, 16)),
 }
-
-
-def encoder_of(tokenizer, transform: ImageTransform, **options) -> Encoder:
-    return Encoder(
-        tokenizer,
-        get_template("plain", tokenizer),
-        transform,
-        tokens_per_image=TOKENS,
-        image_token_id=image_id(tokenizer),
-        **options,
-    )
 
 
 def tokens_of(encode: Encoder, media: Media) -> int:
@@ -76,7 +65,7 @@ def num_placeholders(encoded: EncodedSample, tokenizer) -> int:
 @pytest.mark.parametrize("mode", TRANSFORMS)
 def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
     tokenizer = make_tokenizer("qwen2")
-    encode = encoder_of(tokenizer, TRANSFORMS[mode])
+    encode = encoder_of(tokenizer, transform=TRANSFORMS[mode])
     newline = tokenizer("\n").input_ids
 
     @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=4))
@@ -101,7 +90,7 @@ def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
 
 
 def test_tiles_stand_between_line_breaks(tokenizer):
-    encode = encoder_of(tokenizer, TRANSFORMS["dynamic"])
+    encode = encoder_of(tokenizer, transform=TRANSFORMS["dynamic"])
     shown = encode(sample(image(16, 8), said="")).input_ids.tolist()
     between = encode.tokenizer.literal("\n")
     tile = [image_id(tokenizer)] * TOKENS
@@ -114,7 +103,7 @@ def test_tiles_stand_between_line_breaks(tokenizer):
 
 def test_times_are_written_before_frames(tokenizer, tmp_path: Path):
     video = VideoSettings(num_frames=2, time_tokens=True)
-    encode = encoder_of(tokenizer, TRANSFORMS["resize"], video=video)
+    encode = encoder_of(tokenizer, transform=TRANSFORMS["resize"], video=video)
     media = clip(tmp_path / "a.mp4", 20)
     ids = encode(sample(media, said="")).input_ids.tolist()
     text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -128,7 +117,7 @@ def test_times_are_written_before_frames(tokenizer, tmp_path: Path):
 def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Path):
     tokenizer = make_tokenizer("qwen2")
     video = VideoSettings(num_frames=6, time_tokens=True)
-    encode = encoder_of(tokenizer, TRANSFORMS["dynamic"], video=video)
+    encode = encoder_of(tokenizer, transform=TRANSFORMS["dynamic"], video=video)
     whole, short = clip(tmp_path / "a.mp4", 30), clip(tmp_path / "b.mp4", 2)
     cut = clip(tmp_path / "c.mp4", 30, cut=0.6)
     shown = []
@@ -149,7 +138,7 @@ def test_a_clip_without_a_frame_is_a_bad_sample(make_tokenizer, tmp_path: Path):
     start = media.data.index(b"mdat")
     path = tmp_path / "bad.mp4"
     path.write_bytes(media.data[: start + 4] + bytes(len(media.data) - start - 4))
-    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["resize"])
+    encode = encoder_of(make_tokenizer("qwen2"), transform=TRANSFORMS["resize"])
     with pytest.raises(DataError, match=r"rows\.json:7: .*bad\.mp4"):
         encode(sample(Media(kind="video", path=str(path))))
 
@@ -157,7 +146,7 @@ def test_a_clip_without_a_frame_is_a_bad_sample(make_tokenizer, tmp_path: Path):
 def test_batches_carry_grids_where_there_are_any(make_tokenizer):
     tokenizer = make_tokenizer("qwen2")
     for mode, grids in [("resize", None), ("dynamic_s2", [[2, 2], [2, 3]])]:
-        encode = encoder_of(tokenizer, TRANSFORMS[mode])
+        encode = encoder_of(tokenizer, transform=TRANSFORMS[mode])
         parts = [encode(sample(image(9, 9))), encode(sample()), encode(sample(image(30, 20)))]
         batch = collate(parts, pad_token_id=0)
         found = batch.get("image_grids")

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -14,28 +13,6 @@ from coat_data.mixture.packing import (
     pack,
 )
 from coat_data.mixture.sampler import Mixture, SamplerState
-
-
-def fewest_bins(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> int:
-    """By trying everything."""
-    best = len(tokens)
-    limit = sum(images) if budget.images is None else budget.images
-
-    def place(index: int, bins: list[tuple[int, int]]) -> None:
-        nonlocal best
-        if len(bins) >= best:
-            return
-        if index == len(tokens):
-            best = len(bins)
-            return
-        for number, (used, shown) in enumerate(bins):
-            if used + tokens[index] <= budget.tokens and shown + images[index] <= limit:
-                filled = (used + tokens[index], shown + images[index])
-                place(index + 1, [*bins[:number], filled, *bins[number + 1 :]])
-        place(index + 1, [*bins, (tokens[index], images[index])])
-
-    place(0, [])
-    return best
 
 
 @given(
@@ -68,7 +45,6 @@ def test_bins_hold_every_sample_once_within_both_budgets(
             and sum(images[i] for i in (first, *some)) <= (most_images or 99)
         )
         assert sum(tokens[i] for i in own) == fullest
-    assert min(map(len, ways)) <= 2 * fewest_bins(tokens, images, budget)
 
 
 def test_the_set_that_fills_a_bin_is_found() -> None:
@@ -107,26 +83,3 @@ def test_lengths_like_those_of_conversations_fill_rows(most: int | None) -> None
     fill = sum(bin.tokens for bin in bins) / (tokens * len(bins))
     assert fill >= 0.97
     assert sampler.estimate().fill == pytest.approx(fill, abs=0.005)
-
-
-def test_windows_are_within_an_epoch_and_even() -> None:
-    """A small source is not met several times in one window, nor is a window left nearly empty."""
-    mixture = Mixture([21], [None], [None], seed=0)
-    lengths = [np.tile(np.array([3, 0], dtype=np.int32), (21, 1))]
-    sampler = PackedSampler(mixture, lengths, Budget(tokens=9, buffer=20, align=1), 1, seed=0)
-    bins, state = [], SamplerState()
-    while state.position < 42:
-        step, state = sampler.step(state)
-        bins += step
-    windows = sorted({position for bin in bins for position in bin.positions})
-    assert windows == list(range(42))
-    spans = [{0 if p < 10 else 1 if p < 21 else 2 for p in bin.positions} for bin in bins]
-    assert all(len(span) == 1 for span in spans)
-    assert [len(bin.positions) for bin in bins].count(3) == 3 + 3 + 3 + 3
-    assert sampler.estimate().samples_per_row == pytest.approx(21 / 8)
-
-
-@pytest.mark.parametrize("sizes", [{"tokens": 100}, {"tokens": 0}, {"tokens": 128, "images": 0}])
-def test_budgets_that_make_no_sense(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="all must be positive and tokens a multiple of align"):
-        Budget(**sizes)

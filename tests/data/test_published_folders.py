@@ -11,7 +11,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -22,11 +21,6 @@ from coat_data.tools.lint import lint
 from coat_data.tools.preview import write_preview
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
 def png(value: int) -> bytes:
@@ -125,15 +119,6 @@ def test_member_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert write_preview(path, page) == 1
     assert "caf\\xe9" in page.read_text(encoding="utf-8")
-
-
-def test_file_names_that_are_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "photos" / "cat"
-    folder.mkdir(parents=True)
-    for name in ("a.png", "caf\udce9.png"):
-        (folder / name).write_bytes(png(1))
-    with pytest.raises(DataError, match=r"caf.xe9\.png is not UTF-8"):
-        ingest(folder.parent, tmp_path / "out")
 
 
 def test_arrow_files_of_datasets_are_tables(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -17,11 +16,6 @@ from coat_data.sample import DataError, Sample
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def picture(path: Path, width: int = 64, height: int = 48) -> bytes:

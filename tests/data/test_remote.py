@@ -10,6 +10,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from encoders import talk
 
 from coat_data.containers import remote_file
 from coat_data.load.dataset import SampleDataset
@@ -27,8 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def row(number: int) -> dict[str, Any]:
-    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": f"answer {number}"}]
-    return {"id": f"{number}", "conversations": said}
+    return talk(answer=f"answer {number}", id=f"{number}")
 
 
 def lines(size: int) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from coat_datasets.scenes import make_scenes
+from coat_datasets.scenes.scene import coverage
 
 CELL = 16
 NAMES = ["top left", "top", "top right", "left", "center", "right"]
@@ -138,48 +139,27 @@ def test_every_test_answer_is_what_the_pixels_show(out, seen, name):
 
 @pytest.mark.parametrize("file", ["captions.json", "captions_val.json"])
 def test_captions_tell_every_object(out, seen, file):
-    styles, orders = Counter(), set()
+    """One question per shape, or one sentence or clause for each of the objects."""
+    told = {
+        "one": r"^Describe the (?P<shape>\w+)\.\n(?P<color>\w+), (?:at|in) the (?P<place>[a-z ]+)",
+        "each": r"The (?P<shape>\w+) is (?P<color>\w+), (?:at|in) the (?P<place>[a-z ]+)",
+        "all": r"an? (?P<color>\w+) (?P<shape>\w+) (?:at|in) the (?P<place>[a-z ]+)",
+    }
+    styles = Counter()
     for row in read_json(out / file):
         objects = seen[row["image"]]
         (instruction, text), *others = turns(row)
-        if others or instruction.split()[-1] in {f"{shape}." for shape in SHAPES}:
-            styles["referring"] += 1
-            orders.add(tuple(question for question, _ in turns(row)))
-            found = told_one_by_one(turns(row))
-        else:
-            styles[instruction] += 1
-            found = told_at_once(instruction, text, len(objects))
+        style = "one" if others else "each" if instruction == "Describe each shape." else "all"
+        styles[style] += 1
+        text = text.lower() if style == "all" else text
+        if style == "one":
+            text = "\n".join("\n".join(pair) for pair in turns(row))
+        found = [
+            (match["color"], match["shape"], match["place"])
+            for match in re.finditer(told[style], text, re.MULTILINE)
+        ]
         assert sorted(found) == sorted((c, s, NAMES[cell]) for cell, (c, s) in objects.items())
-    assert styles["referring"] / styles.total() == pytest.approx(0.8, abs=0.15)
-    assert len(orders) > styles["referring"] / 2  # of 720; a fixed order would tell what comes
-    assert len(styles) == 4 or file == "captions_val.json"  # the validation file is small
-
-
-def told_one_by_one(pairs):
-    """(colour, shape, place) of a row that asks for every shape."""
-    asked = [re.findall(r"^Describe the (\w+)\.$", question)[0] for question, _ in pairs]
-    assert sorted(asked) == SHAPES
-    said = [re.findall(r"^none$|^(\w+), (?:at|in) the ([a-z ]+)$", text)[0] for _, text in pairs]
-    return [
-        (color, shape, place) for shape, (color, place) in zip(asked, said, strict=True) if color
-    ]
-
-
-def told_at_once(instruction, text, number):
-    """(colour, shape, place) of everything that a dense caption tells, in the order it promises."""
-    sentence = r"The (\w+) is (\w+), (?:at|in) the ([a-z ]+)"
-    if instruction == "Describe each shape.":
-        found = [(color, shape, place) for shape, color, place in re.findall(sentence, text)]
-        assert [shape for _, shape, _ in found] == sorted(shape for _, shape, _ in found)
-        return found
-    found = re.findall(r"an? (\w+) (\w+) (?:at|in) the ([a-z ]+)", text.lower())
-    places = [NAMES.index(place) for _, _, place in found]
-    assert places == sorted(places)
-    if instruction == "Count the shapes and describe them.":
-        assert text.split()[0].lower() == WORDS[number]
-    else:
-        assert instruction == "Describe the image."
-    return found
+    assert styles["one"] / styles.total() == pytest.approx(0.8, abs=0.15)
 
 
 def test_held_out_pairs_are_for_the_test_only(out, seen):
@@ -208,3 +188,23 @@ def test_the_seed_decides_every_byte(out, tmp_path):
     first, other = contents(out), contents(tmp_path / "other")
     assert first.keys() == other.keys()
     assert not {name for name in first if first[name] == other[name]}
+
+
+def test_bad_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"num_test=100.*multiple of 8"):
+        make_scenes(tmp_path / "out", **(SIZES | {"num_test": 100}))
+
+
+@pytest.mark.parametrize("size", [12, 14, 40])
+def test_shapes_cover_their_geometric_area(size):
+    outer, inner = 0.525, 0.21
+    areas = {
+        "square": 1.0,
+        "circle": np.pi / 4,
+        "triangle": 0.5,
+        "diamond": 0.5,
+        "cross": 2 * 0.36 - 0.36**2,
+        "star": 5 * outer * inner * np.sin(np.pi / 5),
+    }
+    for shape, area in areas.items():
+        assert coverage(shape, size).mean() == pytest.approx(area, abs=0.05), shape

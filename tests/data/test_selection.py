@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoders import talk
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.mixture.selection import (
@@ -54,8 +55,7 @@ def test_selections_that_make_no_sense(select: str, message: str) -> None:
 
 def test_selected_rows_are_the_datasets(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    path.write_text(json.dumps([{"id": row, "conversations": talk} for row in range(9)]))
+    path.write_text(json.dumps([talk(id=row) for row in range(9)]))
     dataset = SampleDataset(path)
     rows = SelectedRows(dataset, np.array([1, 4, 8]))
     assert [rows[index].id for index in range(len(rows))] == ["1", "4", "8"]

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
+from encoders import encoder_of, templates_of
 from transformers import PreTrainedTokenizerFast
 
 from coat_data.load.check_labels import (
@@ -15,26 +15,9 @@ from coat_data.load.check_labels import (
 )
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.media.image import ImageTransform
 from coat_data.sample import DataError, Part, Sample, Turn
-from coat_data.text.chat import get_template
 
 Break = Callable[[list[int], list[int], Encoder], None]
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerFast, template: str) -> Encoder:
-    return Encoder(
-        tokenizer,
-        get_template(template, tokenizer),
-        ImageTransform(8, (0.5,) * 3, (0.5,) * 3),
-        tokens_per_image=4,
-        image_token_id=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
-    )
-
-
-def templates_of(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    own = ["chatml"] if tokenizer.eos_token == "<|im_end|>" else []
-    return ["plain", "vicuna_v1", "tokenizer", *own]
 
 
 def test_every_template_trains_exactly_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -67,15 +50,6 @@ def end_not_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None
     labels[last] = IGNORE_INDEX
 
 
-def question_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None:
-    first = min(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
-    labels[first - 1] = ids[first - 1]
-
-
-def shifted(ids: list[int], labels: list[int], encoder: Encoder) -> None:
-    labels[:] = [*labels[1:], IGNORE_INDEX]
-
-
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
@@ -83,8 +57,6 @@ def shifted(ids: list[int], labels: list[int], encoder: Encoder) -> None:
          r"'One\.\\nTwo\.<\|im_end\|>'"),
         (separator_trained, r"besides its answers the labels train '\\n'"),
         (end_not_trained, r"of answer 1 the labels train '42', expected '42<\|im_end\|>'"),
-        (question_trained, r"of answer 0 the labels train '\\nOne\."),
-        (shifted, r"token \d+ has id \d+, but its label is \d+"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_named_with_its_row(

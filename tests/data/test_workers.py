@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from encoders import talk
 from PIL import Image
 
 from coat_cli.main import main
@@ -32,11 +33,6 @@ from coat_data.tools.source import new_folder
 ROWS = 700
 
 
-def talk(number: int, **fields: Any) -> dict[str, Any]:
-    said = [{"from": "human", "value": f"What is {number}?"}, {"from": "gpt", "value": "a" * 9}]
-    return {"id": str(number), **fields, "conversations": said}
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A list of JSON, a truncated array, a file without rows, Parquet, and a part of a file.
@@ -46,7 +42,7 @@ def source(tmp_path: Path) -> Path:
     for number in range(7):
         pixels = np.random.default_rng(number).integers(256, size=(20, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    rows = [talk(n, image=f"{n % 7}.png" if n % 50 else "absent.png") for n in range(ROWS)]
+    rows = [talk(id=n, image=f"{n % 7}.png" if n % 50 else "absent.png") for n in range(ROWS)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "cut.json").write_text(json.dumps(rows[:300])[:-40])
     (tmp_path / "none.json").write_text("[")
@@ -166,7 +162,7 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        rows = [talk(n, image=f"{address}/{n}.png") for n in range(100)]
+        rows = [talk(id=n, image=f"{address}/{n}.png") for n in range(100)]
         (tmp_path / "a.json").write_text(json.dumps(rows))
         words = ["data", "ingest", str(tmp_path / "a.json"), "--to", str(tmp_path / "out")]
         words += ["--media-root", address, "--num-workers", "3"]
@@ -188,13 +184,13 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
         assert left == []
         return
     assert {name.rpartition(".")[2] for name in left} == {"lock", "new"}
-    (tmp_path / "b.json").write_text(json.dumps([talk(0)]))
+    (tmp_path / "b.json").write_text(json.dumps([talk(id=0)]))
     ingest(tmp_path / "b.json", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "out"]
 
 
 def test_one_of_two_that_write_one_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([talk(0)]))
+    (tmp_path / "a.json").write_text(json.dumps([talk(id=0)]))
     with (
         new_folder(tmp_path / "out"),
         pytest.raises(LockError, match=r"in use by coat-vlm data \(which writes .*/out\)"),
@@ -217,6 +213,6 @@ def test_links_are_checked_at_the_same_time(
 
     monkeypatch.setattr(lint_tool, "image_size", check)
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([talk(n, image=f"http://good/{n}.png") for n in range(32)]))
+    path.write_text(json.dumps([talk(id=n, image=f"http://good/{n}.png") for n in range(32)]))
     assert lint(path, lambda _: None, workers=1).bad == 0
     assert len(asked) == 32
