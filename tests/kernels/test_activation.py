@@ -5,17 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from op_check import TOLERANCE, assert_same_bits, count_steps_between, relative_rms
+from op_check import TOLERANCE, assert_same_bits, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
     ACTIVATIONS,
-    E4M3,
-    E5M2,
-    OPS,
     GroupScaled,
     activation,
-    activation_bwd,
     activation_bwd_stats,
     activation_fwd,
     dequantize_group,
@@ -49,13 +45,6 @@ def backward(
     scale, _ = body("activation_bwd_stats", (dh, *copy, kind, None, "e4m3", fmt))
     q, qt, sums = body("activation_bwd", (dh, *copy, kind, fmt, *layout, scale))
     return q, qt, scale, sums
-
-
-def test_every_kind_is_compared_with_another_one(exact_activation: Exact):
-    """Two kinds that differ little, exact and approximate GELU, are told apart by the tolerance."""
-    a = representable_input("gelu").double()
-    difference = relative_rms(exact_activation(a, "gelu_tanh"), exact_activation(a, "gelu"))
-    assert difference > 10 * 1e-6
 
 
 @KINDS
@@ -97,31 +86,6 @@ def test_gradients(kind: str, dtype: torch.dtype, run: Run, exact_activation: Ex
         one, other, _, no_sums = backward(body, dh, copy, kind, "e5m2", False, True, False)
         assert one.numel() == no_sums.numel() == 0
         assert_same_bits("transposed alone", other, qt)
-
-
-@TWO_KINDS
-def test_a_given_scale_and_the_output_made_again(kind: str, run: Run):
-    """The first pass alone gives what the whole and the recomputation give."""
-    a = representable_input(kind)
-    *copy, output_scale = reference.activation_stats(a, kind, 16, "e4m3")
-    width = a.shape[1] // (2 if kind.endswith("_mul") else 1)
-    dh = torch.randn(len(a), width, generator=torch.Generator().manual_seed(5))
-    q, qt, whole_scale, _ = backward(run_reference, dh, copy, kind, "e4m3", True, True, False)
-    (again,) = run_reference("activation_apply", (a, kind, output_scale, "e4m3"))
-    for body in (run, run_reference):
-        stats = (dh, *copy, kind, output_scale, "e4m3", "e4m3")
-        scale, ht = body("activation_bwd_stats", stats)
-        torch.testing.assert_close(scale, whole_scale, rtol=3e-6, atol=0)
-        assert ht.shape == (width, 32)
-        assert (
-            count_steps_between(ht[:, : len(a)].t().contiguous(), again) > 0
-        ).float().mean() < 1e-3
-        empty = body("activation_bwd_stats", (dh, *copy, kind, None, "e4m3", "e4m3"))[1]
-        assert empty.numel() == 0
-        args = (dh, *copy, kind, "e4m3", True, True, False, whole_scale)
-        rows, transposed, _ = body("activation_bwd", args)
-        for actual, expected in ((rows, q), (transposed, qt)):
-            assert (count_steps_between(actual, expected) > 0).float().mean() < 1e-3
 
 
 @KINDS
@@ -169,22 +133,6 @@ def test_a_bad_element_never_gives_plausible_numbers(kind: str, bad: float, run:
     assert not da_t[:, 21:].float().any()
     assert sums[:16].isnan().all()
     assert sums[16:48].isfinite().all()
-
-
-@TWO_KINDS
-def test_public_functions_fit_together(kind: str):
-    a = representable_input(kind).bfloat16()
-    h, saved = activation_fwd(a, kind, group_size=16)
-    assert h.q.dtype == saved.a.q.dtype == E4M3.dtype
-    dh = torch.ones(h.q.shape, dtype=torch.bfloat16)
-    _, again = activation_bwd_stats(dh, saved, kind)
-    assert_same_bits("recomputed", again.q[:, :21].t().contiguous(), h.q)
-    da = activation_bwd(dh, saved, kind, bias=True)
-    assert (da.rows.q.dtype, da.rows.q.shape, da.rows.scale.shape) == (E5M2.dtype, a.shape, ())
-    assert_same_bits("transposed", da.transposed.q[:, :21].t().contiguous(), da.rows.q)
-    assert da.bias is not None
-    assert da.bias.shape == (a.shape[1],)
-    assert activation_bwd(dh, saved, kind).bias is None
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "quick_gelu"])
@@ -246,45 +194,6 @@ def test_the_scale_is_the_guess_or_the_exact_one(
         copy = reference.quantize_group(a, 16, "e4m3")
         for actual, expected in zip((q, exponents), copy, strict=True):
             assert_same_bits("copy", actual, expected)
-
-
-@pytest.mark.parametrize("body", ["triton", "reference"])
-@pytest.mark.parametrize(
-    ("row", "sampled"), [(0, True), (256, True), (512, True), (255, False), (511, False)]
-)
-def test_the_sample_and_the_repetition_reach_all_rows(
-    row: int, sampled: bool, body: str, monkeypatch: pytest.MonkeyPatch
-):
-    """33 sampled rows in three tiles; three programs write 33 tiles again."""
-    monkeypatch.setattr(activation, "AGAIN_PROGRAMS", 3)
-    a = torch.full((513, 32), 0.5)
-    a[row] = 8.0
-    h64 = a.double()[:, :16] * torch.sigmoid(a.double()[:, :16]) * a.double()[:, 16:]
-    op = getattr(OPS["activation_once"], body)
-    _, _, h, scale = op(a, "silu_mul", 16, "e4m3")
-    largest = h64.abs().amax() / 448
-    torch.testing.assert_close(scale.double(), (1 + sampled) * largest, rtol=2e-6, atol=0)
-    half_step = torch.maximum(h64 * 2**-4, scale.double() * 2**-10)
-    assert ((h.double() * scale - h64).abs() <= half_step + 1e-6 * h64.amax()).all()
-
-
-def test_a_sufficient_guess_writes_nothing_again(monkeypatch: pytest.MonkeyPatch):
-    """The last launch leaves the output as it is if the guess was not exceeded."""
-    last: dict[str, Any] = {}
-    launch = activation.launch
-
-    def spoil_before_the_last(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
-        last.clear()
-        last.update(args)
-        if "guess_ptr" in args and "tiles" in args:
-            args["q_ptr"].zero_()
-        launch(kernel, grid, **args)
-
-    monkeypatch.setattr(activation, "launch", spoil_before_the_last)
-    for place, untouched in (("nowhere", True), ("far above it", False)):
-        *_, h, _ = OPS["activation_once"].triton(make_input("gelu", place), "gelu", 16, "e4m3")
-        assert last["q_ptr"] is h
-        assert (not h.float().any()) == untouched
 
 
 @TWO_KINDS

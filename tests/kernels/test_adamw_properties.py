@@ -22,7 +22,6 @@ given = hypothesis.given
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Moments = tuple[Tensor, ...]
 LR, DECAY = 2.0**-7, 0.125
-bad_values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
 def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
@@ -66,17 +65,6 @@ def group(tensors: Sequence[Tensor], which: int) -> list[Tensor]:
     return [t[elements] if len(t) == 300 else t[which] for t in tensors]
 
 
-@given(vectors(2))
-def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
-    run: Run, pair: tuple[Tensor, ...]
-):
-    p, g = pair
-    exact = p.double() * (1 - LR * DECAY) - LR * g.double() / (g.double().abs() + 2.0**-20)
-    for body in (run, run_reference):
-        stepped, _ = adamw(body, p, g, zero_moments(p))
-        assert ((stepped - exact).abs() <= 1e-6 * (LR + p.abs())).all()
-
-
 @given(vectors(6), st.integers(0, 2))
 def test_a_group_of_elements_depends_on_no_other(run: Run, tensors: tuple[Tensor, ...], which: int):
     own, others = tensors[:3], tensors[3:]
@@ -110,16 +98,3 @@ def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
             ends.append((there, m, m_amax / factor, m_k, v, v_amax / factor**2, v_k))
         for one, other in zip(*ends, strict=True):
             assert_same_bits("scaled", other, one)
-
-
-@given(vectors(2), st.integers(0, 299), bad_values)
-def test_a_bad_gradient_spoils_its_element_and_then_its_group(
-    run: Run, pair: tuple[Tensor, ...], place: int, bad: float
-):
-    p, g = pair
-    g[place] = bad
-    for body in (run, run_reference):
-        first, moments = adamw(body, p, g, zero_moments(p))
-        assert first.isnan().nonzero().flatten().tolist() == [place]
-        second, _ = adamw(body, p, torch.zeros_like(p), moments, 2)
-        assert torch.equal(second.isnan(), torch.arange(300) // 128 == place // 128)

@@ -71,10 +71,7 @@ def test_a_nan_stays_in_its_head_and_token(run: Run):
     ("change", "words"),
     [
         ({0: torch.ones(TOKENS, 25)}, r"a matrix \[M, heads \* 24\]"),
-        ({0: torch.ones(HEADS * CHANNELS, TOKENS).t()}, "whose rows are contiguous"),
-        ({0: torch.ones(TOKENS, CHANNELS).int()}, "pass float32, bfloat16 or float16"),
         ({0: torch.ones(TOKENS + 1, CHANNELS)}, "must divide"),
-        ({1: torch.ones(CHANNELS + 1)}, "one value per channel"),
         ({3: torch.ones(PERIOD, CHANNELS + 2)}, r"sin has shape \(20, 26\)"),
     ],
 )
@@ -84,8 +81,3 @@ def test_what_does_not_fit_is_refused(change: dict[int, Tensor], words: str):
         head_norm(*given)
     with pytest.raises(ValueError, match=f"head_norm_bwd: .*{words}"):
         head_norm_bwd(torch.ones(TOKENS, HEADS * CHANNELS), *given)
-
-
-def test_the_gradient_has_the_outputs_shape():
-    with pytest.raises(ValueError, match="head_norm_bwd: grad_output"):
-        head_norm_bwd(torch.ones(TOKENS, CHANNELS), *arguments())

@@ -10,14 +10,11 @@ from op_check import TOLERANCE, assert_same_bits, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
-    E4M3,
     GroupScaled,
-    NormSaved,
     dequantize_group,
     norm,
     norm_bwd,
     norm_fwd,
-    norm_recompute,
     quantize_group,
     reference,
 )
@@ -43,12 +40,6 @@ def inputs(has_bias: bool, rows: int = 21, columns: int = 80) -> tuple[Tensor, T
 
 WIDTHS = pytest.mark.parametrize("columns", [80, 144, 336])
 """A part of one piece; 128 + 16 without an idle lane; 256 + 80 of 128."""
-
-
-def test_rows_are_held_with_few_idle_lanes():
-    widths = {80: (128, 0), 144: (128, 16), 336: (256, 128), 448: (512, 0), 1024: (1024, 0)}
-    widths |= {1152: (1024, 128), 1536: (1024, 512), 3584: (4096, 0), 5120: (4096, 1024)}
-    assert {columns: norm.split_row(columns) for columns in widths} == widths
 
 
 def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool) -> Tensor:
@@ -179,22 +170,6 @@ def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.Monke
     for actual, expected in zip((dx, dweight, dbias), reference.norm_bwd(*args), strict=True):
         assert relative_rms(actual, expected) < TOLERANCE["norm_bwd", torch.float32]
     assert_same_bits("again", run("norm_bwd", args)[1], dweight)
-
-
-@KINDS
-def test_public_functions_fit_together(centered: bool, has_bias: bool):
-    x, weight, bias = inputs(has_bias)
-    source, y, saved = norm_fwd(x, weight, bias, EPS, centered=centered, group_size=16)
-    assert source is x
-    assert isinstance(saved, NormSaved)
-    assert saved.mean.numel() == (21 if centered else 0)
-    assert saved.x.q.dtype == y.q.dtype == E4M3.dtype
-    again = norm_recompute(saved, weight, bias)
-    assert_same_bits("recomputed", again.q[:, :21].t().contiguous(), y.q)
-    assert again.scale == y.scale
-    dx, dweight, dbias = norm_bwd(torch.ones(21, 80, dtype=torch.bfloat16), saved, weight)
-    assert (dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32)
-    assert dbias.tolist() == ([21.0] * 80 if centered else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

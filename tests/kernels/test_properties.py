@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from op_check import assert_same_bits
 from torch import Tensor
 
-from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
+from coat_kernels import ACTIVATIONS, OPS, GroupScaled
 from op_cases import run_op
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -23,11 +22,8 @@ given = hypothesis.given
 settings = hypothesis.settings(max_examples=8)
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
-TINY = 2.0**-120
-"""Below this a power of two no longer commutes with rounding: products reach FP32's subnormals."""
 
-powers = st.integers(-20, 20)
-bad_values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+
 spikes = st.floats(-(2.0**20), 2.0**20, width=32).map(lambda v: v if abs(v) > 2.0**-20 else 0.0)
 
 
@@ -180,86 +176,6 @@ def test_a_row_depends_on_other_rows_through_the_scale_only(
 
 
 @settings
-@given(several(2), st.booleans(), powers)
-def test_a_norm_does_not_see_a_power_of_two(
-    run: Run, pair: tuple[Tensor, ...], centered: bool, power: int
-):
-    x, dy = pair
-    for body in (run, run_reference):
-        plain = norm(body, x, dy, None, eps=2.0**-10, centered=centered)
-        eps = 2.0 ** (2 * power - 10)
-        scaled = norm(body, x * 2.0**power, dy, None, eps=eps, centered=centered)
-        assert_same_bits("scale", scaled.scale, plain.scale)
-        for codes in range(3):
-            assert_same_bits("codes", scaled.outputs[codes], plain.outputs[codes])
-        assert_same_bits("rstd", scaled.outputs[4], plain.outputs[4] * 2.0**-power)
-        assert_same_bits("dx", scaled.gradient, plain.gradient * 2.0**-power)
-
-
-@settings
-@given(several(2), st.booleans())
-def test_norm_gradients_are_autograds(run: Run, pair: tuple[Tensor, ...], centered: bool):
-    x, dy = pair
-    copy = quantize_group(x.clamp(-16, 16), 16)
-    leaf = dequantize_group(copy).double().requires_grad_()
-    weight = torch.linspace(-1.5, 1.5, x.shape[1])
-    weight64 = weight.double().requires_grad_()
-    exact: Any = F.layer_norm if centered else F.rms_norm
-    options = {"bias": None} if centered else {}
-    y64 = exact(leaf, x.shape[1:], weight64, eps=1.0, **options)
-    dx64, dweight64 = torch.autograd.grad(y64, (leaf, weight64), dy.double())
-    xhat = (y64.detach() / weight64).abs()
-    for body in (run, run_reference):
-        args = (dequantize_group(copy), None, weight, None, 1.0, centered, 16, "e4m3")
-        _, q, exponents, rstd, mean, _ = body("norm_stats", args)
-        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
-        size = rstd * (dy * weight).abs().amax(-1) * (1 + xhat.amax(-1))
-        assert ((dx - dx64).abs() <= 1e-5 * size[:, None]).all()
-        assert ((dweight - dweight64).abs() <= 1e-5 * (dy.abs() * (1 + xhat)).sum(0)).all()
-        if centered:
-            assert ((dbias - dy.double().sum(0)).abs() <= 1e-6 * dy.abs().sum(0)).all()
-
-
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@settings
-@given(several(2))
-def test_activation_gradients_are_autograds(
-    run: Run, exact_activation: Callable[[Tensor, str], Tensor], kind: str, pair: tuple[Tensor, ...]
-):
-    a, dh = pair
-    copy = quantize_group(a.clamp(-30, 30), 16)
-    leaf = dequantize_group(copy).double().requires_grad_()
-    h64 = exact_activation(leaf, kind)
-    dh = dh[:, : h64.shape[1]].contiguous()
-    (da64,) = torch.autograd.grad(h64, leaf, dh.double())
-    # In FP32 a slope is off by a few units of 2^-24 at most, however small it is.
-    size = dh.abs()
-    if kind.endswith("_mul"):
-        gate, up = leaf.detach().abs().chunk(2, -1)
-        size = torch.cat([size * (1 + up), size * (1 + gate)], -1)
-    for body in (run, run_reference):
-        da, rounding = activation_gradient(body, dh, copy, kind)
-        assert ((da - da64).abs() <= 4e-6 * size + rounding).all()
-
-
-@settings
-@given(several(2), st.booleans(), st.integers(0, 4), st.integers(0, 95), bad_values)
-def test_a_bad_element_leaves_no_number_of_a_norm(
-    run: Run, pair: tuple[Tensor, ...], centered: bool, row: int, column: int, bad: float
-):
-    x, dy = pair
-    row %= len(x)
-    x[row, column] = bad
-    for body in (run, run_reference):
-        result = norm(body, x, dy, None, centered=centered)
-        for codes in result.outputs[:2]:
-            assert (codes.float() * result.scale).isnan().all()
-        spoilt = result.gradient.isnan()
-        assert spoilt[row].all()
-        assert not spoilt[torch.arange(len(x)) != row].any()
-
-
-@settings
 @given(several(2), st.integers(0, 999))
 def test_rope_gradient_is_the_adjoint_of_rope(run: Run, pair: tuple[Tensor, ...], seed: int):
     """Whatever cos and sin are, and where the halves of them differ."""
@@ -273,22 +189,3 @@ def test_rope_gradient_is_the_adjoint_of_rope(run: Run, pair: tuple[Tensor, ...]
         left, right = (forward * dy).sum(-1), (x.double() * backward).sum(-1)
         size = x.double().norm(dim=-1) * dy.double().norm(dim=-1)
         assert ((left - right).abs() <= 1e-6 * size).all()
-
-
-@settings
-@given(several(1), st.integers(0, 4), st.integers(0, 95), bad_values)
-def test_a_bad_element_leaves_no_number_of_its_pair_and_spoils_no_other(
-    run: Run, one: tuple[Tensor, ...], row: int, column: int, bad: float
-):
-    (x,) = one
-    row %= len(x)
-    x[row, column] = bad
-    number, _ = heads(x.shape[1])
-    angles = torch.full((1, 32), 0.7)
-    spoilt = torch.zeros(x.shape, dtype=torch.bool)
-    spoilt[row, column] = True
-    if column < x.shape[1] - 32:  # v is copied
-        spoilt[row, column ^ 16] = True
-    for body in (run, run_reference):
-        rotated = body("rope", (x, angles.cos(), angles.sin(), number, 1))
-        assert torch.equal(~torch.cat(rotated, -1).isfinite(), spoilt)

@@ -1,7 +1,6 @@
 """Quantization bit for bit: against FP8's definition in NumPy, and kernels against references."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,8 @@ from op_cases import run_op
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-quantize_module = import_module("coat_kernels.quantize")
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -144,18 +144,6 @@ def test_parts_are_written_where_they_lie_in_the_whole(
         if transposed:
             assert_same_bits("transposed", qt[:, : len(whole)], expected.t().contiguous())
             assert not qt[:, len(whole) :].float().any()
-
-
-@pytest.mark.parametrize(("number", "launches"), [(0, []), (1, [1]), (3, [3])])
-def test_three_parts_take_one_launch(
-    number: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    grids: list[tuple[int, ...]] = []
-    monkeypatch.setattr(quantize_module, "launch", lambda _, grid, **__: grids.append(grid))
-    parts = [torch.zeros(0, 32), *(torch.zeros(16 * i, 32) for i in range(1, number + 1))]
-    OPS["tensor_scale"].triton(parts, "e4m3")
-    OPS["quantize_tensor"].triton(parts, torch.ones(()), "e4m3", True, True)
-    assert [grid[-1] for grid in grids] == 2 * launches
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

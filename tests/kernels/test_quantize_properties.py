@@ -44,7 +44,8 @@ finite = matrices(st.floats(width=32, allow_nan=False, allow_infinity=False))
 moderate = matrices(st.floats(-(2.0**20), 2.0**20, width=32))
 # Beyond 1.9 * 2^127, rounding up to the next FP8 value leaves FP32: infinity, and rightly so.
 LARGEST = 1.75 * 2.0**127
-decodable = matrices(st.floats(-LARGEST, LARGEST, width=32))
+
+
 any_value = matrices(
     st.floats(-LARGEST, LARGEST, width=32)
     | st.sampled_from([float("nan"), float("inf"), -float("inf")])
@@ -81,19 +82,6 @@ def test_errors_of_a_tensor_are_at_most_half_a_step(x: Tensor, fmt: Format):
     assert (error <= half_step(quantized.q, fmt) * scale + inexact).all()
 
 
-@given(any_value, any_value, group_sizes, formats, st.integers(0, 7))
-def test_a_group_depends_on_nothing_outside(
-    x: Tensor, other: Tensor, size: int, fmt: Format, which: int
-):
-    which %= 128 // size
-    group = slice(which * size, (which + 1) * size)
-    changed = other[:1].repeat(len(x), 1)
-    changed[:, group] = x[:, group]
-    before, after = quantize_group(x, size, fmt), quantize_group(changed, size, fmt)
-    assert_same_bits("codes", after.q[:, group], before.q[:, group])
-    assert_same_bits("exponents", after.exponents[:, which], before.exponents[:, which])
-
-
 @given(moderate, group_sizes, formats, st.integers(-40, 40))
 def test_scaling_by_a_power_of_two_changes_the_exponents_only(
     x: Tensor, size: int, fmt: Format, power: int
@@ -125,12 +113,6 @@ def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extr
 
 
 @given(any_value, group_sizes, formats)
-def test_quantizing_twice_changes_nothing(x: Tensor, size: int, fmt: Format):
-    once = dequantize_group(quantize_group(x, size, fmt))
-    assert_same_bits("values", dequantize_group(quantize_group(once, size, fmt)), once)
-
-
-@given(any_value, group_sizes, formats)
 def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: Format):
     groups = x.view(len(x), -1, size)
     decoded = dequantize_group(quantize_group(x, size, fmt)).view_as(groups)
@@ -138,16 +120,6 @@ def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: For
     assert torch.equal(decoded.isnan().all(-1), ~good)
     assert decoded[good].isfinite().all()
     assert not decoded[~groups.any(-1)].any()
-
-
-@given(decodable, group_sizes, formats)
-def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
-    groups = x.view(len(x), -1, size)
-    decoded = dequantize_group(quantize_group(x, size, fmt)).view_as(groups)
-    order = groups.argsort(-1)
-    assert (decoded.gather(-1, order).diff(dim=-1) >= 0).all()
-    negated = dequantize_group(quantize_group(-x, size, fmt)).view_as(groups)
-    assert torch.equal(negated, -decoded)
 
 
 @given(any_value, group_sizes, formats)
@@ -188,20 +160,3 @@ def test_products_of_small_integers_are_exact(
         padded = product(longer, torch.nn.functional.pad(b, (0, 16)), bias)
         assert_same_bits("padded", padded[:rows], exact.to(dtype))
         assert_same_bits("only the bias", padded[rows:], bias.to(dtype).expand(3, -1).contiguous())
-
-
-@given(moderate, st.integers(0, 4), st.integers(0, 127), st.booleans())
-def test_a_bad_code_leaves_no_number_of_its_row_of_a_product(
-    run: Run, x: Tensor, row: int, column: int, bad_scale: bool
-):
-    a = x.clamp(-448, 448).to(E4M3.dtype)
-    b = torch.zeros(16, a.shape[1]).to(E4M3.dtype)
-    row %= len(a)
-    if not bad_scale:
-        a[row, column] = torch.nan
-    scale = torch.tensor(torch.nan if bad_scale else 1.0)
-    for body in (run, run_reference):
-        (y,) = body("scaled_mm", (a, scale, b, torch.ones(()), None, torch.float32, False))
-        good = torch.arange(len(a)) != row
-        assert y[row].isnan().all()
-        assert y[good].isnan().all() if bad_scale else not y[good].any()
