@@ -4,7 +4,6 @@ Kernels are compiled for Hopper as always; nothing runs. Run by test_launch.py, 
 interpreter. Usage: ``python launch_offline.py REPORT.json``.
 """
 
-import functools
 import json
 import sys
 from collections.abc import Callable
@@ -13,19 +12,17 @@ from typing import Any
 
 import torch
 from op_examples import examples
-from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from coat_kernels import OPS, launch, norm, quantize, quantize_tensor
-from coat_kernels.quantize import quantize_tensor_kernel
+from coat_kernels import OPS, launch
 
-CAPABILITY = 90
 OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope", "activation_apply")
+PLAIN_RUN = JITFunction.run
 
+Call = tuple[Any, tuple[int, ...], dict[str, Any]]
 launched: list[dict[str, Any]] = []
-given: list[dict[str, Any]] = []
 looked_up: list[str] = []
 
 
@@ -37,27 +34,17 @@ class Launcher:
 
     def __call__(self, *args: Any) -> None:
         """Note what would be launched: (grid, stream, function, metadata, hooks, arguments)."""
-        grid, stream, function, metadata = args[:3], args[3], args[4], args[5]
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in args[9:]]
-        arguments = [
-            [kind, value % 16] if kind.startswith("*") else [kind, type(value).__name__, str(value)]
-            for kind, value in zip(self.types, values, strict=True)
-        ]
         launched.append(
             {
-                "grid": list(grid),
-                "stream": stream,
-                "function": function,
-                "metadata": repr(metadata),
-                "arguments": arguments,
-            }
-        )
-        pairs = zip(self.types, values, strict=True)
-        given.append(
-            {
-                "addresses": [value for kind, value in pairs if kind.startswith("*")],
-                "tensors": sum(isinstance(value, Tensor) for value in args[9:]),
-                "told": [getattr(hook, "calls", None) not in (None, []) for hook in args[7:9]],
+                "grid": list(args[:3]),
+                "stream": args[3],
+                "function": args[4],
+                "metadata": repr(args[5]),
+                "arguments": [
+                    [kind, type(value).__name__, str(value)]
+                    for kind, value in zip(self.types, values, strict=True)
+                ],
             }
         )
 
@@ -94,23 +81,7 @@ class Driver:
 
     def get_current_target(self) -> GPUTarget:
         """Hopper."""
-        return GPUTarget("cuda", CAPABILITY, 32)
-
-
-def noted(run: Callable[[], Any]) -> dict[str, Any]:
-    """What a call launched, and how many kernels Triton looked up for it."""
-    for notes in (launched, given, looked_up):
-        notes.clear()
-    run()
-    return {"launched": list(launched), "given": list(given), "looked_up": len(looked_up)}
-
-
-def tried(run: Callable[[], Any]) -> dict[str, Any]:
-    """A call as Triton launches it, then the same twice as we do."""
-    ours, launch._kernels = launch._kernels, Forgetful()
-    plain = noted(run)
-    launch._kernels = ours
-    return {"plain": plain, "first": noted(run), "again": noted(run)}
+        return GPUTarget("cuda", 90, 32)
 
 
 class Forgetful(dict[Any, Any]):
@@ -120,91 +91,79 @@ class Forgetful(dict[Any, Any]):
         pass
 
 
-class Elsewhere:
-    """A tensor that is on another device."""
+def set_run(run: Any) -> None:
+    """Replace Triton's own way to launch."""
+    launcher: Any = JITFunction
+    launcher.run = run
 
-    def __init__(self, x: Tensor) -> None:
-        self.dtype, self.data_ptr = x.dtype, x.data_ptr
 
-    def get_device(self) -> int:
-        """Not that of the others."""
-        return 3
+def run_noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Triton's launch, which looks a kernel up."""
+    looked_up.append(self.__name__)
+    return PLAIN_RUN(self, *args, **kwargs)
+
+
+def calls_of(run: Callable[[], Any]) -> list[Call]:
+    """Kernels, grids and arguments, which keep their memory."""
+    calls: list[Call] = []
+
+    def record(self: Any, *, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert not warmup
+        calls.append((self, grid, kwargs))
+
+    ours, launch._kernels = launch._kernels, {}
+    set_run(record)
+    run()
+    set_run(run_noted)
+    launch._kernels = ours
+    return calls
+
+
+def noted(calls: list[Call]) -> dict[str, Any]:
+    """What calls launched, and how many kernels Triton looked up for it."""
+    launched.clear()
+    looked_up.clear()
+    for kernel, grid, args in calls:
+        launch.launch(kernel, grid, **args)
+    return {"launched": list(launched), "looked_up": len(looked_up)}
+
+
+def tried(calls: list[Call]) -> dict[str, Any]:
+    """Calls as Triton launches them, then the same twice as we do."""
+    ours, launch._kernels = launch._kernels, Forgetful()
+    plain = noted(calls)
+    launch._kernels = ours
+    return {"plain": plain, "first": noted(calls), "again": noted(calls)}
 
 
 def told(metadata: Any) -> None:
-    """What is called before or after a launch."""
+    """What is called before a launch."""
     assert metadata is not None
-
-
-def same_memory(found: dict[str, Any]) -> None:
-    """Launches of a kernel with the same tensors, one of them missing; with hooks; elsewhere."""
-    calls: list[tuple[Any, Any, dict[str, Any]]] = []
-    plain, norm.launch = (
-        norm.launch,
-        lambda kernel, grid, **args: calls.append((kernel, grid, args)),
-    )
-    (args, *_) = examples("norm_bwd", 64, 128, torch.bfloat16).values()
-    OPS["norm_bwd"].triton(*args)
-    norm.launch = plain
-    ((kernel, grid, args),) = calls
-
-    def run() -> None:
-        launch.launch(kernel, grid, **args)
-
-    found["same memory"] = tried(run)
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    for hook in hooks:
-        hook.add(told)
-        found[f"hook {hooks.index(hook)}"] = noted(run)
-        hook.remove(told)
-    args["rstd_ptr"] = Elsewhere(args["rstd_ptr"])
-    found["elsewhere"] = noted(run)
-
-
-def quantized(x: Tensor) -> Callable[[], Any]:
-    """The launches of ``quantize_tensor``."""
-    return lambda: OPS["quantize_tensor"].triton([x], torch.ones(()), "e4m3", True, False)
 
 
 def main(report: Path) -> None:
     """Write what was launched."""
     driver.set_active(Driver())  # pyright: ignore[reportArgumentType]
-    plain_run = JITFunction.run
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        looked_up.append(self.__name__)
-        return plain_run(self, *args, **kwargs)
-
-    launcher: Any = JITFunction
-    launcher.run = run
     found = {}
     for op in OPS_TRIED:
-        variants = examples(op, 64, 128, torch.bfloat16)
-        name = list(variants)[-1]
-        found[f"{op} {name}"] = tried(lambda op=op, args=variants[name]: OPS[op].triton(*args))
+        args = list(examples(op, 64, 128, torch.bfloat16).values())[-1]
+        calls = calls_of(lambda op=op, args=args: OPS[op].triton(*args))
+        found[op] = tried(calls)
+        knobs.runtime.launch_enter_hook.add(told)
+        found[op]["with hook"] = noted(calls)
+        knobs.runtime.launch_enter_hook.remove(told)
     memory = torch.randn(80 * 128)
     matrix = memory[: 64 * 128].view(64, 128)
     for name, x in {
         "aligned": matrix,
         "four bytes on": memory[1 : 64 * 128 + 1].view(64, 128),
-        "aligned again": matrix,
         "more tokens": memory.view(80, 128),
         "narrower": memory[: 64 * 120].view(64, 120),
         "as bfloat16": matrix.bfloat16(),
     }.items():
-        found[name] = tried(quantized(x))
-    same_memory(found)
-    quantize.launch = lambda *args, **options: launch.launch(*args, **options | {"num_warps": 4})
-    found["half the warps"] = tried(quantized(matrix))
-    quantize.launch = functools.partial(launch.launch, maxnreg=64)
-    found["few registers"] = tried(quantized(matrix))
-    quantize.launch = launch.launch
-    known = launch._kernels[id(quantize_tensor_kernel)]
-    launch.MAX_COMPILED = len(known.compiled)
-    found["one too many"] = tried(quantized(memory[: 33 * 128].view(33, 128)))
-    found["kept"] = {"after one too many": len(known.compiled)}
-    with_nothing = noted(lambda: quantize_tensor(torch.empty(0, 128)))
-    found["empty"] = {"plain": with_nothing, "first": with_nothing, "again": with_nothing}
+        args = ([x], torch.ones(()), "e4m3", True, False)
+        calls = calls_of(lambda args=args: OPS["quantize_tensor"].triton(*args))
+        found[name] = tried(calls)
     report.write_text(json.dumps(found))
 
 
