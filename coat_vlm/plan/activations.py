@@ -207,16 +207,11 @@ def trace(
     trained: int | None = None,
     reuse_weights: bool = False,
 ) -> Activations:
-    """Run one micro-batch of full rows on ``meta`` and record its memory.
+    """Run one micro-batch of ``batch`` full rows on ``meta`` and record its memory.
 
-    Args:
-        model: a converted model on ``meta``, with ``requires_grad`` and train mode set.
-        batch: rows.
-        length: tokens per row.
-        images: images per row, in tiles.
-        pool_frames: if more than 1, so many consecutive images share the tokens of one.
-        trained: supervised tokens per row. Default: all text tokens, the maximum.
-        reuse_weights: save FP8 weights for the next micro-batch, as ``fp8.weights: cache`` does.
+    ``model`` is converted, with ``requires_grad`` and train mode set; ``images`` are tiles per row,
+    of which ``pool_frames`` share the tokens of one. ``trained`` are the supervised tokens of a
+    row, by default all text tokens. ``reuse_weights`` is ``fp8.weights: cache``.
 
     Raises:
         ValueError: the images of a row have more tokens than the row.

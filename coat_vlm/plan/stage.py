@@ -201,14 +201,10 @@ def plan_recipe(
     images: int | None = None,
     only_stage: str | None = None,
 ) -> list[StagePlan]:
-    """Plan the stages of a recipe in order.
+    """Plan the stages of a recipe in order, or ``only_stage``.
 
-    Args:
-        recipe: the recipe to plan.
-        ranks: number of GPUs, with one process each.
-        gpu_bytes: nominal memory of each GPU.
-        images: tiles per row. Default: counted in the data, or 1.
-        only_stage: plan only this stage.
+    ``gpu_bytes``: nominal memory of each GPU. ``images``: tiles per row, by default counted in the
+    data.
 
     Raises:
         ValueError: training on this number of ranks would raise the same error.

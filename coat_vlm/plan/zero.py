@@ -133,15 +133,9 @@ def estimate_rank_memory(
     accumulates: bool,
     bucket: int | None = None,
 ) -> RankMemory:
-    """Estimate the memory of one rank.
+    """Estimate the memory of one rank with the activations of one micro-batch.
 
-    Args:
-        zero_stage: ZeRO stage of DeepSpeed.
-        sizes: of the model.
-        ranks: N.
-        activations: of one micro-batch.
-        accumulates: whether a step has several micro-batches.
-        bucket: K. Default: DeepSpeed's.
+    ``accumulates``: whether a step has several micro-batches. ``bucket``: K, else DeepSpeed's.
     """
     if zero_stage:  # low bits are for stage 0; a comparison with other stages has FP32 copies
         sizes = replace(sizes, low_bits=False)

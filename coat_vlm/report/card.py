@@ -47,12 +47,9 @@ _LOADING = {
 
 
 def build_card(source: Path, layout: str, weights: str | None = None) -> str:
-    """Build the text of a card, for the ``layout`` of the exported folder.
+    """Build the text of a card, for the ``layout`` and ``weights`` of the exported folder.
 
-    Args:
-        source: ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``.
-        layout: as for :func:`coat_vlm.export.hugging_face.export`.
-        weights: format of compressed weights.
+    ``source`` is ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``.
 
     Raises:
         ValueError: the source is not in a run folder, or its recipe.yaml is damaged.

@@ -76,10 +76,8 @@ def build_evaluation_rows(
 ) -> list[EvaluationRow]:
     """Build the rows of each set: its headline metric, then its other required metrics.
 
-    Args:
-        eval_json: content of RUN/eval.json (``{set: {metric: percent}}`` and ``precision``).
-        eval_sets: the recipe's evaluation sets with their ``task`` and ``require``.
-        reports: RUN/eval/<set>/report.json by set; of these, only ``headline`` is required.
+    ``eval_json`` is ``{set: {metric: percent}}`` and ``precision``; ``reports`` has
+    RUN/eval/<set>/report.json by set, of which only ``headline`` is required.
     """
     measured = [name for name, value in eval_json.items() if isinstance(value, Mapping)]
     rows = []

@@ -65,11 +65,7 @@ def format_formats(results: Sequence[FormatResult]) -> str:
 
 
 def draw(name: str, shape: tuple[int, int]) -> Tensor:
-    """Draw FP32 values with seed 0.
-
-    Args:
-        name: ``normal``, ``outliers`` (0.1% of normal values times 30), or ``tN`` (Student's t with
-            N degrees of freedom).
+    """Draw FP32 values of a distribution (module docstring) with seed 0.
 
     Raises:
         ValueError: there is no such distribution, or it has no variance.

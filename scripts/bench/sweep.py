@@ -29,14 +29,10 @@ def sweep(
     train: Callable[..., Record],
     jobs: int,
 ) -> dict[str, Record]:
-    """Train the runs that are missing in a folder; returns the records of all.
+    """Train the runs that are missing in folder ``out``; returns the records of all.
 
-    Args:
-        out: the folder.
-        settings: what all runs of the folder have in common, plain JSON.
-        runs: name of a run -> arguments of ``train``.
-        train: a function of a module.
-        jobs: runs at the same time, in processes of their own, on all GPUs in turn.
+    ``settings``, plain JSON, are common to all runs of the folder; ``runs`` maps names to arguments
+    of ``train``, a function of a module. ``jobs`` processes run at a time, on all GPUs in turn.
 
     Raises:
         ValueError: the folder has runs of other settings.
