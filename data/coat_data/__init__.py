@@ -1,9 +1,5 @@
 """Data of vision-language models: readers, ingestion, mixtures, encoding and loading of samples.
 
-A new format of rows is a reader (``readers/``, listed in ``readers/catalogue.py``); a new kind of
-file is a container (``containers/``, found by ``containers/open.py``); a new list of data sets is a
-form in ``lists/formats.py``.
-
-Names are imported from their modules, so that ``import coat_data`` does not load torch or a
-decoder.
+A new format of rows is a reader (``readers/catalogue.py``), a new kind of file a container
+(``containers/open.py``). Importing this package loads neither torch nor a decoder.
 """

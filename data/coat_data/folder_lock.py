@@ -1,19 +1,11 @@
 """Locks a file or a folder against other processes of this and other hosts; works on NFS.
 
-The lock is a file of JSON: who holds it (host, process, start of the process), for what, since
-when, and a random token. It is created by linking a complete file to the lock's name, which is
-atomic on NFS too. The holder's thread renews the file's modification time every few seconds.
-
-A lock that is found is judged as follows:
-
-- Its holder ran on this host (same host name, boot and process namespace): the process decides. If
-  it is alive and started when the lock says, the lock is refused; else it is taken over.
-- Its holder runs elsewhere: the lock is taken over when its modification time has not advanced for
-  :data:`LIMIT_S` seconds, and refused as soon as it advances. Both times are those of the file
-  system, which are compared by touching an own file: the clocks of two hosts may differ.
-
-A holder that was stopped, or cut off from the file system, may wake up after its lock was taken
-over. It therefore calls :meth:`FolderLock.check` before it writes.
+The lock is a file of JSON with its holder and a random token. It is created by linking a complete
+file to its name, which is atomic on NFS too; a thread of the holder renews its modification time.
+If the holder ran on this host (same name, boot and process namespace), the lock is refused while
+that process lives. Else it is taken over when its modification time has not advanced for
+:data:`LIMIT_S` seconds by the clock of the file system. A holder that was stopped may wake up after
+its lock was taken over, so it calls :meth:`FolderLock.check` before it writes.
 """
 
 import errno
@@ -87,13 +79,11 @@ class FolderLock:
 def hold_lock(
     path: Path, purpose: str, *, wait: bool = False, limit_s: float = LIMIT_S
 ) -> Iterator[FolderLock]:
-    """Hold a lock inside this context.
+    """Hold a lock inside this context; the folder of its file is created.
 
     Args:
-        path: the lock file, for a folder usually ``.lock`` in it; its folder is created.
         purpose: the command, for the message to others.
         wait: wait while another process holds the lock, instead of raising LockError.
-        limit_s: see :data:`LIMIT_S`.
 
     Raises:
         LockError: another process holds the lock.
@@ -118,7 +108,6 @@ def hold_lock(
 
 
 def _acquire(path: Path, content: Mapping[str, Any], limit_s: float) -> None:
-    """Create the lock file; raise LockError if another process holds it."""
     own = path.with_name(f"{path.name}-{content['token']}")
     own.write_text(json.dumps(content), encoding="utf-8")
     try:
@@ -158,8 +147,7 @@ def _link(own: Path, path: Path) -> bool:
 def _remove(path: Path, token: str | None) -> None:
     """Delete the lock with this token; leave any other one.
 
-    The file is renamed before it is read a second time: of two processes that found the same lock,
-    only one gets it. If the lock was replaced meanwhile, it is put back.
+    It is renamed first, so that only one of two processes gets it; another lock is put back.
     """
     if (holder := _read(path)) is None or holder.get("token") != token:
         return
@@ -185,10 +173,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _wait_until_stale(path: Path, holder: Mapping[str, Any], own: Path, limit_s: float) -> None:
-    """Return when the lock may be taken over or changed; raise LockError if its holder is alive.
-
-    ``own`` is a file of this process in the same folder, whose times are comparable.
-    """
+    """Return when the lock may be taken over or changed; raise LockError if its holder is alive."""
     here = _describe_self()
     alive: bool | None = None
     if holder.get("host") == here["host"] and os.name == "posix":
@@ -251,7 +236,6 @@ def _read_process(pid: int) -> tuple[str, int | None]:
 
 
 def _describe_self() -> dict[str, Any]:
-    """Return what identifies this process: its host (with boot and namespace), number and start."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     host = [

@@ -1,8 +1,7 @@
-"""Limits on what the rows of a data set may take.
+"""Limits on what the rows of a data set, which third parties write, may take.
 
-Data files come from third parties: a row may name any address, and a small file may unpack to a
-large one. Every limit is a recipe key (``limits.NAME``, ``network``) and an option of the data
-commands (``--limits NAME=NUMBER``, ``--network``).
+Every limit is a recipe key (``limits.NAME``, ``network``) and an option of the data commands
+(``--limits NAME=NUMBER``, ``--network``).
 """
 
 from collections.abc import Sequence
@@ -33,11 +32,7 @@ class Limits:
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> "Limits":
-        """Return the limits of a command line's ``NAME=NUMBER`` settings.
-
-        Raises:
-            ValueError: a name is unknown, or a value is not a number.
-        """
+        """Return the limits of ``NAME=NUMBER`` settings; ValueError for other names and values."""
         kinds = {field.name: float if field.name.endswith("_s") else int for field in fields(cls)}
         values = {}
         for setting in settings:

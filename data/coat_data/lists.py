@@ -129,10 +129,7 @@ _FORMS: Sequence[tuple[str | None, Sequence[str], Callable[..., dict[str, Any]]]
 
 
 def read_list(path: str | Path) -> list[SourceEntry] | None:
-    """Read a list file, or the entries of it in ``dataset_info.json#demo,other``; or a pattern.
-
-    Returns None if ``path`` is a source itself. A mistake in the list is a DataError.
-    """
+    """Read a list file, or its entries ``dataset_info.json#demo,other``; None for a source."""
     if is_url(path):
         return None  # shards of one source
     listing, _, wanted = str(path).rpartition("#")
@@ -188,7 +185,6 @@ def _parse(file: Path, names: Sequence[str]) -> list[SourceEntry] | None:
 
 
 def _check(given: dict[str, Any], file: Path, where: str) -> SourceEntry:
-    """Make paths absolute and check every value."""
     for key in ("path", "media_root"):
         if isinstance(given.get(key), str) and not is_url(given[key]):
             given[key] = str((file.parent / Path(given[key]).expanduser()).absolute())

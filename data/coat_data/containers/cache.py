@@ -17,16 +17,9 @@ def cache_folder() -> Path:
 
 
 def cached_file(folder: str, key: str, name: str, write: Callable[[BinaryIO], None]) -> Path:
-    """Return the file ``name`` of a key; ``write`` writes it if it is not in the cache.
+    """Return the file ``name`` of a key in ``folder`` of the cache; ``write`` writes it if needed.
 
-    Args:
-        folder: folder in the cache folder.
-        key: text that changes with the content.
-        name: file name, whose suffix shows the format.
-        write: called with the open file; one process of a host calls it, the others wait.
-
-    Raises:
-        OSError: the cache folder cannot be written.
+    One process of a host calls ``write``, the others wait. ``key`` changes with the content.
     """
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = cache_folder() / folder / digest / name

@@ -18,8 +18,7 @@ def unpack(path: Path, limits: Limits) -> Path:
     """Return a file, or the unpacked copy of a compressed one; a changed file has another copy.
 
     Raises:
-        DataError: the file is damaged, or unpacks to more than ``limits.archive_bytes``: a small
-            file may unpack to terabytes.
+        DataError: the file is damaged, or unpacks to more than ``limits.archive_bytes``.
     """
     with path.open("rb") as stream:
         head = stream.read(6)

@@ -56,7 +56,6 @@ class CsvRows(IndexedFiles):
         return (span for span in self._records(path) if span[0] >= self._header_end)
 
     def _records(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield start and end of every non-blank record."""
         taken = 0
 
         def lines() -> Iterator[str]:

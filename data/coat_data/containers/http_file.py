@@ -37,18 +37,13 @@ def open_http(url: str, start: int = 0) -> Any:
 def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     """Read the file at an address that a row of a data set names.
 
-    A row may name any address, so each host of a chain of redirects must have public IP addresses
-    only, and the connection goes to the addresses that were checked. urllib follows redirects to
-    http and https only. A proxy of the environment (``https_proxy``) is the user's own and is not
+    Each host of a chain of redirects must have public IP addresses only, except for the host of
+    ``trusted``, which the user named. The proxy of the environment (``https_proxy``) is not
     checked; the host behind it is, if this machine can resolve it.
-
-    Args:
-        limits: ``remote_bytes`` and ``remote_s``.
-        trusted: an address whose host the user named, which may be private.
 
     Raises:
         DataError: another scheme, a host with a private address, or a file above the limit.
-        OSError: the request failed; TimeoutError after ``remote_s``.
+        OSError: the request failed; TimeoutError after ``limits.remote_s``.
     """
     if not is_http(url):
         raise DataError(url, "is not an address of http or https", "download the file")
@@ -159,10 +154,7 @@ def _public_addresses(url: str, host: str) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is not private, link-local, loopback or multicast.
-
-    An IPv6 address that contains an IPv4 address is judged by it.
-    """
+    """Whether an IP address, or the IPv4 address in an IPv6 one, is public and no multicast."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour

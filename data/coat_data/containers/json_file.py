@@ -1,10 +1,8 @@
 """Rows of a JSON array, of an object of rows, or of a JSONL file, read by byte offsets.
 
 In an object of rows, ``{"id1": {...}, "id2": {...}}``, a name is the ``id`` of its row, unless the
-row has its own. The end of an element is found by parsing it in a buffer that holds a few rows of
-the file. The buffer is decoded as Latin-1, in which every byte is one character, so that character
-positions are byte offsets (all of JSON's own characters are ASCII, and no byte of a longer UTF-8
-character is).
+row has its own. The end of an element is found by parsing it in a buffer of a few rows, decoded as
+Latin-1: every byte is one character, so that character positions are byte offsets.
 """
 
 import io
@@ -70,7 +68,6 @@ class JsonRows(IndexedFiles):
 
 
 def _loads(text: str) -> Any:
-    """Parse a row, or a name and a row of an object of rows."""
     if text.startswith('"'):
         try:
             ((name, row),) = json.loads(f"{{{text}}}").items()
@@ -104,8 +101,8 @@ def _row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[i
 class Window:
     """A position in a JSON file, over a part of it as text with one character per byte.
 
-    Strings in parsed values are therefore Latin-1: only their ASCII characters are right. All
-    methods raise a DataError with the line if the file is not JSON there.
+    Only the ASCII characters of parsed strings are right. All methods raise a DataError with the
+    line if the file is not JSON there.
     """
 
     def __init__(self, stream: BinaryIO, path: str) -> None:
@@ -190,10 +187,7 @@ class Window:
             more = self.goes_on("]")
 
     def members(self) -> Iterator[tuple[int, str]]:
-        """Yield start and name of each member of the object at the position.
-
-        The value comes next, and the caller reads it; in the end the object is behind the position.
-        """
+        """Yield start and name of each member; the caller reads the value, which comes next."""
         more = self.opens("{", "}")
         while more:
             if self.mark() != '"':
@@ -213,7 +207,6 @@ class Window:
         return DataError(f"{self._path}:{line}", problem, _REMEDY)
 
     def _more(self) -> None:
-        """Read more of the file: at least as many bytes as the buffer has."""
         data = self._stream.read(max(_WINDOW_BYTES, len(self._text)))
         self._whole = not data
         self._text += data.decode("latin-1")
@@ -235,7 +228,6 @@ def _holds_rows(window: Window) -> bool:
 
 
 def _element_spans(stream: BinaryIO, path: str, *, is_object: bool) -> Iterator[tuple[int, int]]:
-    """Yield the spans of an array's elements, or of an object's members with their names."""
     window = Window(stream, path)
     if is_object:
         for start, _ in window.members():

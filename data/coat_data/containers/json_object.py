@@ -37,8 +37,6 @@ _FIRST_LINE = 16 << 20
 def open_object(path: Path, split: str | None = None) -> Rows | None:
     """Open the rows of a file that starts with a brace; None if it is JSONL or in another layout.
 
-    ``split`` is one of an object of rows, by default ``train`` if the rows have splits.
-
     Raises:
         DataError: the file of questions is missing, or there is no such split.
     """
@@ -139,10 +137,7 @@ def _questions_of(path: Path) -> Path:
 
 
 class ObjectRows(JsonRows):
-    """The elements of the list ``name`` of a JSON object, or its values (of one split).
-
-    ``key`` is the field that other rows refer to.
-    """
+    """The elements of list ``name`` of an object, or its values; rows refer to field ``key``."""
 
     reuses_index = False
 

@@ -32,10 +32,7 @@ def image_suffixes() -> frozenset[str]:
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise DataError for a pipe, a device or a socket, before it is opened.
-
-    Opening a named pipe waits until another process writes to it, and a device may never end.
-    """
+    """Raise DataError for a pipe, a device or a socket, whose opening or reading may never end."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a million paths
     except OSError:

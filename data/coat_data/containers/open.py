@@ -48,8 +48,7 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    An address is given as text. ``FILE#val`` opens another split than ``train`` of an object of
-    rows.
+    An address is given as text. ``FILE#val`` opens a split of an object of rows.
 
     Raises:
         DataError: nothing is there, the format is unknown, or a folder has several splits.
@@ -107,7 +106,6 @@ def _open_folder(folder: Path, limits: Limits) -> Rows:
 
 
 def _open_shards(folder: Path, limits: Limits) -> Rows:
-    """Open the tables or tars of a folder; without any, the media files in it."""
     files = [
         path
         for path in sorted(folder.rglob("*"))
@@ -130,8 +128,7 @@ def _open_shards(folder: Path, limits: Limits) -> Rows:
 def _img2dataset_output(table: Path) -> str:
     """Return the output format of img2dataset whose metadata a Parquet file is; empty for none.
 
-    Next to the images of shard 00000, ``00000.tar`` or the folder ``00000``, img2dataset writes
-    ``00000.parquet`` with the addresses (rom1504/img2dataset, README, "Output format choice").
+    It is next to ``00000.tar`` or the folder ``00000`` (rom1504/img2dataset, README).
     """
     output = {table.with_suffix(".tar"): "tar", table.with_suffix(""): "files"}
     found = next((name for path, name in output.items() if path.exists()), "")
@@ -149,10 +146,9 @@ def _open_captioned(folder: Path) -> Rows:
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Raise DataError if the file names belong to several splits, such as train and test.
+    """Raise DataError if the file names belong to several splits, as the Hub recognizes them.
 
-    The names are those by which the Hugging Face Hub recognizes splits (huggingface/datasets,
-    docs/source/repository_structure.mdx).
+    Source: huggingface/datasets, docs/source/repository_structure.mdx.
     """
     patterns: dict[str, str] = {}
     for file in files:
@@ -190,10 +186,7 @@ def _open_media(folder: Path) -> Rows:
 def _open_files(
     path: Path, files: list[Path], limits: Limits, urls: Mapping[Path, str] = MappingProxyType({})
 ) -> Rows:
-    """Unpack compressed files, and open files of one kind.
-
-    ``path`` is what the user named, ``urls`` has the addresses of which the files are copies.
-    """
+    """Unpack and open files of one kind; ``path`` is for messages, ``urls`` are their origins."""
     for file in files:
         check_regular_file(file)
     names = dict(urls)
@@ -213,7 +206,6 @@ def _open_files(
 
 
 def _renamed(error: DataError, names: Mapping[Path, str]) -> DataError:
-    """Return the error of a copy with the name of the original."""
     where = error.where
     for copy, name in names.items():
         where = where.replace(str(copy), name)

@@ -1,7 +1,7 @@
 """Files by URL: copied into the cache folder once, then read as local files.
 
-``http:`` and ``https:`` are read with :mod:`coat_data.containers.http_file`; all other schemes
-(``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``) with fsspec, which finds its own credentials.
+``http:`` and ``https:`` are read with :mod:`coat_data.containers.http_file`, all other schemes
+(``hf:``, ``s3:``, ``memory:``, ...) with fsspec, which finds its own credentials.
 """
 
 import errno
@@ -47,10 +47,7 @@ def is_url(path: str | Path) -> TypeGuard[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand a brace pattern to names.
-
-    A range keeps the width of its start: ``{08..10}`` gives 08, 09, 10.
-    """
+    """Expand a brace pattern to names; ``{08..10}`` gives 08, 09, 10."""
     parts: list[list[str]] = []
     end = 0
     for match in _GROUP.finditer(pattern):
@@ -66,10 +63,9 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def local_copies(pattern: str) -> dict[Path, str]:
-    """Copy the files of an address, or of a pattern with braces or ``*`` (not over http).
+    """Copy the files of an address, or of a pattern with braces or ``*`` (not http), to the cache.
 
-    Returns the copies, which are in the cache folder, with their
-    addresses. A file that changes at its address, by its ETag, date or size, is downloaded again.
+    Returns copy -> address. A file that changes by its ETag, date or size is downloaded again.
 
     Raises:
         DataError: a file is missing or cannot be read, or a pattern with ``*`` matches nothing.
@@ -132,11 +128,7 @@ def _download(url: str, size: int | None, out: BinaryIO, bar: "tqdm[Any]") -> No
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address, and the path there.
-
-    Raises:
-        DataError: no installed file system reads such addresses.
-    """
+    """Return the fsspec file system of an address, and the path there; DataError without one."""
     import fsspec
 
     try:
@@ -156,8 +148,6 @@ def retry(
     """Call ``attempt``, and call it again after transient failures of the network or server.
 
     Args:
-        url: the address, for messages.
-        attempt: the function to call.
         waits_s: pauses between attempts, in seconds; :data:`WAITS_S` by default.
         timeouts: whether a host that sent nothing is asked again.
 
@@ -185,7 +175,6 @@ def retry(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether an error is not retryable: missing, forbidden, no address, or unknown host."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
     reason = getattr(error, "reason", None)  # of a URLError

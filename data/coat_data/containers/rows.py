@@ -68,8 +68,6 @@ def locate(ends: NDArray[np.int64], index: int) -> tuple[int, int]:
 
 
 class _Index(NamedTuple):
-    """Offsets of the rows of a file."""
-
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     damage: DataError | None
@@ -84,8 +82,7 @@ _MAX_REMEMBERED = 1 << 24
 class IndexedFiles(Rows):
     """Rows of ``files`` by byte offset: 16 bytes of memory per row, for files of any size.
 
-    Pickled without open files. A subclass finds the rows of a file (:meth:`spans`) and parses their
-    bytes (:meth:`parse`). ``media_root`` is the folder of the first file.
+    A subclass finds the rows of a file (:meth:`spans`) and parses their bytes (:meth:`parse`).
     """
 
     reuses_index = True

@@ -1,8 +1,7 @@
 """Rows of Parquet files, of ``datasets`` folders (``save_to_disk``) and of their ``.arrow`` files.
 
-In order, Parquet is read a few rows at a time. By number, it is read through the memory-mapped
-Arrow files of the cache of ``datasets``, which are made when more than :data:`_PROBED` rows are
-asked for: making them reads the whole table, and the checks before training need a few rows.
+In order, Parquet is read a few rows at a time. By number, it is read through memory-mapped Arrow
+files in the cache of ``datasets``, which are made when more than :data:`_PROBED` rows are read.
 """
 
 import glob
@@ -26,12 +25,7 @@ _ARROW_FILE = b"ARROW1"
 
 
 class TableRows(Rows):
-    """The rows of one table in several files.
-
-    Args:
-        path: the file or folder that the user named.
-        files: Parquet files, or ``.arrow`` files of ``datasets``, in order; empty for a folder
-            written by ``save_to_disk``.
+    """The rows of one table in several files; no files for a folder written by ``save_to_disk``.
 
     Raises:
         DataError: a file is damaged, the columns of files differ, or a folder has several splits.
@@ -74,10 +68,7 @@ class TableRows(Rows):
         return rows.to_pylist()[0]
 
     def read_range(self, rows: range) -> Iterator[tuple[int, Any]]:
-        """Yield consecutive rows; a DataError replaces the unreadable rest of a row group.
-
-        Batches are decoded once if the ranges that a process asks for are ascending.
-        """
+        """Yield consecutive rows; a DataError replaces the unreadable rest of a row group."""
         if not self._is_parquet:
             yield from super().read_range(rows)
             return
@@ -132,7 +123,6 @@ def is_arrow(path: Path) -> bool:
 
 
 def _open_saved(folder: Path) -> "tuple[list[int], Dataset]":
-    """Return the number of rows, and the memory-mapped table, of ``save_to_disk``."""
     import datasets
 
     try:
@@ -147,7 +137,6 @@ def _open_saved(folder: Path) -> "tuple[list[int], Dataset]":
 
 
 def _open_arrow(files: Sequence[Path]) -> "tuple[list[int], Dataset]":
-    """Return the number of rows of each file, and the memory-mapped files as one table."""
     import datasets
     from pyarrow import ArrowException
 
@@ -191,12 +180,10 @@ def _parquet_facts(files: Sequence[Path]) -> tuple[list[list[int]], list[str]]:
 
 
 def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "Dataset":
-    """Open Parquet files as one memory-mapped table.
+    """Open Parquet files as one memory-mapped table, which all ranks and workers of a host share.
 
-    ``datasets`` converts Parquet to Arrow files in its own cache (``HF_DATASETS_CACHE``, by default
-    ``~/.cache/huggingface/datasets``), under a lock and keyed by the shards' paths and modification
-    times. All ranks and workers of a host then share one mapping; reading Parquet into memory
-    would take a copy per rank, including embedded media.
+    ``datasets`` converts them to Arrow files in its cache (``HF_DATASETS_CACHE``), under a lock and
+    keyed by the shards' paths and modification times.
     """
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError

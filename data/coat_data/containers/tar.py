@@ -88,7 +88,6 @@ def _sample_spans(stream: BinaryIO, where: str, size: int) -> Iterator[tuple[int
 
 
 def _read_sample(archive: tarfile.TarFile, where: str) -> dict[str, Any]:
-    """Return the members of a sample by field."""
     row: dict[str, Any] = {}
     for info, key, field in _members(archive, where):
         stream = archive.extractfile(info)
@@ -104,10 +103,7 @@ def _read_sample(archive: tarfile.TarFile, where: str) -> dict[str, Any]:
 
 
 def _members(archive: tarfile.TarFile, where: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    """Yield the plain files that belong to samples, with key, and field in lower case.
-
-    Hidden files and names without a field belong to no sample.
-    """
+    """Yield the plain files that belong to samples, with key, and field in lower case."""
     for info in archive:
         name = printable(info.name)
         path = PurePosixPath(name)

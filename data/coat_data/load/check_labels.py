@@ -85,12 +85,9 @@ def verify_rows(
 def check_labels(
     sample: Sample, ids: Sequence[int], labels: Sequence[int], encoder: Encoder
 ) -> None:
-    """Compare the supervised tokens with the sample's answers.
+    """Compare the supervised tokens with the sample's answers; DataError if they differ.
 
-    Raises:
-        DataError: a label differs from its token, or the supervised tokens do not decode to the
-            answers with their ends. A text that the tokenizer cannot represent (an unknown
-            character) is compared as the tokenizer decodes it.
+    A text with characters unknown to the tokenizer is compared as the tokenizer decodes it.
     """
     tokenizer = encoder.tokenizer
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
@@ -125,7 +122,6 @@ def check_labels(
 
 
 def _readings(answer: str, end: str, encoder: Encoder) -> set[str]:
-    """Return the texts that an answer and its end may decode to."""
     tokenizer = encoder.tokenizer
     readings = {answer + end, tokenizer.decode(tokenizer.text(answer)) + end}
     if tokenizer.hides_first_space:

@@ -47,13 +47,9 @@ def collate(
     pad_token_id: int,
     padding_side: Literal["left", "right"] = "right",
 ) -> Batch:
-    """Collate ``samples``, padded to the longest one.
+    """Collate ``samples``, padded to the longest one: ``right`` for training, ``left`` to generate.
 
     Of B preference pairs the batch has 2 B rows: all chosen answers, then all rejected ones.
-
-    Args:
-        samples: at least one; images of one size, or of a published model, which are padded.
-        padding_side: ``right`` for training, ``left`` for generation.
     """
     samples = [*samples, *(sample.rejected for sample in samples if sample.rejected is not None)]
     if padding_side == "right":
@@ -82,10 +78,7 @@ def collate(
 
 
 def _fill(samples: Sequence[EncodedSample]) -> Sequence[EncodedSample]:
-    """Append the filler, if there is one, to the first sample of a batch without images.
-
-    No label follows the image tokens and attention is causal, so the loss does not depend on them.
-    """
+    """Append the filler, if there is one, to the first sample of a batch without images."""
     first, *others = samples
     filler = first.filler
     if filler is None or any(len(sample.pixel_values) for sample in samples):
@@ -116,8 +109,7 @@ def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
     """Concatenate ``samples`` to one row (1, T), T a multiple of ``align``.
 
-    The padding is a separate sequence without labels. The first token of each sequence is not
-    supervised, as nothing predicts it.
+    The padding is a separate sequence without labels, and no first token is supervised.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     used = sum(lengths)
@@ -143,8 +135,7 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 def collate_unpadded(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
     """Collate ``samples`` as one packed row if more than ``MAX_PADDING`` would be padding.
 
-    Otherwise as padded rows. The loss is the same, as in VILA's ``repack_multimodal_data``.
-    Arguments as in :func:`collate_packed`.
+    The loss is the same as with padded rows, as in VILA's ``repack_multimodal_data``.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     if sum(lengths) < (1 - MAX_PADDING) * len(lengths) * max(lengths, default=0):

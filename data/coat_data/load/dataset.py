@@ -41,16 +41,12 @@ class SampleDataset:
         media_root: absolute folder, or address, that relative media paths start from; for a list
             the deepest folder above those of all sources.
         paths: the files of the rows, and the list itself; a folder stands for all files below it.
-            Media files that rows refer to are not included.
 
     Args:
-        media_root: folder or address; default: the file's folder, or the one in the manifest or
-            list says.
         ignore_fields: fields that may be left out although they look like media or loss weights.
         in_order: open for a full read by :meth:`stream` only: also accept truncated files, and
             ignore a list's weights.
-        without_weights: ignore a list's weights, which are shares of an epoch, to read every row
-            once; otherwise they are an error.
+        without_weights: ignore a list's weights, which are otherwise an error.
 
     Raises:
         DataError: ``path`` or ``media_root`` does not exist, the file does not parse, or its rows
@@ -138,7 +134,6 @@ class SampleDataset:
             raise self.container.damage
 
     def _concatenate(self, entries: Sequence[SourceEntry]) -> None:
-        """Concatenate the selected rows of the sources of a list."""
         self.format = "+".join(dict.fromkeys(source.format for source in self._sources))
         self.media_root = _common_root([source.media_root for source in self._sources])
         self._whole = [entry.select is None and entry.repeat is None for entry in entries]
@@ -158,11 +153,7 @@ class SampleDataset:
         return int(self._ends[-1]) if self._sources else len(self.container)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample in row ``index`` (0 to ``len - 1``).
-
-        Raises:
-            DataError: the row is bad; names file and row.
-        """
+        """Return the sample in row ``index`` (0 to ``len - 1``); DataError for a bad row."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} rows")
         if not self._sources:
@@ -187,25 +178,17 @@ class SampleDataset:
         return restrict_media(sample, self._network, self._limits, self.media_root)
 
     def _renamed(self, row: object) -> object:
-        """Return a probed row with mapped columns, or the DataError of a missing one."""
         try:
             return rename(row, self._columns, self.name) if self._columns else row
         except DataError as error:
             return error
 
     def stream(self) -> Iterator[Sample | DataError]:
-        """Yield all samples in order, and a DataError for each bad row.
-
-        Reads with bounded memory. A truncated file ends with the DataError that says so.
-        """
+        """Yield all samples in order, and a DataError for each bad row and for a truncated end."""
         yield from self.read_range(range(len(self)))
 
     def read_range(self, rows: range) -> Iterator[Sample | DataError]:
-        """Yield consecutive samples, and a DataError for each bad row.
-
-        The last row of a truncated file is followed by the DataError that says so: consecutive
-        ranges together yield what :meth:`stream` yields.
-        """
+        """Yield what :meth:`stream` yields for consecutive rows."""
         if not self._sources:
             yield from self._convert(self.container.read_range(rows))
             if rows.stop == len(self) and self.container.damage is not None:
@@ -245,10 +228,7 @@ class SampleDataset:
 
 
 def _common_root(given: Sequence[Path | str]) -> Path | str:
-    """Return the deepest folder that contains all roots, with links resolved.
-
-    URLs are ignored: media below them are stored with their whole address.
-    """
+    """Return the deepest folder that contains all roots but addresses, with links resolved."""
     roots = [root for root in given if isinstance(root, Path)]
     if not roots:
         return given[0]

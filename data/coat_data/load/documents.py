@@ -1,9 +1,8 @@
 """Splits documents that are longer than ``max_length`` tokens into chunks.
 
-Each chunk is a sample of its own, and starts at a word in the second half of the maximum chunk, if
-there is one. No character is lost: the concatenated chunks are the document. All chunks but the
-last have no end token. A chunk is stored as a character range, so that encoding it does not need
-the tokens of the whole document.
+Each chunk is a sample, and starts at a word in the second half of the maximum chunk, if there is
+one. No character is lost, and all chunks but the last have no end token. A chunk is stored as a
+character range, so that encoding it does not need the tokens of the whole document.
 """
 
 import dataclasses
@@ -45,11 +44,7 @@ def probe_rows(dataset: Rows) -> list[int]:
 
 
 def row_kinds(dataset: Rows) -> RowKinds:
-    """Count the kinds of the rows of :func:`probe_rows`; bad rows are skipped.
-
-    A source with any document among them is a source of documents. Each row is then checked
-    separately: the documents of a mixed source are split, its other rows are not.
-    """
+    """Count the kinds of the rows of :func:`probe_rows`; bad rows are skipped."""
     documents = others = 0
     dropped: str | None = None
     for place in probe_rows(dataset):
@@ -66,11 +61,7 @@ def row_kinds(dataset: Rows) -> RowKinds:
 
 
 class DocumentChunks(SelectedRows):
-    """The chunks of the rows of a source.
-
-    Args:
-        chunks: (n, 3) int64 of :func:`split_rows`: row, first character, last character + 1.
-    """
+    """The ``chunks`` of the rows of a source: the int64 (n, 3) of :func:`split_rows`."""
 
     def __init__(self, dataset: Rows, chunks: np.ndarray) -> None:
         rows = chunks[:, 0]
@@ -80,7 +71,6 @@ class DocumentChunks(SelectedRows):
         self._spans = chunks[:, 1:]
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a chunk; raises DataError and IndexError as the source does."""
         sample = super().__getitem__(index)
         start, end = self._spans[index].tolist()
         return sample if end == _WHOLE else get_chunk(sample, start, end)
@@ -97,7 +87,7 @@ def get_chunk(sample: Sample, start: int, end: int) -> Sample:
 
 
 def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
-    """Split a document; return the first character and last character + 1 of each chunk.
+    """Return first character and last character + 1 of each chunk of a document.
 
     Raises:
         DataError: the template by itself fills ``max_length``.
@@ -147,13 +137,9 @@ def _word_start(text: str, starts: Sequence[int], low: int, high: int) -> int:
 def split_rows(
     dataset: Rows, encoder: Encoder, rows: Sequence[int], *, num_workers: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the chunks of ``rows``, several rows at a time.
+    """Yield chunks of ``rows``, int64 (n, 3): row, first and last character + 1 (-1: whole row).
 
-    A row that fits, is no document, or is bad, is one chunk; errors of a bad row are reported in
-    training.
-
-    Yields:
-        (n, 3) int64: row, first character, last character + 1 (-1: the whole row).
+    A row that fits, is no document, or is bad, is one chunk; training reports bad rows.
     """
     work = partial(_split_each, dataset, encoder)
     return in_workers(work, in_batches(rows, _ROWS_PER_REQUEST), num_workers)

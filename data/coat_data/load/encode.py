@@ -1,10 +1,9 @@
 """Converts a sample to model inputs: token ids, labels and pixel values.
 
 Every tile of an image, and every frame of a video, is ``tokens_per_image`` image tokens at its
-place in the conversation (mode ``dynamic_s2``: every tile of the largest scale). In mode
-``dynamic`` a line break separates the tiles of an image, as in VILA's prompts. Samples are never
-truncated: a sample that is too long is an error, as a sequence cut inside an image would no longer
-match its pixel values.
+place in the conversation (mode ``dynamic_s2``: every tile of the largest scale; mode ``dynamic``:
+with a line break between tiles, as in VILA's prompts). A sample that is too long is an error:
+truncated inside an image, it would no longer match its pixel values.
 """
 
 from collections import Counter
@@ -71,8 +70,7 @@ class Encoder:
 
     Attributes:
         shows_media: whether the model has a vision tower.
-        preferences: whether every sample must be a preference pair (True) or an ordinary sample
-            (False); None encodes both.
+        preferences: whether samples must be preference pairs or must not; None encodes both.
         joins_space: whether a space of the template before an answer is tokenized, and supervised,
             with the answer.
     """
@@ -92,12 +90,7 @@ class Encoder:
         max_length: int = 2048,
         max_pixels: int | None = None,
     ) -> None:
-        """Prepare the tokenizer.
-
-        Args:
-            image_token_id: id of the image token; None for a language model without vision, which
-                rejects samples with media.
-        """
+        """Prepare the tokenizer; ``image_token_id`` is None for a language model without vision."""
         self.tokenizer = SegmentTokenizer(tokenizer)
         self.template = template
         self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
@@ -107,13 +100,10 @@ class Encoder:
         self.max_length = max_length
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
-        """Encode the whole conversation, with the answers as labels.
+        """Encode the whole conversation, with the answers as labels; ``rng`` augments.
 
         A preference pair is encoded twice, up to the end token of its last answer; only that
         answer has labels.
-
-        Args:
-            rng: generator of the augmentation; None turns augmentation off.
 
         Raises:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
@@ -152,12 +142,9 @@ class Encoder:
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
 
-        Of a preference pair it is the size with the chosen answer; both are checked. The measured
-        size is larger only if a video is shorter than its header says, or by the digits of time
-        tokens. Headers are read only if a size depends on them.
-
-        Raises:
-            DataError: as for a call, as far as headers show it.
+        Of a preference pair it is the size with the chosen answer; both are checked. It is larger
+        than the result only if a video is shorter than its header says, or by the digits of time
+        tokens. Raises DataError as a call does, as far as headers show it.
         """
         ids, _, plans = self._planned(sample, self.media.plan)
         self._check_length(sample, len(ids), plans)
@@ -174,7 +161,6 @@ class Encoder:
     def _planned(
         self, sample: Sample, plan: Callable[[Media], MediaPlan]
     ) -> tuple[list[int], list[int], list[MediaPlan]]:
-        """Return ids, labels and the media's plans of a whole conversation."""
         _check_answered(sample)
         segments = self.segments(sample)
         self._check_media(sample, sample.media, segments)
@@ -201,9 +187,7 @@ class Encoder:
         """Encode the conversation up to its last user turn, and the template's answer prefix.
 
         The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
-
-        Raises:
-            DataError: as for a call, or the conversation has no user turn.
+        Raises DataError as a call does, or if the conversation has no user turn.
         """
         turns, media = _asked(sample)
         segments = self._render(replace(sample, turns=turns), add_generation_prompt=True)
@@ -211,11 +195,7 @@ class Encoder:
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
-        """Encode all turns as they are, also without an answer.
-
-        Args:
-            sample: a conversation; if it ``continues``, nothing follows its last text.
-        """
+        """Encode all turns as they are; nothing follows the last text of one that ``continues``."""
         segments = (
             self._render(sample, add_generation_prompt=True)
             if add_generation_prompt
@@ -227,10 +207,9 @@ class Encoder:
     def answered(
         self, sample: Sample, answers: Sequence[str], rng: np.random.Generator | None = None
     ) -> list[EncodedSample]:
-        """Encode the :meth:`prompt` followed by each of ``answers``.
+        """Encode the :meth:`prompt` followed by each of ``answers``, with the labels of the answer.
 
-        The tokens are a prefix of those of the whole conversation, up to the token that ends the
-        answer, with the same labels for the answer. The media are read once.
+        The tokens are a prefix of the whole conversation's. The media are read once.
         """
         prompt = self.prompt(sample, rng)
         turns, media = _asked(sample)
@@ -289,9 +268,8 @@ class Encoder:
     ) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Read media for prompts that others have rendered as text.
 
-        Returns:
-            The text of each medium's tokens; ``pixel_values``, and for models that have them
-            ``image_grids`` and ``frame_groups``, as in :class:`EncodedSample`.
+        Returns the text of each medium's tokens, and ``pixel_values``, ``image_grids`` and
+        ``frame_groups`` as in :class:`EncodedSample`.
         """
         if media and not self.shows_media:
             self._check_media(Sample(id="prompt", turns=(), source="prompt"), media, [])
@@ -308,7 +286,6 @@ class Encoder:
     def _media_layout(
         self, plans: list[MediaPlan]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return ``image_grids`` and ``frame_groups`` of :class:`EncodedSample`."""
         grids = groups = None
         if self.media.transform.mode == "dynamic_s2":
             shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
@@ -326,8 +303,6 @@ class Encoder:
         before_answer: bool,
     ) -> tuple[list[int], list[int]]:
         """Tokenize the segments of ``sample`` and return ids and labels.
-
-        An answer has labels up to the end token behind it, unless its turn is not supervised.
 
         A space between template text and a user's text is tokenized with the user's text, as in
         running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, of
@@ -363,7 +338,6 @@ class Encoder:
         return ids, labels
 
     def _media_ids(self, plan: MediaPlan) -> list[int]:
-        """Return the tokens of an image or video."""
         ids: list[int] = []
         for before in self._before_tiles(plan):
             ids += self.tokenizer.text(before) if before else []
@@ -429,7 +403,6 @@ def _as_tensor(numbers: list[int]) -> torch.Tensor:
 
 
 def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    """Return the conversation up to its last user turn, and the media in it."""
     asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
     if not asked:
         raise DataError(sample.where, "there is no question to answer", "add a human turn")

@@ -3,8 +3,7 @@
 Every sample has a position in the endless sequence of a
 :class:`~coat_data.mixture.sampler.Mixture`. The samples of a step, their augmentation and the
 replacements of bad samples depend only on the seed and the position (with packing also on the
-measured lengths), not on the number of ranks, the worker processes or the step at which the run
-was started. A micro-batch has padded rows, or one row of packed samples.
+measured lengths), not on ranks, worker processes or the step at which the run was started.
 """
 
 import dataclasses
@@ -73,22 +72,17 @@ class LoadedBatch:
 class TrainLoader:
     """Endless training batches for one rank.
 
-    An optimizer step has ``batch_size`` batch rows of the sampler: one sample each, or several if
-    they are packed. :func:`coat_data.mixture.sampler.assign_to_ranks` assigns them to ranks and
-    micro-batches of ``micro_batch_size`` batch rows. A micro-batch has one padded row per sample,
-    or, with packing or ``unpad``, one row of all its samples. A bad sample of a packed batch row is
-    replaced by one that fits into that row.
+    :func:`coat_data.mixture.sampler.assign_to_ranks` assigns the ``batch_size`` batch rows of an
+    optimizer step to ranks and micro-batches of ``micro_batch_size`` batch rows. A micro-batch has
+    one padded row per sample, or, with packing or ``unpad``, one row of all its samples. A bad
+    sample of a packed batch row is replaced by one that fits into that row.
 
     Args:
-        batch_size: batch rows per optimizer step, over all ranks and micro-batches.
-        micro_batch_size: batch rows per forward pass on one rank.
-        packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed; None
-            does not pack.
+        packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed.
         costs: estimated work of the rows of each source, by which rows that are not packed are
             assigned to ranks; None assigns them in order.
         unpad: collate micro-batches that are not packed with
-            :func:`coat_data.load.collate.collate_unpadded`, with rows of a multiple of this number
-            of tokens; None pads all.
+            :func:`coat_data.load.collate.collate_unpadded`, aligned to this number of tokens.
     """
 
     def __init__(
@@ -130,8 +124,7 @@ class TrainLoader:
     def steps(self, start: SamplerState) -> Generator[list[LoadedBatch]]:
         """Yield the micro-batches of each optimizer step from ``start`` on, endlessly.
 
-        Earlier samples are not read. ``close()`` of the generator ends the worker processes. The
-        state after a step is ``sampler.step(state)[1]``.
+        The state after a step is ``sampler.step(state)[1]``.
 
         Raises:
             DataError: a row is bad; with ``replace_bad``, all its replacements are bad as well; or
@@ -144,14 +137,12 @@ class TrainLoader:
             yield [next(loaded) for _ in range(self._micro_steps)]
 
     def _requests(self, state: SamplerState) -> Iterator[list[BatchRow]]:
-        """Yield the batch rows of each micro-batch of this rank."""
         while True:
             rows, state = self.sampler.step(state)
             for ranks in assign_to_ranks(rows, self._micro_batch_size, self._world_size):
                 yield ranks[self._rank]
 
     def _describe(self, request: Sequence[BatchRow]) -> str:
-        """Name the rows of a micro-batch, without those that replace bad ones."""
         places = [self._mixture.locate(position) for row in request for position in row.positions]
         return "; ".join(describe_row(self._datasets[source], index) for source, index in places)
 
@@ -204,7 +195,6 @@ class TrainLoader:
     def _first_good(
         self, position: int, bad: list[BadSample], tokens: float, images: float
     ) -> tuple[EncodedSample | None, list[DataError]]:
-        """Return the first good row for a position, and the errors of the rows tried before it."""
         errors: list[DataError] = []
         for place in self._tried(position, tokens, images):
             source, index = self._mixture.locate(place)
@@ -231,7 +221,6 @@ class TrainLoader:
         return None, errors
 
     def _tried(self, position: int, tokens: float, images: float) -> Iterator[int]:
-        """Yield the position, then the positions of replacements that fit."""
         yield position
         left = self._max_attempts - 1
         for attempt in range(1, 1 + MAX_DRAWS):
@@ -244,7 +233,6 @@ class TrainLoader:
 
 
 def _check_fits(encoded: EncodedSample, where: str, tokens: float, images: float) -> None:
-    """Raise DataError for a sample that does not fit into its batch row."""
     own_tokens, own_images = len(encoded.input_ids), len(encoded.pixel_values)
     if own_tokens > tokens or own_images > images:
         raise DataError(
@@ -267,8 +255,8 @@ def val_batches(
 ) -> Generator[Batch]:
     """Yield validation batches: every row once over all ranks, in order, without augmentation.
 
-    Every rank gets the same number of batches, so that collective operations match. A rank without
-    rows left gets a batch of one sample whose labels are all ignored.
+    Every rank gets the same number of batches, so that collective operations match: without
+    rows left, one sample whose labels are all ignored.
     """
     stride = batch_size * world_size
     for start in range(rank * batch_size, len(dataset) + rank * batch_size, stride):

@@ -1,9 +1,8 @@
 """Worker processes that read ahead; results come in the order of the requests.
 
-torch's DataLoader is not used: the tools read rows without torch, whose import takes as long as
-checking fifteen thousand rows, and its handler of SIGCHLD raises errors anywhere in the main
-process when a worker was killed. Tensors are passed in shared memory here as well, if torch is
-imported.
+torch's DataLoader is not used: the tools read rows without the slow import of torch, and its
+handler of SIGCHLD raises errors anywhere in the main process when a worker was killed. Tensors are
+passed in shared memory here as well, if torch is imported.
 """
 
 import atexit
@@ -39,11 +38,9 @@ def in_workers(
     timeout_s: float = 0.0,
     describe: Callable[[Request], str] = str,
 ) -> Iterator[T]:
-    """Yield ``work(request)`` for each request, in order; worker n gets every n-th request.
+    """Yield ``work(request)`` for each request, in order; ``num_workers`` 0 works in this process.
 
-    Args:
-        num_workers: 0 works in this process.
-        describe: names the rows of a request, for the errors below.
+    ``describe`` names the rows of a request, for errors.
 
     Raises:
         DataError: raised by ``work``, unchanged; or a worker gave no result in ``timeout_s``
@@ -154,10 +151,7 @@ class _Workers:
             timer.cancel()
 
     def reads(self, index: int) -> int:
-        """Return the request that the process of request ``index`` reads, which may be a later one.
-
-        If it stopped there, the memory of the results before is lost as well.
-        """
+        """Return the request that the process of request ``index`` reads, perhaps a later one."""
         return max(self._current[index % len(self._pipes)], index)
 
     def status(self, index: int) -> int | None:
@@ -182,7 +176,6 @@ class _Workers:
 def _serve(
     pipe: Connection, work: Callable[[Any], Any], current: MutableSequence[int], place: int
 ) -> None:
-    """Answer requests until the main process ends or kills this one."""
     # torchrun, schedulers and terminals send these to the whole process group; the main process
     # handles them, and needs its workers to save a checkpoint.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -137,7 +137,6 @@ def _decode(source: Any, times: Sequence[float]) -> tuple[list[float], np.ndarra
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until the input ends."""
     while requests.peek(1):  # pyright: ignore[reportAttributeAccessIssue]
         source, times, limit_s = pickle.load(requests)
         # If the parent is gone as well, the kernel ends this process; this needs no lock.

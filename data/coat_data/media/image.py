@@ -82,7 +82,6 @@ def image_size(
 def _opened(
     media: Media | str | os.PathLike[str], max_pixels: int | None
 ) -> Iterator[tuple[Image.Image, str]]:
-    """Yield the image with its header read and checked, and its name for messages."""
     if not isinstance(media, Media):
         media = Media(kind="image", path=str(media))
     where = media.name
@@ -104,7 +103,6 @@ def _opened(
 
 @contextmanager
 def _limit_of_pillow(max_pixels: int | None) -> Iterator[None]:
-    """Replace Pillow's global pixel limit inside the context."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = before if max_pixels is None else max_pixels
     try:
@@ -136,7 +134,6 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield boxes (left, upper, right, lower) of whole rows that cover an image, in order."""
     rows = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, rows):
         yield 0, top, width, min(top + rows, height)

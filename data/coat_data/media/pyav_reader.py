@@ -148,7 +148,6 @@ class PyavVideo:
             last = frame
 
     def _chosen(self, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
-        """Yield a frame for each time."""
         current: tuple[float, VideoFrame] | None = None
         for time, frame in self._decode(wanted):
             while wanted and time > wanted[0]:
@@ -220,7 +219,6 @@ class PyavVideo:
             self._container.seek(offset, stream=self._stream)
 
     def _packets(self) -> Iterator[Packet]:
-        """Yield the stream's packets in file order; continues after reading errors."""
         for _ in range(_MAX_READ_ERRORS):
             try:
                 packets = self._container.demux(self._stream)

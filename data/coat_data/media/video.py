@@ -166,7 +166,6 @@ class VideoReader:
         return video.read_at(times)
 
     def _frame_indices(self, media: Media, num_files: int) -> tuple[list[int], list[float] | None]:
-        """Return the indices of the sampled frames among all, and their times if known."""
         settings, rate = self.settings, media.fps
         if rate is None:
             spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
@@ -182,7 +181,6 @@ class VideoReader:
     def _kept(
         self, frames: Iterable[tuple[float, Image.Image]], media: Media, convert: Convert | None
     ) -> list[tuple[float, Frame]]:
-        """Convert the frames one by one, and check the pixels that are held."""
         kept: list[tuple[float, Frame]] = []
         left = self.settings.max_total_pixels
         for time, frame in frames:
@@ -202,7 +200,6 @@ class VideoReader:
 
     @contextmanager
     def _opened(self, media: Media) -> Iterator[PyavVideo]:
-        """Open a video; errors name the file."""
         try:
             with PyavVideo(media, self.settings.max_frame_pixels) as video:
                 yield video
@@ -263,7 +260,6 @@ def natural_key(stem: str) -> list[str | int]:
 
 
 def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:
-    """Return start and duration of the part to sample, by the video's own clock."""
     start = 0.0 if media.start is None else media.start
     end = span.duration_s if media.end is None else min(media.end, span.duration_s)
     if media.start is None and media.end is None:

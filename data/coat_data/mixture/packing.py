@@ -264,7 +264,6 @@ class PackedSampler:
         return 0 < own_tokens <= tokens and own_images <= images
 
     def _window(self, position: int) -> tuple[int, int]:
-        """Return start and stop of the packing window that contains ``position``."""
         epoch, index = divmod(position, self._mixture.epoch_size)
         size, windows = self._mixture.epoch_size, self._windows
         number = ((index + 1) * windows - 1) // size  # largest with start <= index
@@ -272,7 +271,6 @@ class PackedSampler:
         return first + number * size // windows, first + (number + 1) * size // windows
 
     def _pack_window(self, start: int, stop: int) -> list[BatchRow]:
-        """Return the batch rows of a packing window, in shuffled order; cached."""
         if start in self._cache:
             self._cache[start] = self._cache.pop(start)
             return self._cache[start]

@@ -273,6 +273,5 @@ def assign_to_ranks(
 
 
 def _sum_work(rows: Sequence[BatchRow]) -> tuple[float, int, int]:
-    """Return the cost, images and tokens of all rows."""
     cost = math.fsum(row.cost for row in rows)
     return cost, sum(row.images for row in rows), sum(row.tokens for row in rows)

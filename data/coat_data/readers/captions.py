@@ -52,7 +52,6 @@ def _kind_by_ending(name: str) -> MediaKind:
 
 
 def _has_columns(row: Any) -> bool:
-    """Whether the row has a column of media and a column of text."""
     if not isinstance(row, Mapping):
         return False
     names = {str(name).lower() for name in row}
@@ -66,7 +65,6 @@ def _has_columns(row: Any) -> bool:
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
-    """Convert a row with media and a caption."""
     row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
     name = _column(row, names, "image or video", tuple(_MEDIA_FIELDS), place)
@@ -99,7 +97,6 @@ def _column(
     names: tuple[str, ...],
     place: Place,
 ) -> str:
-    """Return the column of the first of ``names`` that has a value."""
     for name in names:
         if name in by_lower and not is_missing(row.get(by_lower[name])):
             return by_lower[name]

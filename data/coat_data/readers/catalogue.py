@@ -18,7 +18,6 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 
 def _stored(row: Any, place: Place) -> Sample:
-    """Rebuild a sample that :func:`coat_data.containers.ingested.to_record` stored."""
     if not isinstance(row, Record):
         raise place.error("the row is no stored sample", "give an ingested folder")
     where = f"{place.source}:{row['row']}"

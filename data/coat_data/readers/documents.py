@@ -34,7 +34,6 @@ _BETWEEN_TEXTS = "\n\n"
 
 
 def _from_text(row: Any, place: Place) -> Sample:
-    """Convert a document."""
     row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
@@ -69,7 +68,6 @@ def _interleaved(row: Any, place: Place) -> Sample:
 
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
-    """Return the images of each sentence."""
     images: dict[int, list[Media]] = defaultdict(list)
     for number, info in enumerate(place.as_list(row.get("image_info") or [], "image_info")):
         name = f"image_info[{number}]"
@@ -99,7 +97,6 @@ def _is_page(row: Any) -> bool:
 
 
 def _from_page(row: Any, place: Place) -> Sample:
-    """Convert a page."""
     row = place.as_object(row)
     images = place.as_list(row.get("images"), "images")
     texts = place.as_list(row.get("texts"), "texts")

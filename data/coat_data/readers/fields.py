@@ -222,7 +222,6 @@ def _is_media_value(value: Any, *, plain: bool) -> bool:
 
 
 def _is_media_file(value: Any) -> bool:
-    """Whether a value is the path or address of an image, video or sound, by its extension."""
     value = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(value, str) and _MEDIA_FILE.fullmatch(value) is not None
 

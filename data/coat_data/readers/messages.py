@@ -108,7 +108,6 @@ _Message = tuple[Role, list[_Piece]]
 
 
 def _message(message: Any, number: int, place: Place) -> tuple[_Message, bool]:
-    """Return role and pieces of a message, and whether it is supervised."""
     name = f"messages[{number}]"
     message = place.as_object(message, name, "give it role and content")
     role = get_role(message.get("role", message.get("from")), ROLES, f"{name}.role", place)

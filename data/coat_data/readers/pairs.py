@@ -31,7 +31,6 @@ from coat_data.sample import Sample
 
 
 def _is_query(row: Any) -> bool:
-    """Whether the row has the fields of one of the first four formats."""
     if not isinstance(row, Mapping):
         return False
     pairs = row.get("conversation", row.get("QA"))
@@ -68,7 +67,6 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
-    """Convert a row of The Cauldron or FineVision."""
     row = place.as_object(row)
     said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
     files = media_fields(row, place)
@@ -91,7 +89,6 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
 
 
 def _is_question(row: Any) -> bool:
-    """Whether the row has a question with its answer, and is not the text of a document."""
     if not isinstance(row, Mapping) or not {"question", "answer"} <= set(row):
         return False
     media = (name for names in MEDIA_FIELDS.values() for name in names)
@@ -104,7 +101,6 @@ _CHOICES = ("choices", "options", "candidates", "multiple_choices")
 
 
 def _question(row: Any, place: Place) -> Sample:
-    """Convert a question and its answer; a number is written as text."""
     row = place.as_object(row)
     for name in _CHOICES:
         if not is_missing(row.get(name)) and name not in place.ignore:

@@ -181,7 +181,6 @@ def _turns(value: Any) -> list[Any]:
 
 
 def _speaker(answer: Any) -> Any:
-    """Return the speaker that the last message of an answer names; None for a text."""
     for message in _turns(answer)[-1:]:
         if isinstance(message, Mapping):
             return next((message[name] for name in _SPEAKER if name in message), None)
@@ -200,7 +199,6 @@ def _check_message(row: Mapping[str, Any], name: str, ignore: Collection[str], w
 
 
 def _said(turn: Any) -> tuple[Any, Any] | None:
-    """Return role and content of a message; None if it is none."""
     if not isinstance(turn, Mapping) or _speaker(turn) is None:
         return None
     speaker = str(_speaker(turn)).lower()
@@ -208,7 +206,6 @@ def _said(turn: Any) -> tuple[Any, Any] | None:
 
 
 def _text(value: Any, name: str, where: str) -> str:
-    """Return the text of the answer ``name``."""
     if isinstance(value, list | tuple) and len(value) > 1 and isinstance(value[-1], str):
         raise DataError(where, f"{name} has {len(value)} answers", "give one, or write more rows")
     message = value[-1] if isinstance(value, list | tuple) and value else value

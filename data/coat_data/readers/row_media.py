@@ -51,7 +51,6 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
 
 
 def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
-    """Return the video of a list of frames, which are paths or addresses of images."""
     if not items:
         raise place.error(f"{field} is an empty list", "list the frames of the video")
     frames = [to_media(one, "image", f"{field}[{n}]", place) for n, one in enumerate(items)]
@@ -72,7 +71,6 @@ def _is_frame_list(items: Sequence[Any]) -> bool:
 
 
 def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    """Return the medium, for a list of frames with the frames per second of ``item`` if given."""
     rate = next((item[n] for n in ("sample_fps", "fps") if item.get(n) is not None), None)
     if not media.frames or rate is None:
         return media
@@ -146,7 +144,6 @@ def media_path(text: str, field: str, place: Place) -> str:
 
 
 def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
-    """Return the bytes in a struct; None if it has none."""
     for name in ("bytes", "base64", "data"):
         value = item.get(name)
         if isinstance(value, bytes | bytearray | memoryview):

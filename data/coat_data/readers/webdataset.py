@@ -32,7 +32,6 @@ _NUMBERED = re.compile(r"<image-(\d+)>")
 
 
 def _matches(row: Any) -> bool:
-    """Whether the row comes from a tar."""
     return (
         isinstance(row, Mapping)
         and KEY in row
@@ -41,7 +40,6 @@ def _matches(row: Any) -> bool:
 
 
 def _to_sample(row: Any, place: Place) -> Sample:
-    """Convert a sample. Does not decode the media."""
     if not _matches(row):
         raise place.error("the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
@@ -149,7 +147,6 @@ def _match_members(
 
 
 def _name(entry: Any) -> str:
-    """Return the file name of an entry of the JSON; empty if it has none."""
     if isinstance(entry, Mapping):
         names = (entry.get(field) for field in ("path", "image", "video", "url"))
         entry = next((name for name in names if name is not None), None)
@@ -157,14 +154,12 @@ def _name(entry: Any) -> str:
 
 
 def _span(entry: Any) -> dict[str, Any]:
-    """Return the times of a clip."""
     if not isinstance(entry, Mapping):
         return {}
     return {time: entry[time] for time in ("start", "end") if entry.get(time) is not None}
 
 
 def _remove_numbers(turn: Any) -> Any:
-    """Replace ``<image-1>`` in a turn by ``<image>``."""
     if isinstance(turn, Mapping) and isinstance(turn.get("value"), str):
         return {**turn, "value": _NUMBERED.sub("<image>", turn["value"])}
     return turn

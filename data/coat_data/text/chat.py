@@ -82,8 +82,6 @@ def begin_of_text(tokenizer: TokenizerLike) -> list[Segment]:
 
 
 class _EndsWithEos:
-    """A template whose answers end with the end-of-text token."""
-
     name = ""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -236,7 +234,6 @@ class TokenizerTemplate:
         return [parts[place] if isinstance(place, int) else place for place in layout]
 
     def _layout(self, shape: "_Shape") -> list[Segment | int]:
-        """Return template text and the numbers of the parts, in rendered order."""
         marks = map(chr, range(_FIRST_MARK, sys.maxunicode))
         try:
             rendered = self.render_marks(

@@ -115,7 +115,6 @@ def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
 
 
 def _encode_image(picture: Any) -> bytes:
-    """Encode a PIL image or an array without loss."""
     if not isinstance(picture, Image.Image):
         array = np.asarray(picture)
         if array.ndim == 3 and array.shape[-1] not in (3, 4) and array.shape[0] in (3, 4):

@@ -139,7 +139,6 @@ class SegmentTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _cut_text(self, text: str) -> list[int]:
-        """Return the ids of a text with a control token that is also in the vocabulary."""
         parts = [text]
         for token in self._control_texts:
             parts = [one for part in parts for one in _split_inside(part, token)]

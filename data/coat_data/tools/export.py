@@ -181,7 +181,6 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
 
 
 def _head(sample: Sample) -> dict[str, Any]:
-    """Return the fields of the row besides the conversation and the media."""
     head: dict[str, Any] = {"id": sample.id}
     head |= {"continues": True} if sample.continues else {}
     return head | ({RESPONSE: sample.rejected} if sample.rejected else {})
@@ -201,8 +200,6 @@ def _place(sample: Sample, folder: Path) -> Place:
 
 
 class _JsonWriter:
-    """Writes ``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages, and the media."""
-
     def __init__(self, folder: Path, to: ExportFormat) -> None:
         self._folder = folder
         self._count = 0
@@ -228,7 +225,6 @@ class _JsonWriter:
         self._before = self._between
 
     def _add(self, media: Media) -> str:
-        """Copy a medium into the folder and return its path; DataError if there is no file."""
         where = media.path or f"<{media.kind} bytes>"
         folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
         name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"

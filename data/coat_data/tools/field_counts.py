@@ -61,7 +61,6 @@ class FieldCounts:
         ]
 
     def _list(self, fields: Mapping[str, int]) -> str:
-        """Return the names of fields, with the number of rows if not all rows have them."""
         names = (
             name if number == self.rows else f"{name} ({number} of {self.rows} rows)"
             for name, number in sorted(fields.items())

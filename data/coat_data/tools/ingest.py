@@ -110,7 +110,6 @@ def _good_records(
     bad: list[DataError],
     counts: Counter[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of the good rows."""
     for result in chain.from_iterable(chunks):
         counts["rows"] += 1
         if isinstance(result, DataError):

@@ -217,7 +217,6 @@ class Benchmarks:
         return match
 
     def _find_image(self, image: Image.Image) -> list[int]:
-        """Return the questions of the stored images that this one is a copy of."""
         wanted = hash_image(image)
         if _is_flat(wanted):
             return []

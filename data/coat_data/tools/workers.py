@@ -70,7 +70,6 @@ def map_chunks(
 
 
 def _apply(work: Callable[[Chunk], T], samples: Chunk) -> T:
-    """Call ``work``; an exception of it, or of a reader, names the row that it was raised at."""
     place = "the first row"
 
     def watched() -> Chunk:

@@ -125,7 +125,6 @@ def _is_held_out(number: int) -> bool:
 
 
 def _draw_test_scene(rng: np.random.Generator, held_out: bool) -> Scene:
-    """Draw a scene that allows every kind of binding question about pairs of its category."""
     while True:
         scene = draw_scene(rng, ALL_PAIRS if held_out else SEEN)
         # Every scene allows all three kinds, so that the scene does not reveal the kind.
@@ -165,7 +164,6 @@ def _question_rows(
 
 
 def _test_questions(scenes: Sequence[Scene], rng: np.random.Generator) -> dict[str, list[Question]]:
-    """Return the questions of each evaluation folder: one per scene, on a pair of its category."""
     questions: dict[str, list[Question]] = {name: [] for name in KINDS}
     for number, scene in enumerate(scenes):
         pairs = HELD_OUT if _is_held_out(number) else SEEN
