@@ -19,10 +19,7 @@ KEY = "__key__"
 
 
 def printable(text: str) -> str:
-    r"""Return the text with bytes of file names that are not UTF-8 as escapes, such as ``\xe9``.
-
-    Python reads such bytes as lone surrogates, which cannot be printed or stored as UTF-8.
-    """
+    r"""Return the text with bytes of file names that are not UTF-8 as escapes, such as ``\xe9``."""
     escaped = re.sub("[\udc80-\udcff]", lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
     return escaped.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -21,9 +21,6 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
     ``path`` has its earlier content or all of the new one, also after a crash of the machine unless
     ``durable`` is False. After an exception it is unchanged. Its folder is created.
-
-    Raises:
-        OSError: the file could not be written; the error names ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -64,13 +61,7 @@ def hash_file(path: Path) -> str:
 
 
 def check_version(found: object, expected: int, where: str) -> None:
-    """Raise FormatVersionError unless a saved file has the expected format version.
-
-    Args:
-        found: the value in the file; None if it has none.
-        expected: the version that this program reads and writes.
-        where: the file, for the error message.
-    """
+    """Raise FormatVersionError unless ``found`` in the file ``where`` is the expected version."""
     if found != expected or isinstance(found, bool):
         raise FormatVersionError(
             f"{where} has format version {found}, and this version of coat-vlm reads version "

@@ -1,8 +1,7 @@
 """Downloads known public data sets and benchmarks from the Hugging Face Hub, or by address.
 
-``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses, the archives to unpack,
-and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with only the
-sources (:mod:`coat_data.lists`).
+``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses and archives, and the
+resulting sources, which a download writes to ``OUT/NAME.yaml`` (:mod:`coat_data.lists`).
 """
 
 import hashlib
@@ -76,10 +75,7 @@ BENCHMARKS: Mapping[str, Repository] = _read_benchmarks()
 
 
 def describe_benchmark(name: str) -> str:
-    """Describe what :func:`download_benchmark` would fetch, one line per property.
-
-    The Hub is asked for the present revision and sizes; if it cannot be reached, a line says why.
-    """
+    """Describe what :func:`download_benchmark` would fetch, one line per property."""
     one = BENCHMARKS[name]
     lines = [
         f"from: {one.repo}" if one.md5 else f"from: {one.repo}, a data set of the Hugging Face Hub",
@@ -114,9 +110,7 @@ def _first(error: Exception) -> str:
 def download_benchmark(name: str, out_dir: str | Path) -> Path:
     """Download a benchmark to ``out_dir/name``, where ``coat-vlm eval --tasks`` finds it.
 
-    Raises:
-        DataError: the Hub or the host cannot be reached, or the file has another checksum; the
-            message says how to copy the files.
+    DataError if the host cannot be reached or the file has another checksum; says what to do.
     """
     repository, folder = BENCHMARKS[name], Path(out_dir) / name
     fetch = _fetch_file if repository.md5 else _fetch_and_unpack
@@ -149,13 +143,7 @@ def read_mixture(path: Path) -> KnownMixture:
 
 
 def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """Download a mixture, unpack it, and write its mixture file.
-
-    Existing files are not downloaded again.
-
-    Args:
-        name: one of :func:`known_mixtures`, or the path of a mixture file.
-    """
+    """Download one of :func:`known_mixtures`, or a mixture file; existing files are kept."""
     if name.endswith((".yaml", ".yml")):
         mixture = read_mixture(Path(name))
     else:

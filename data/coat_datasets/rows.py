@@ -17,10 +17,7 @@ def article(word: str) -> str:
 
 
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return a training row with (question, answer) pairs about one image.
-
-    The image comes before the first question; its path is relative to the media root.
-    """
+    """Return a training row with (question, answer) pairs; the image is first."""
     messages: list[dict[str, str]] = []
     for number, (question, answer) in enumerate(turns):
         messages.append({"from": "human", "value": question if number else f"<image>\n{question}"})

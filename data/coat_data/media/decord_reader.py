@@ -1,10 +1,9 @@
 """Reads frames with decord in a child process, which is killed when decord hangs.
 
-The parent is :class:`DecordReader`; the child is this module, run as a script. Worker
-processes are daemons, which may not have children of ``multiprocessing``; so the child is a plain
-subprocess that each reading process owns and uses for all its clips. Messages are pickled: a
-request is ``(path or bytes, times, limit in seconds)``, the answer ``(start times, frames)`` with
-frames (N, height, width, 3) uint8 in RGB, or a string with the error.
+The child is this module, run as a script: worker processes are daemons, which may not have children
+of ``multiprocessing``. Messages are pickled: a request is ``(path or bytes, times, limit in
+seconds)``, the answer ``(start times, frames)`` with frames (N, height, width, 3) uint8 in RGB, or
+a string with the error.
 
 The frame at a time is the last one that starts by then, or the first one; duplicates are dropped.
 """
@@ -42,12 +41,7 @@ class DecordError(Exception):
 
 
 class DecordReader:
-    """Reads with decord in a child process, which is started on demand and killed when it hangs.
-
-    Args:
-        timeout_s: wall-clock limit of one request in seconds, the child's start included.
-        command: command line of the child.
-    """
+    """Reads with decord in a child process, started on demand and killed after ``timeout_s``."""
 
     def __init__(self, timeout_s: float, command: Sequence[str] = _COMMAND) -> None:
         self._timeout_s = timeout_s
@@ -59,11 +53,7 @@ class DecordReader:
         return {**self.__dict__, "_child": None}
 
     def read_at(self, media: Media, times: list[float]) -> list[tuple[float, Image.Image]]:
-        """Return the distinct frames at ``times``, upright, with their start times.
-
-        Raises:
-            DecordError: the frames could not be read.
-        """
+        """Return the distinct frames at ``times``, upright, with start times; or DecordError."""
         child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None

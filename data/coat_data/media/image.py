@@ -3,11 +3,8 @@
     pixel = (value / 255 - mean) / std        value in 0..255, mean and std per channel
 
 In mode ``resize`` this equals transformers' SigLIP and CLIP image processors (PIL backend) with a
-square ``size`` and without a centre crop. Images of several tiles: :mod:`coat_data.media.tiling`.
-
-JPEGs are decoded at full size. ``PIL.Image.draft`` would decode at 1/2, 1/4 or 1/8 of the size in
-less time, but the scaled pixels would differ from those of the full image, and no published model
-was trained on such pixels.
+square ``size`` and without a centre crop. JPEGs are decoded at full size: ``PIL.Image.draft`` takes
+less time, but gives other pixels than those that published models were trained on.
 """
 
 import io
@@ -44,14 +41,10 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
 
     Transparent pixels are composited over white, as in transformers 5.23 (5.17 and VILA drop the
     alpha channel and use the color stored under it). An animation gives its first frame. 16-bit
-    channels give their upper 8 bits, as Pillow does for color images (it would clip gray at 255,
-    which turns nearly every such image white). Palette, CMYK, gray and black-and-white images are
-    converted by Pillow.
+    channels give their upper 8 bits, as Pillow does for color images (it would clip gray at 255).
 
     Args:
-        media: the image, or its path.
-        max_pixels: maximum pixels that a file may declare; ``PIL.Image.MAX_IMAGE_PIXELS`` by
-            default.
+        max_pixels: maximum pixels that a file may declare; default ``PIL.Image.MAX_IMAGE_PIXELS``.
 
     Raises:
         DataError: the file is missing or not an intact image, has floating point pixels, or more
@@ -210,15 +203,12 @@ ONE_TILE = TilePlan(num_tiles=1, rows=1, columns=1, num_token_tiles=1, separated
 
 
 class ImageTransform:
-    """Scales an image to one square, optionally augments it, and normalizes it.
+    """Scales an image to a square of ``size`` pixels, optionally augments it, and normalizes it.
 
     Args:
-        size: side of the output in pixels.
-        mean: mean of each channel, in 0..1.
-        std: standard deviation of each channel, in 0..1.
+        mean: mean of each channel, in 0..1; ``std`` alike.
         mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean color
             (``int(255 * mean)``; expand2square of haotian-liu/LLaVA, llava/mm_utils.py).
-        resample: Pillow's filter.
         augment: ``crop_flip`` shifts the scaled image by up to an eighth of its side in both
             directions (a random crop of the image padded with the mean color) and flips it with
             probability 1/2.
@@ -283,8 +273,7 @@ class ImageTransform:
     def square(self, image: Image.Image) -> Image.Image:
         """Return the image as a square of ``size`` pixels, padded before in mode ``pad``.
 
-        A padded image is resized in strips, first in width and then in height, as Pillow does: the
-        square itself may be far larger than the image.
+        A padded image is resized in strips, first in width, then in height, to save memory.
         """
         if self.mode == "pad" and image.width != image.height:
             side = max(image.size)

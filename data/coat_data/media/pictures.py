@@ -9,10 +9,7 @@ from coat_data.sample import DataError, Media
 
 
 def read_pictures(media: Sequence[Media], number: int) -> tuple[list[Image.Image], list[str]]:
-    """Read up to ``number`` images and video frames, in RGB.
-
-    Also returns the problems: media that cannot be read, and how many pictures were left out.
-    """
+    """Read up to ``number`` images and video frames in RGB; also returns what could not be read."""
     pictures: list[Image.Image] = []
     problems: list[str] = []
     for medium in media:

@@ -1,13 +1,10 @@
 """Reads the frames at given times of a video with PyAV (FFmpeg's libraries).
 
-Damaged packets are skipped, so that the readable part of a damaged file is used. Only needed
-packets are decoded: packets before a keyframe are dropped if the next requested time is at or
-behind that keyframe, which can be decoded without them. For H.264, the decoder also skips frames
-that no other frame refers to, unless one is requested: about half of the frames of a file with
-B-frames. (H.265's decoder would also skip frames to which frames of higher temporal layers refer.)
-
-Memory does not grow with the length of a video: frames are yielded one by one, and packets are held
-up to the next keyframe at most.
+Damaged packets are skipped. Packets before a keyframe are dropped if the next requested time is at
+or behind that keyframe. For H.264, the decoder also skips frames that no other frame refers to,
+unless one is requested. (H.265's decoder would also skip frames to which frames of higher temporal
+layers refer.) Memory does not grow with the length of a video: frames are yielded one by one, and
+packets are held up to the next keyframe at most.
 """
 
 import contextlib
@@ -67,11 +64,7 @@ class TimeSpan:
 
 
 class PyavVideo:
-    """An open video, as a context manager; raises FFmpeg's errors.
-
-    Raises:
-        DataError: a frame has more than ``max_pixels``.
-    """
+    """An open video, as a context manager; DataError for frames above ``max_pixels``."""
 
     def __init__(self, media: Media, max_pixels: int = 1 << 25) -> None:
         self._media = media
@@ -264,8 +257,7 @@ def _is_on_screen(
 ) -> bool | None:
     """Return whether a packet's frame is on screen at one of ``times``; None if not known yet.
 
-    ``stamps`` are the known presentation times, all of those up to ``known_until`` (None: all of
-    them) among them. A packet without time stamps may be on screen at any time.
+    ``stamps`` are known presentation times: all up to ``known_until`` (None: all) among them.
     """
     own, base = packet.pts, packet.time_base
     if own is None or packet.dts is None or base is None:

@@ -1,8 +1,6 @@
-"""Images and videos by URL.
+"""Images and videos by URL, read as a whole each time that they are needed.
 
-The address comes from a row, or from a path below a media root that is an address. The file is read
-as a whole, each time that it is needed. Every failure is a :class:`DataError` that names the
-address, so that a dead link is one bad row.
+Every failure is a :class:`DataError` that names the address: a dead link is one bad row.
 """
 
 import dataclasses
@@ -28,8 +26,7 @@ def is_remote(medium: Media) -> bool:
 def restrict_media(sample: Sample, network: Network, limits: Limits, root: Path | str) -> Sample:
     """Return a sample whose media at addresses have these limits and this media root.
 
-    Raises:
-        DataError: the network is denied, and a medium is at an address; names the row.
+    Raises DataError if the network is denied and a medium is at an address.
     """
     if not any(map(is_remote, sample.media)):
         return sample
@@ -44,11 +41,7 @@ def restrict_media(sample: Sample, network: Network, limits: Limits, root: Path 
 
 
 def fetch_media(media: Media) -> Media:
-    """Return ``media`` with the bytes of its file if its path is a URL; otherwise unchanged.
-
-    Raises:
-        DataError: the file cannot be read; names the address.
-    """
+    """Return ``media`` with the bytes of its file if its path is a URL; DataError on failure."""
     url = media.path
     if media.data is not None or url is None or not is_url(url):
         return media
@@ -64,11 +57,7 @@ def fetch_media(media: Media) -> Media:
 
 
 def check_video(media: Media) -> None:
-    """Check that the video file, the folder of frames, or every frame of a list is not empty.
-
-    Raises:
-        DataError: it is missing or empty; names the path.
-    """
+    """Raise DataError if the video file, the folder of frames, or a frame of a list is empty."""
     for frame in media.frame_images():
         check_video(frame)
     media = fetch_media(media)

@@ -15,15 +15,13 @@ _SAFE_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"
 
 
 class MediaRoot:
-    """Converts the media paths of a data file to absolute paths below one folder.
+    """Converts the media paths of a data file to absolute paths below one folder or address.
 
     Data files come from third parties: with ``../../secret.png``, an absolute path or a link among
     the unpacked images, a data set could contain the user's other files.
 
     Args:
-        folder: absolute folder, or an address of one as text.
-        follow_links: allow links below the folder that lead out of it, for folders that the user
-            assembled from links.
+        follow_links: allow links that lead out of the folder.
     """
 
     def __init__(self, folder: str | Path, *, follow_links: bool = False) -> None:

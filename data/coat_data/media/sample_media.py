@@ -63,12 +63,9 @@ class MediaPlan:
 
 
 class _SquareStore:
-    """Stores squares in blocks that return to the operating system as soon as they are free.
+    """Stores squares of ``size`` pixels in blocks that return to the system when free.
 
     Smaller blocks might stay with the C library, whose largest threshold for this is 32 MiB.
-
-    Args:
-        size: side of the squares in pixels.
     """
 
     def __init__(self, size: int) -> None:
@@ -92,8 +89,7 @@ class MediaLoader:
 
     Attributes:
         counts: events while videos were read, by :data:`coat_data.media.sampling.VIDEO_COUNTS`.
-        keeps_last_clip: whether the last decoded video is cached, for consecutive questions about
-            one video; training would only waste memory.
+        keeps_last_clip: cache the last decoded video, for consecutive questions about one video.
     """
 
     def __init__(
@@ -110,8 +106,7 @@ class MediaLoader:
     def plan(self, media: Media) -> MediaPlan:
         """Plan the tiles of ``media`` from its header; DataError if it cannot be read.
 
-        The plan is exact for images. For a video it has the maximum number of frames, which is the
-        number in intact files that are long enough; the times are exact to within a frame.
+        The plan is exact for images. For a video it has the maximum number of frames.
         """
         if media.kind == "video":
             count, times = self._video_reader().plan(media)
@@ -119,10 +114,10 @@ class MediaLoader:
         return MediaPlan((self._image_plan(media),))
 
     def open(self, media: Media) -> tuple[MediaPlan, "Clip | Media"]:
-        """Return the exact plan of ``media``, and the input of :meth:`write`.
+        """Return the exact plan of ``media``, and the input of :meth:`write`; or DataError.
 
-        Videos are decoded, as only decoding finds the number of frames. Images are not: pixels are
-        decoded one image at a time. Files at URLs are fetched here, once. Raises DataError.
+        Videos are decoded, as only decoding finds the number of frames; images are not. Files at
+        URLs are fetched here, once.
         """
         if media.kind == "image":
             media = fetch_media(media)
@@ -151,11 +146,10 @@ class MediaLoader:
         opened: Sequence[tuple[MediaPlan, "Clip | Media"]],
         rng: np.random.Generator | None,
     ) -> torch.Tensor:
-        """Decode the results of :meth:`open` to pixel values, (N, 3, H, W) float32.
+        """Decode the results of :meth:`open` to pixel values, (N, 3, H, W) float32; or DataError.
 
-        Frames of videos are freed as they are written, so that a long video needs little more
-        memory than its pixel values: unless the last clip is cached, the clips are empty
-        afterwards. All frames of a video are augmented alike. Raises DataError.
+        Frames of videos are freed as they are written, unless the last clip is cached. All frames
+        of a video are augmented alike.
         """
         size = self.transform.size
         pixels = torch.empty(sum(plan.num_tiles for plan, _ in opened), 3, size, size)

@@ -1,19 +1,14 @@
 """Splits an image into tiles of the tower's input size, as InternVL and VILA do.
 
-``dynamic`` (InternVL 1.5, Chen et al. 2024, arXiv:2404.16821, section 3.3; OpenGVLab/InternVL,
-``dynamic_preprocess``; NVlabs/VILA, ``llava/mm_utils.py``): uses the grid of ``min_tiles`` to
-``max_tiles`` tiles whose aspect ratio is closest to the image's. The image is scaled to the whole
-grid, without keeping its aspect ratio, and split row by row; if the grid has more than one tile,
-the whole image scaled to one tile (the thumbnail) follows. The model encodes each tile as an image,
-with a line break between tiles, as in VILA's prompts.
+``dynamic`` (InternVL 1.5, arXiv:2404.16821, section 3.3; OpenGVLab/InternVL,
+``dynamic_preprocess``; NVlabs/VILA, ``llava/mm_utils.py``): the image is scaled to the grid of
+``min_tiles`` to ``max_tiles`` tiles with the closest aspect ratio and split row by row; if there is
+more than one tile, the whole image scaled to one tile (the thumbnail) follows.
 
 ``dynamic_s2`` (VILA's ``dynamic_s2_preprocess``; S2 is Shi et al. 2024, arXiv:2403.13043): the
-image at several scales. All scales but the largest are squares of 1, 4, ... tiles. The largest is
-the closest grid with at least as many tiles as its square and at most ``max_tiles``. The model
-joins the features of the tiles of each scale and concatenates the scales by channels, so that only
-the largest grid becomes tokens (:mod:`coat_vlm.model.projector`).
-
-Frames of a video are one tile in both modes.
+image at several scales: squares of 1, 4, ... tiles, then the closest grid with at least as many
+tiles as the largest square and at most ``max_tiles``. Only that grid becomes tokens
+(:mod:`coat_vlm.model.projector`). Frames of a video are one tile in both modes.
 """
 
 import functools
@@ -32,14 +27,10 @@ def closest_grid(
 ) -> tuple[int, int]:
     """Return rows and columns of the grid for an image of ``width`` x ``height`` pixels.
 
-    Grids are compared in the order of their number of tiles, then of their columns. A grid with the
-    same distance as the best one replaces it if the image has more than half as many pixels as the
-    grid, which limits upscaling. (InternVL and VILA compare grids of equal number in the order of a
-    Python set of pairs, which depends on the interpreter; the order here follows transformers'
-    GOT-OCR2 and InternVL image processors.)
-
-    Raises:
-        ValueError: no grid has this number of tiles.
+    Grids are compared in the order of their number of tiles, then of their columns (as
+    transformers' GOT-OCR2 and InternVL image processors do). A grid with the same distance as the
+    best one replaces it if the image has more than half as many pixels as the grid, which limits
+    upscaling. ValueError if no grid has this number of tiles.
     """
     wanted, area = width / height, width * height
     best, best_distance = (0, 0), float("inf")
@@ -63,10 +54,9 @@ class TiledTransform(ImageTransform):
     """Splits an image into normalized tiles; a frame of a video is one tile.
 
     Args: those of :class:`ImageTransform`, and
-        min_tiles: minimum tiles of a grid in mode ``dynamic``, without the thumbnail.
-        max_tiles: maximum tiles of a grid, without the thumbnail.
+        max_tiles: maximum tiles of a grid, as ``min_tiles`` without the thumbnail.
         scales: sides of the scales in pixels for mode ``dynamic_s2``, ascending multiples of
-            ``size`` (the model's configuration checks them); empty in mode ``dynamic``.
+            ``size``; empty in mode ``dynamic``.
     """
 
     modes: tuple[ImageMode, ...] = ("dynamic", "dynamic_s2")
@@ -117,8 +107,7 @@ class TiledTransform(ImageTransform):
     ) -> None:
         """Write the tiles of ``plan(*image.size)`` into ``out``, float32 (tiles, 3, size, size).
 
-        Mode ``dynamic``: the grid, then the thumbnail. Mode ``dynamic_s2``: the scales in ascending
-        order. Each grid is written row by row.
+        Mode ``dynamic``: the grid row by row, then the thumbnail; ``dynamic_s2``: ascending scales.
         """
         plan = self.plan(*image.size)
         grids = [(scale // self.size, scale // self.size) for scale in self.scales[:-1]]

@@ -1,15 +1,11 @@
-"""Reads the sampled frames of a video, with decord or PyAV.
-
-PyAV is the default. It decodes only needed packets and was measured to be as fast as decord for few
-frames of a long clip (data/README.md).
+"""Reads the sampled frames of a video, with decord or PyAV (the default).
 
 decord is optional. Its last release can hang while it holds the interpreter's lock, or abort
-(dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit
-(:mod:`coat_data.media.decord_reader`). It also returns wrong frames of H.265 with keyframes between
-other frames, of MPEG transport streams and of videos whose clock does not start at zero, and other
-colors than current FFmpeg for 10-bit video; so it is used only for streams for which it was found
-to be exact. PyAV reads all other streams, and those that decord fails to read. The sampled times
-are computed here, from the header that PyAV reads, and are the same for both.
+(dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit. It also returns
+wrong frames of H.265 with keyframes between other frames, of MPEG transport streams and of videos
+whose clock does not start at zero, and other colors for 10-bit video; so it is used only for
+streams for which it was found to be exact. PyAV reads all others, and those that decord fails to
+read. The sampled times are the same for both.
 """
 
 import importlib.util
@@ -58,12 +54,7 @@ class Clip:
 class VideoReader:
     """Reads clips; can be pickled for a worker process, which starts its own child for decord.
 
-    Args:
-        settings: how videos are read.
-        decord: replaces the default child process, for tests of hangs.
-
-    Raises:
-        ValueError: the backend is decord, which is not installed.
+    ``decord`` replaces the child process in tests. ValueError without the package.
     """
 
     def __init__(self, settings: VideoSettings, decord: DecordReader | None = None) -> None:
@@ -81,14 +72,10 @@ class VideoReader:
     def read(self, media: Media, convert: Convert | None = None) -> Clip:
         """Read the sampled frames; a video with fewer frames gives each of them once.
 
-        A video that ends before the duration in its header gives the frames that it has at the
-        sampled times. ``convert`` is applied to each frame when it is decoded, so that only its
-        result is held.
-
-        ``media.path`` may be a folder of frames (in the order of :func:`natural_key`), and
-        ``media.frames`` a list of frames. With ``media.fps`` they are sampled by time like a video,
-        otherwise evenly by number: ``num_frames`` of them, or, unless the sampling is uniform, up
-        to ``max_frames``.
+        ``convert`` is applied to each frame when it is decoded, so that only its result is held.
+        Frames of a folder (in the order of :func:`natural_key`) or a list are sampled by time like
+        a video if there is ``media.fps``, otherwise evenly by number: ``num_frames`` of them, or,
+        unless the sampling is uniform, up to ``max_frames``.
 
         Raises:
             DataError: no frame can be decoded, ``start`` and ``end`` do not fit the video, or a
@@ -119,8 +106,7 @@ class VideoReader:
         """Return the number and times of the frames of :meth:`read`, from the header.
 
         The number is exact for an intact file with at least as many frames as are sampled, else
-        the maximum. The times are the middles of as many spans, in seconds from the video's first
-        frame; None for a folder. Raises as :meth:`read` does.
+        the maximum. The times are seconds from the first frame; None for a folder.
         """
         if (paths := _frames_of(media)) is not None:
             indices, times = self._frame_indices(media, len(paths))
@@ -213,10 +199,7 @@ class VideoReader:
 
 
 def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
-    """Read up to ``num_frames`` frames in RGB, uniform in time, upright, with PyAV.
-
-    Like :meth:`VideoReader.read`; ValueError if ``num_frames`` is not positive.
-    """
+    """Read up to ``num_frames`` frames with PyAV, uniform in time, as :class:`VideoReader`."""
     return VideoReader(VideoSettings(num_frames=num_frames)).read(media).frames
 
 
@@ -251,10 +234,7 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
 
 
 def natural_key(stem: str) -> list[str | int]:
-    """Return the key that sorts names of frames: digits as whole numbers, all else as text.
-
-    ``2`` comes before ``10``, ``a9_2`` before ``a10_1``.
-    """
+    """Return a key that sorts digits as whole numbers: ``a9_2`` before ``a10_1``."""
     parts = re.split("([0-9]+)", stem)
     return [int(part) if number % 2 else part for number, part in enumerate(parts)]
 

@@ -1,22 +1,15 @@
 """Sampler that packs samples into batch rows of a fixed token budget.
 
-The positions of an epoch are split into packing windows: consecutive positions, at most ``buffer``
-of them, in windows of nearly equal size. The samples of a window are packed by two bin-packing
-heuristics under a token and an image budget, where a bin is a batch row; the result with fewer rows
-is used, in shuffled order. So the rows depend only on the seed, the mixture and the measured
-lengths. Samples are never truncated or split.
+The positions of an epoch are split into windows of at most ``buffer`` consecutive positions. The
+samples of a window are packed by two heuristics under a token and an image budget; the result with
+fewer rows is used, in shuffled order. So the rows depend only on the seed, the mixture and the
+measured lengths. Samples are never truncated or split.
 
 Minimum bin slack: the longest remaining sample opens a bin, and the set of other samples that fills
-the bin best is added (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
-bin-packing problem", Production Planning & Control 10(6); with the longest sample fixed as in
-Fleszar and Hindi 2002, Computers & Operations Research 29(7)). If the image budget is scarce, ties
-are broken in favor of the set with the most images, so that the last bins are not limited by one
-budget only.
-
-Best fit decreasing: the longest remaining sample joins the fullest bin that it fits (Johnson
-1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack of minimum bin slack if
-a row holds about five samples of similar length, as with images, and less slack if a row holds two:
-minimum bin slack then leaves samples that fit only in pairs (data/README.md).
+it best is added (Gupta and Ho 1999, Production Planning & Control 10(6); Fleszar and Hindi 2002,
+Computers & Operations Research 29(7)). Best fit decreasing: the longest remaining sample joins the
+fullest bin that it fits (Johnson 1974, "Near-optimal bin packing algorithms", MIT). The first is
+better for rows of about five samples of similar length, the second for rows of two.
 """
 
 from bisect import bisect_left, insort
@@ -175,8 +168,7 @@ class PackedSampler:
     """Sampler whose batch rows are packed.
 
     Args:
-        sizes: measured tokens and images of the rows of each source, (rows, 2); 0 tokens mark a row
-            that cannot be used.
+        sizes: tokens and images of the rows of each source, (rows, 2); 0 tokens mark a bad row.
         costs: estimated work of the rows of each source, (rows,); None balances ranks by images.
     """
 
@@ -242,10 +234,7 @@ class PackedSampler:
         )
 
     def size(self, position: int) -> tuple[int, int]:
-        """Return the measured tokens and images of the row at a position.
-
-        If that row cannot be used, the sizes are those of its first usable replacement.
-        """
+        """Return the measured tokens and images of the row at a position, or of its replacement."""
         for attempt in range(1 + MAX_DRAWS):
             place = replacement(self._mixture, self._seed, position, attempt)
             source, row = self._mixture.locate(place)
@@ -308,8 +297,7 @@ Sampler = PlainSampler | PackedSampler
 def replacement(mixture: Mixture, seed: int, position: int, attempt: int) -> int:
     """Return the position, in the same epoch, whose row replaces the one at ``position``.
 
-    Args:
-        attempt: 0 returns ``position``; others are drawn from the seed, position and attempt.
+    ``attempt`` 0 returns ``position``; others are drawn from the seed, position and attempt.
     """
     if attempt == 0:
         return position

@@ -1,12 +1,9 @@
 """Seeded, resumable sampler over a mixture of sources.
 
 Samples have positions 0, 1, 2, ..., counted on from epoch to epoch. The sample at a position
-depends only on the seed and the position, so a run resumes at any position, on any number of ranks,
-and reads the samples that an uninterrupted run reads.
-
-:class:`PlainSampler` and :class:`~coat_data.mixture.packing.PackedSampler` return the batch rows of
-the optimizer step that starts at a :class:`SamplerState`. A batch row is one sample, or several if
-they are packed. :func:`assign_to_ranks` then assigns the rows to ranks and micro-batches.
+depends only on the seed and the position, so a run resumes at any position, on any number of ranks.
+A sampler returns the batch rows (one sample, or several packed ones) of the optimizer step that
+starts at a :class:`SamplerState`; :func:`assign_to_ranks` assigns them to ranks and micro-batches.
 """
 
 import math
@@ -57,11 +54,8 @@ class Mixture:
     copy, each epoch draws a different random subset of the source. With weights, an epoch has as
     many samples as all sources together, split by weight (largest remainder method); each source
     is then read in passes that continue over epochs, each newly shuffled, so that every row is
-    read equally often.
-
-    Args:
-        repeats: passes per epoch of each source; None means 1.
-        weights: relative share of each source, given for all sources or for none.
+    read equally often. Weights are given for all sources or for none; without them a repeat of None
+    means 1.
 
     Raises:
         ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
@@ -107,11 +101,7 @@ class Mixture:
         return int(sources[0]), int(rows[0])
 
     def locate_range(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return :meth:`locate` of the positions in ``[start, stop)``, which are of one epoch.
-
-        Returns:
-            Source indices and rows in the sources, int64, (stop - start,) each.
-        """
+        """Return sources and rows, int64, of positions ``[start, stop)`` of one epoch."""
         epoch, first = divmod(start, self.epoch_size)
         if epoch != self._epoch:
             self._draw(epoch)
@@ -215,8 +205,7 @@ class BatchRow(NamedTuple):
 class PlainSampler:
     """Sampler without packing: a step has the samples at the next ``batch_size`` positions.
 
-    Args:
-        costs: estimated work of the rows of each source, (rows,); None does not balance ranks.
+    ``costs``: estimated work of the rows of each source, (rows,); None does not balance ranks.
     """
 
     def __init__(
@@ -246,14 +235,12 @@ def assign_to_ranks(
 ) -> list[list[list[BatchRow]]]:
     """Assign the batch rows of a step to micro-steps and ranks.
 
-    With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step, so the rows of a
-    micro-step should cost about the same: rows are sorted by cost, then images, then tokens,
-    largest first. Within a micro-step each row is assigned to the group with the least cost (then
-    images, then tokens) that has fewer than ``micro_batch_size`` rows (Graham 1969, "Bounds on
-    multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), longest processing time first).
-    With ZeRO-0 and ZeRO-1 ranks wait once a step, so the group with the largest cost goes to the
-    rank with the least cost in the micro-steps before. If no row is measured, they keep their
-    order.
+    With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step: rows are sorted by cost,
+    then images, then tokens, largest first, and each joins the group of its micro-step with the
+    least cost (then images, tokens) that has fewer than ``micro_batch_size`` rows (Graham 1969,
+    SIAM J. Appl. Math. 17(2), longest processing time first). With ZeRO-0 and ZeRO-1 ranks wait
+    once a step: the group with the largest cost goes to the rank with the least cost so far. If no
+    row is measured, they keep their order.
     """
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed

@@ -29,11 +29,7 @@ class Rows(Protocol):
 
 
 class SelectedRows:
-    """A subset of the rows of a dataset.
-
-    Attributes:
-        rows: (n,) int64, row in the dataset of each selected row.
-    """
+    """A subset of the rows of a dataset: ``rows``, (n,) int64."""
 
     def __init__(self, dataset: Rows, rows: np.ndarray) -> None:
         self.name = dataset.name
@@ -63,12 +59,10 @@ def describe_row(dataset: Rows, index: int) -> str:
 
 
 def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarray:
-    """Return the rows that ``select`` selects, in ascending order.
+    """Return the rows that ``select`` selects, in ascending order; None selects all.
 
-    Args:
-        select: ``first``, ``last`` or ``random``, then a number of rows or a percentage, such as
-            ``first 1000`` or ``random 10%``; None selects all rows.
-        seed: seed of ``random``; combined with ``name``, so that sources differ.
+    ``select`` is ``first``, ``last`` or ``random``, then a number of rows or a percentage. ``seed``
+    of ``random`` is combined with ``name``, so that sources differ.
 
     Raises:
         ValueError: ``select`` does not parse, or selects no row, a part of a row or more rows than
@@ -110,10 +104,7 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
 def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int]:
     """Return the rows of one source that a bad_samples.jsonl, or a list of overlaps, lists.
 
-    Args:
-        path: the bad_samples.jsonl of a run, or the list of ``coat-vlm data overlap``, whose rows
-            have no source: those of this file are used.
-        file: file or folder of the source; the list must have the same file name.
+    The list must name a file with the name of ``file``; rows of overlaps are those of this file.
 
     Raises:
         DataError: the list is missing or damaged, has no row of this source, or was written for
@@ -162,10 +153,8 @@ def _is_same_file(name: str, file: str) -> bool:
 def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
     """Read a bad_samples.jsonl: for each source, tuples of line number, file name and row.
 
-    Every line is a JSON object with ``source``, ``file`` and ``row``. Rows with transient I/O
-    errors are left out, as they may be good; a source with only such rows maps to an empty list.
-    The rows of a list of overlaps have no source: they are those of :data:`ANY_SOURCE`, with the
-    whole path of the file.
+    Rows with transient I/O errors are left out; a source with only such rows maps to an empty
+    list. The rows of a list of overlaps have :data:`ANY_SOURCE`, and the whole path of the file.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -38,9 +38,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 def write_box(numbers: Sequence[object], size: tuple[float, float], where: str) -> str:
     """Return the text of a box or point.
 
-    Args:
-        size: the numbers at the right and lower edge of the image: its width and height for
-            pixels, or one of :data:`EDGES`.
+    ``size``: numbers at the image's right and lower edge (its pixels, or one of :data:`EDGES`).
     """
     shown = f"the box {list(numbers)}"
     given = [one for one in numbers if isinstance(one, int | float) and not isinstance(one, bool)]

@@ -1,11 +1,8 @@
 """Images or videos with one caption each: in columns, in folders.
 
-CSV, JSONL and Parquet files may have columns with the usual names: ``image``, ``file_name`` (the
-image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``, ... Several images
-precede the caption, or stand at the ``<image>`` in it.
-
-For a file in a folder, the text file with its name is the caption; without one, the folder's name
-is its class.
+Columns have the usual names: ``image``, ``file_name`` (the image folder of ``datasets``), ...;
+``caption``, ``text``, ... Several images precede the caption, or stand at the ``<image>`` in it.
+For a file in a folder, the text file with its name is the caption, else the folder is its class.
 """
 
 import os

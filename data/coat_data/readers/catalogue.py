@@ -84,9 +84,7 @@ def get_reader(name: str) -> Reader:
 def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     """Detect the reader of a source: the one of the first row that any reader matches.
 
-    Args:
-        first_rows: raw rows; a DataError stands for a row that does not parse. Rows are consumed
-            one by one and not stored, since they may contain media.
+    A DataError stands for a row that does not parse. Rows may contain media and are not stored.
     """
     seen = None
     kind = ""

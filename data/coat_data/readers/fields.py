@@ -1,8 +1,7 @@
 """Fields of a row: which ones a reader used, which others it must not leave out; speakers.
 
-A :class:`Row` records every field that a reader asks for. A field that was not used and looks like
-a medium or a weight of the loss is an error, as training without it would be wrong and nobody would
-notice; other unused fields are listed by ``coat-vlm data lint``.
+An unused field that looks like a medium or a weight of the loss is an error, as nobody would notice
+that it is missing in training; other unused fields are listed by ``coat-vlm data lint``.
 """
 
 import re
@@ -76,11 +75,7 @@ _MAYBE = re.compile(r"<(?:image|video|img|\||I|start_of_image|fake_token|im_patc
 
 
 class Row(dict[str, Any]):
-    """A raw row.
-
-    Attributes:
-        used: the names that were asked for with ``row[name]`` or ``row.get(name)``.
-    """
+    """A raw row; ``used`` has the names that were asked for (``row[name]``, ``row.get(name)``)."""
 
     __slots__ = ("used",)
 
@@ -143,10 +138,7 @@ def check_unused(
 ) -> None:
     """Refuse unused fields that hold a medium, a part of a turn or a weight of the loss.
 
-    Args:
-        row: the row, or a turn of it.
-        unused: the fields of it that no reader used.
-        sample: the sample that was read from the row; None for a turn.
+    ``row`` is a row, or a turn of it: then ``sample`` is None.
     """
     for name in unused:
         value = row[name]
@@ -254,9 +246,8 @@ def has_placeholder(text: str) -> bool:
 def find_placeholder(sample: Sample, ignore: Collection[str]) -> bool:
     """Whether a text has a placeholder without a medium, which would be trained as text.
 
-    LLaVA's text-only rows quote ``<image>`` in code and markup, so that one inside a text is only
-    noted. One at the start or end of a question without any media, and a placeholder token of
-    another project, are errors.
+    LLaVA's text-only rows quote ``<image>`` in code, which is only noted. One at the start or end
+    of a question without any media, and a token of another project, are errors.
     """
     noted = False
     for turn in sample.turns:

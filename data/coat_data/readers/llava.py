@@ -43,16 +43,13 @@ def to_sample(row: Any, place: Place) -> Sample:
 
     - ``id`` may be a string, an int, absent or repeated; if absent, it is the row number.
     - ``image``, ``images``, ``video`` or ``videos``: any value that
-      :func:`~coat_data.readers.row_media.to_media` accepts, or a list of such values; null and an
-      empty list mean no media.
-    - Placeholders are handled by :func:`~coat_data.readers.turns.place_media`.
+      :func:`~coat_data.readers.row_media.to_media` accepts, or a list of such values.
     - ``system`` of the row becomes a system turn if the conversation has none.
     - An answer before the first question is dropped, as in LLaVA (llava/train/train.py,
       ``preprocess_v1``).
     - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
       continues in the next row.
     - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
-    - The names of fields and speakers may be mapped (``place.columns``).
     """
     row = place.as_object(row)
     said, supervised = _said(row, place)

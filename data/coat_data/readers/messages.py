@@ -67,9 +67,7 @@ def to_sample(row: Any, place: Place) -> Sample:
       it gets an empty question, and may contain media.
     - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and the box
       as :mod:`coat_data.readers.boxes` writes it.
-    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
-      continues in the next row.
-    - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
+    - ``continues``, ``weight`` and ``loss`` as in LLaVA's rows.
     """
     row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property

@@ -30,9 +30,8 @@ _DEEPEST_STRUCT = 4
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     """Convert a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or a URL to a medium.
 
-    ``bytes`` may be bytes, as in Parquet, or base64 text, as in JSON. The keys ``url``, ``base64``,
-    ``data`` and the kind itself are read in the same way, also nested (OpenAI's
-    ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
+    ``bytes`` may be bytes or base64 text. The keys ``url``, ``base64``, ``data`` and the kind
+    itself are read in the same way, also nested (OpenAI's ``{"image_url": {"url": "data:..."}}``).
     A list is a video as the paths of its frames (QwenLM/Qwen2.5-VL, qwen-vl-utils).
     """
     if isinstance(item, Mapping):
@@ -80,10 +79,9 @@ def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) 
 
 
 def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    """Return the medium, for a video with the seconds of ``item`` if given.
+    """Return the medium, for a video with the seconds ``start`` and ``end`` of ``item`` if given.
 
-    They are ``start`` and ``end``, or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL,
-    qwen-vl-utils); texts are read as numbers, as CSV files have no others.
+    Or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL, qwen-vl-utils); texts are numbers.
     """
     if media.kind != "video":
         return media

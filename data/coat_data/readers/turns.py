@@ -76,10 +76,9 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
 
 def with_loss(turns: Sequence[Turn], supervised: Sequence[bool]) -> tuple[Turn, ...]:
-    """Return the turns with labels only on the supervised answers.
+    """Return the turns with labels only on the answers that are ``supervised``.
 
-    Args:
-        supervised: one for each answer of the file; the first may have been removed from the turns.
+    The first of the file's answers may have been removed from the turns.
     """
     if all(supervised):
         return tuple(turns)
@@ -104,10 +103,9 @@ def place_media(
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     """Return the turns with media at the placeholders, and the media in their order.
 
-    Only placeholders in human turns are replaced; the text around them is kept. In a row with
-    videos and without images, ``<image>`` may stand for a video. If a row has media but no
-    placeholders, the media, each followed by a newline, precede the first human text. Placeholders
-    without a file, and placeholders in answers, are plain text.
+    Only placeholders in human turns are replaced. In a row with videos and without images,
+    ``<image>`` may stand for a video. Without placeholders, the media, each followed by a newline,
+    precede the first human text. Placeholders without a file are plain text.
     """
     tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place)
     if not tokens:

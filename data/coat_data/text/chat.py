@@ -108,10 +108,7 @@ class PlainTemplate(_EndsWithEos):
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """Return the segments of ``turns``; there is no answer prefix.
-
-        A prompt without media is a text to continue: the text of its last turn is kept.
-        """
+        """Return the segments of ``turns``; without media, the text of the last turn."""
         segments = list(self._begin)
         if add_generation_prompt and all(p.kind == "text" for turn in turns for p in turn.parts):
             return segments + _parts(turns[-1])
@@ -154,10 +151,7 @@ class VicunaTemplate(_EndsWithEos):
 
 
 class ChatmlTemplate:
-    """ChatML, the format of Qwen's models, without a default system turn.
-
-    A turn is ``<|im_start|>``, the role, a newline, the text, ``<|im_end|>``, a newline.
-    """
+    """ChatML of Qwen's models, without a default system turn."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         """Raise ValueError if ``<|im_start|>`` or ``<|im_end|>`` is not one token."""
@@ -187,11 +181,9 @@ class ChatmlTemplate:
 class TokenizerTemplate:
     """The tokenizer's own chat template (its ``chat_template``, in Jinja).
 
-    The template is rendered once per shape of conversation, with a private-use character for every
-    part. The positions of these characters in the output are the places of the parts; the text
-    between them is template text. An answer is supervised up to the first special token that
+    It is rendered once per shape of conversation, with a private-use character for every part,
+    which shows the places of the parts. An answer is supervised up to the first special token that
     follows it, white space included, or up to the tokenizer's eos_token if no text follows.
-    Begin-of-text tokens are left to the template, as in transformers.
     """
 
     remedy = "set template to vicuna_v1 or chatml"

@@ -77,16 +77,11 @@ def parse_messages(
 
 
 def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
-    """Convert a medium of memory or its address.
+    """Convert a medium of memory or its address; ValueError if it is neither.
 
-    Args:
-        picture: a path, address, ``data:`` address or encoded bytes; an image also as PIL image
-            or array of 8-bit values (H, W, 3) or (3, H, W); a video also as frames: a sequence of
-            such images or an array (T, H, W, 3) or (T, 3, H, W).
-        kind: image or video.
-
-    Raises:
-        ValueError: it is something else.
+    A path, address, ``data:`` address or encoded bytes; an image also as PIL image or array of
+    8-bit values (H, W, 3) or (3, H, W); a video also as frames: a sequence of such images or an
+    array (T, H, W, 3) or (T, 3, H, W).
     """
     if isinstance(picture, Media):
         return picture

@@ -48,10 +48,7 @@ class TokenizerLike(Protocol):
 
 
 def control_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
-    """Return the added control tokens by id: all except white space and the unknown token.
-
-    Some tokenizers (Gemma, Phi) add white space as tokens, which are ordinary text.
-    """
+    """Return the added control tokens by id: all except white space (Gemma, Phi) and unknown."""
     unknown = tokenizer.special_tokens_map.get("unk_token")
     return {
         index: str(token)
@@ -70,11 +67,7 @@ class SegmentTokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
-        """Make a copy of the tokenizer that neither parses special tokens nor adds a space.
-
-        Raises:
-            ValueError: the tokenizer is not a fast one.
-        """
+        """Copy the tokenizer without its special tokens; ValueError if it is not a fast one."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
@@ -104,10 +97,7 @@ class SegmentTokenizer:
     def literal(self, text: str, *, first: bool = False) -> list[int]:
         """Return the ids of template text, with special tokens parsed; do not modify the list.
 
-        Short texts are cached; a long one has the tokens of an image, whose number varies.
-
-        Args:
-            first: whether it is the first text of the sequence.
+        ``first`` is the first text of the sequence. Short texts are cached.
         """
         if (text, first) in self._literals:
             return self._literals[text, first]

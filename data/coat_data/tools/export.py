@@ -61,11 +61,7 @@ def export(
     to: ExportFormat,
     **options: Any,
 ) -> ExportSummary:
-    """Write every good sample of ``path`` to the new folder ``out_dir``.
-
-    Args:
-        to: ``llava`` writes data.json, ``messages`` data.jsonl, both next to a folder of the media.
-    """
+    """Write every good sample of ``path``, and its media, to the new folder ``out_dir``."""
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
     why = "there are no rows"
@@ -107,8 +103,7 @@ def media_suffix(media: Media) -> str:
 def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     """Convert the sample to a row of LLaVA's JSON.
 
-    Args:
-        names: path of each medium, relative to the media root; those of the frames of a list.
+    ``names``: path of each medium (of a list, of each frame), relative to the media root.
     """
     row = _head(sample)
     for kind in ("image", "video"):
@@ -128,11 +123,7 @@ def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
 
 
 def messages_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
-    """Convert the sample to chat messages with content parts.
-
-    Args:
-        names: path of each medium, relative to the media root.
-    """
+    """Convert the sample to chat messages with content parts; ``names`` as in :func:`llava_row`."""
     waiting = iter(zip(sample.media, names, strict=True))
     messages: list[dict[str, Any]] = []
     for turn in sample.turns:

@@ -13,11 +13,7 @@ from coat_data.saved_files import write_text
 
 
 def write_page(path: Path, package: str, template: str, /, **values: Any) -> None:
-    """Render a template to a file; texts are escaped, and the file is replaced atomically.
-
-    A template can include ``page.css.jinja``: colors for light and dark, cards and tables, right
-    for any width of the window.
-    """
+    """Render a template to a file; texts are escaped, and the file is replaced atomically."""
     packages = (package, "coat_data.tools")
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(name, package_path="") for name in packages]),

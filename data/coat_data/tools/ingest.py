@@ -44,9 +44,7 @@ def ingest(
     workers: int | None = None,
     **options: Any,
 ) -> Manifest:
-    """Check every row of ``path`` and write the good ones to ``out_dir``.
-
-    ``out_dir`` appears when all files are complete, or not at all.
+    """Check every row of ``path`` and write the good ones to ``out_dir``, completely or not at all.
 
     Args:
         embed_media: store the media files' bytes in the shards. Media without files of their own
@@ -145,8 +143,8 @@ def _read_chunk(
 def _write_shard(records: Iterator[dict[str, Any]], path: Path) -> int:
     """Write all records to one Parquet file in the schema of ``datasets``; returns their number.
 
-    The writer of ``datasets`` is not used: it splits pages by content, with which a full disk makes
-    Arrow's C++ code abort the process instead of raising OSError (measured with pyarrow 26).
+    The writer of ``datasets`` splits pages by content, with which a full disk makes Arrow's C++
+    code abort the process instead of raising OSError (measured with pyarrow 26).
     """
     import pyarrow
     from pyarrow.parquet import ParquetWriter

@@ -42,12 +42,10 @@ def lint(
     workers: int | None = None,
     **options: Any,
 ) -> LintSummary:
-    """Report every problem of a source.
+    """Report every problem of a source, in the order of the rows.
 
-    Args:
-        report: called with each problem, in the order of the rows.
-        check_media: ``none``; ``header``: check that every file exists and starts as an image;
-            ``decode``: decode every image and one frame of every video.
+    ``check_media`` ``header`` checks that every file exists and starts as an image; ``decode``
+    decodes every image and one frame of every video.
     """
     try:
         dataset = SampleDataset(path, in_order=True, **options)

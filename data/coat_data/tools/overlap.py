@@ -2,20 +2,17 @@
 
 Images are compared by difference hashes of 128 bits (N. Krawetz, "Kind of Like That", 2013: 64
 bits along rows; here also 64 along columns). Hashes of the whole evaluation image, of its centre
-crops down to 80%, and of their mirror images are stored, so that scaled, recompressed, slightly
-cropped and flipped copies are found. Two images match if at most 7 bits of their hashes differ, and
-their gray values at 16 x 16 pixels correlate by 0.9 or more, which drawings on plain ground with
-like hashes do not. Of hashes that differ by 7 bits, one of the eight parts of 16 bits is equal: a
-table per part finds it. A nearly plain image matches nothing. A video counts as its middle frame.
+crops down to 80%, and of their mirror images are stored. Two images match if at most 7 bits differ
+and their gray values at 16 x 16 pixels correlate by 0.9 or more. Of hashes that differ by 7 bits,
+one of the eight parts of 16 bits is equal: a table per part finds it. A nearly plain image matches
+nothing. A video counts as its middle frame.
 
 Texts are compared by n-grams of words as in GPT-3 (Brown et al. 2020, appendix C): n is the 5th
 percentile of the lengths of a benchmark's questions, between 8 and 13, and one common n-gram is a
-match. A line that many questions of a benchmark share, such as its instructions, is ignored.
-Questions of fewer words are found only by their images.
+match. A line that many questions share is ignored; shorter questions are found by their images.
 
-Measured on photographs: 78 million pairs of Tiny ImageNet (64 x 64 pixels) and 51 million of
-CIFAR-10 give 20 matches, each of them a copy by eye: fewer than 3 false ones in 100 million pairs
-(95% confidence). Drawings of one shape on plain ground (easy-VQA) match in 0.3% of pairs.
+Of 129 million pairs of photographs (Tiny ImageNet, CIFAR-10) 20 match, each of them a copy by eye:
+fewer than 3 false ones in 100 million (95% confidence). Drawings of one shape match in 0.3%.
 """
 
 import json
@@ -247,14 +244,10 @@ def find_overlap(
     workers: int | None = None,
     **options: Any,
 ) -> tuple[list[OverlapCount], int]:
-    """Count the rows of each source that overlap with each benchmark, and list them.
+    """Count the rows of each source that overlap with each benchmark, and list them in ``out``.
 
-    Args:
-        out: JSONL file for the ``exclude`` of a recipe's source: ``file``, ``row``, ``benchmark``,
-            ``images``, ``text`` and ``questions`` of each row; None writes none.
-
-    Returns:
-        A count per source and benchmark, and the number of rows that could not be read.
+    ``out`` is a JSONL file for the ``exclude`` of a source: ``file``, ``row``, ``benchmark``,
+    ``images``, ``text`` and ``questions``. Also returns the number of rows that cannot be read.
     """
     counts: list[OverlapCount] = []
     lines: list[str] = []

@@ -1,8 +1,7 @@
 """Writes an HTML page of samples: media, conversation, and tokens colored by their labels.
 
-With an encoder the page shows the model's input: images from the pixel values, with the
-normalization inverted, and every token, supervised or not. Without an encoder it shows the media
-and the text of the rows.
+With an encoder the page shows images from the pixel values and every token, supervised or not;
+without one, the media and the text of the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,14 +78,7 @@ def write_preview(
     model: ModelView | None = None,
     **options: object,
 ) -> int:
-    """Write the page.
-
-    Args:
-        number: number of samples, evenly spaced over the source.
-
-    Returns:
-        The number of samples on the page.
-    """
+    """Write ``number`` samples, evenly spaced over the source; returns how many there are."""
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
@@ -177,8 +169,7 @@ def token_spans(
 ) -> list[Span]:
     """Decode tokens, each marked as supervised or not; runs of image tokens are counted.
 
-    A character of several tokens is one span, with the label of the last token. A token's text is
-    what it adds to the text of the token before it, as some tokenizers drop the first space.
+    A character of several tokens is one span, with the label of the last token.
     """
     spans: list[Span] = []
     before: list[int] = []

@@ -17,10 +17,7 @@ _OWN = re.compile(r"'[^']*'|\d+")
 
 
 class ProblemList:
-    """Prints problems as they come, and counts those that are equal to earlier ones.
-
-    Problems are equal if they differ only in the medium, in quoted names and in numbers.
-    """
+    """Prints problems as they come; counts those that differ only in media, quotes and numbers."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -62,11 +62,9 @@ def list_bad(path: Path, errors: Iterable[DataError]) -> None:
 
 @contextmanager
 def new_folder(out_dir: str | Path) -> Iterator[Path]:
-    """Create a temporary folder beside ``out_dir``, and rename it when the block succeeds.
+    """Create a temporary folder next to ``out_dir``, and rename it when the block succeeds.
 
-    After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is
-    unchanged. The temporary folder of a process that was killed is removed by the next call for
-    the same ``out_dir``.
+    It is removed after an error or Ctrl-C, or, after a kill, by the next call for ``out_dir``.
 
     Raises:
         DataError: ``out_dir`` has files in it or is a file.

@@ -44,9 +44,6 @@ def map_chunks(
 
     The results do not depend on the number of processes. A single chunk is read by this process.
 
-    Args:
-        work: a function of the samples of a chunk and the errors of its bad rows.
-
     Raises:
         DataError: a worker process was killed; names the rows that it read.
         RuntimeError: ``work`` raised an exception; names file and row.
@@ -86,10 +83,7 @@ def _apply(work: Callable[[Chunk], T], samples: Chunk) -> T:
 
 
 def map_samples(samples: Chunk, work: Callable[[Sample], T]) -> list[T | DataError]:
-    """Return ``work(sample)``, or the DataError that it raises, for each sample, in order.
-
-    Samples with media at addresses are worked on in threads, as most of the time is waiting.
-    """
+    """Return ``work(sample)``, or its DataError, for each sample; in threads for remote media."""
 
     def attempt(sample: Sample) -> T | DataError:
         try:

@@ -1,21 +1,16 @@
 """Captions of a scene, and questions whose answers do not follow from earlier ones.
 
 A caption row is either a dense caption of the whole image, or a conversation that asks for every
-shape in turn ("Describe the star.") and is answered with its color and place, or ``none``. The
-model has to find the shape before it answers, as in the questions. (The last turns can be narrowed
-down from the earlier answers; in the questions, which are tested, they cannot.)
+shape in turn ("Describe the star.") and is answered with its color and place, or ``none``.
 
-Several questions may share a row, hence an image: the model then reads the earlier questions and
-answers. :func:`ask` keeps the later questions informative:
+Several questions may share a row, hence an image. :func:`ask` keeps later ones informative:
 
-* "How many shapes are there?" comes first only, because every shape named before would be a lower
-  bound of the answer.
+* "How many shapes are there?" comes first only: named shapes would be a lower bound.
 * "How many red shapes are there?" only names a color that was not mentioned before.
 * "Is there a circle?" only names a shape that was not mentioned before, and only comes before any
-  count: with the number of shapes known, the mentioned shapes would be evidence about the others.
-* "Is there a red circle?" only names a color and a shape that were not mentioned before, and is
-  only asked if a yes and both kinds of no are possible, so that earlier turns do not decide it.
-* Yes or no is drawn independently each time, so an answer does not predict the next one.
+  count: with the number of shapes known, the mentioned ones would be evidence about the others.
+* "Is there a red circle?" only names a new color and a new shape, and only if a yes and both kinds
+  of no are possible. Yes or no is drawn independently each time.
 * "What color is the circle?" is not asked after "Is there a red circle?", nor if its answer is a
   color that was counted before.
 * No question is repeated.
@@ -65,9 +60,8 @@ MAX_PRESENCE = 2
 def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
     """Return the (instruction, answer) pairs of a caption row.
 
-    ``by_shape`` names the shapes in alphabetical order, each before its color, so that the model
-    has to find the color by the shape; ``reading_order`` and ``counted`` go from the top left to
-    the bottom right.
+    ``by_shape`` names shapes in alphabetical order, each before its color, so that the model has to
+    find the color by the shape; ``reading_order`` and ``counted`` start from the top left.
     """
     if style == "referring":
         found = {thing.shape: thing for thing in scene.objects}
@@ -141,8 +135,7 @@ def ask_binding(scene: Scene, pair: Pair) -> Asked:
 def binding_options(scene: Scene, pairs: Collection[Pair]) -> dict[BindingKind, list[Pair]]:
     """Return the pairs among ``pairs`` for each kind of binding question.
 
-    ``yes``: in the scene; ``swapped``: color and shape in the scene, but not together; ``random``:
-    color or shape not in the scene.
+    ``yes``: in the scene; ``swapped``: color and shape in it, not together; ``random``: others.
     """
     colors = {thing.color for thing in scene.objects}
     shapes = {thing.shape for thing in scene.objects}

@@ -64,8 +64,7 @@ def make_scenes(
 ) -> dict[str, int]:
     """Generate the data set in ``out_dir`` (complete, or not at all).
 
-    Args:
-        num_test: test images, each with one question in every evaluation folder; a multiple of 8.
+    ``num_test`` is a multiple of 8; each has one question in every evaluation folder.
     """
     if num_train < 1 or num_val < 1 or num_test < 1 or num_test % TEST_CYCLE:
         raise ValueError(
@@ -152,10 +151,7 @@ def _caption_rows(
 def _question_rows(
     scenes: Sequence[Scene], split: str, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Return one row per scene, so that its image is encoded once for all of its questions.
-
-    No turn can be answered from the turns before it (:mod:`coat_datasets.scenes.ask`).
-    """
+    """Return one row per scene, so that its image is encoded once for all of its questions."""
     rows: list[dict[str, Any]] = []
     for number, scene in enumerate(scenes):
         turns = [(one.question, one.answer) for one in ask(scene, rng, QUESTIONS_PER_IMAGE)]

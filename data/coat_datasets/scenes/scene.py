@@ -180,11 +180,7 @@ def coverage(shape: str, size: int) -> np.ndarray:
 
 
 def draw_image(scene: Scene, rng: np.random.Generator) -> Image.Image:
-    """Draw ``scene`` as an RGB image of :data:`IMAGE_SIZE` x :data:`IMAGE_SIZE` pixels.
-
-    Args:
-        rng: draws the background's brightness, tint and noise.
-    """
+    """Draw ``scene`` in RGB, :data:`IMAGE_SIZE` pixels square; ``rng`` draws the background."""
     tint = rng.integers(224, 246) + rng.integers(-5, 6, size=3)
     noise = rng.integers(-4, 5, size=(IMAGE_SIZE, IMAGE_SIZE, 3))
     canvas = (tint + noise).astype(np.float32)
