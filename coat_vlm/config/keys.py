@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from coat_vlm.config import MODULES, Recipe
@@ -48,10 +49,13 @@ REMOVED = {
     "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.remote_wait_s": "a host that rows name may be silent for five seconds",
     "export_formats": "coat-vlm train notes before it starts if llava cannot hold the model",
+    "stages.*.max_bad_fraction": "set max_bad_samples, a number of samples",
+    "stages.*.packing.align": "rows are padded to a multiple of 128 tokens",
+    "stages.*.data.*.seed": "select: random uses the recipe's seed",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }
-"""Removed keys and values, and what to do instead."""
+"""Removed keys (``*`` stands for any part) and values, and what to do instead."""
 
 _MAX_SHOWN = 3
 
@@ -89,6 +93,11 @@ def suggest_keys(keys: Sequence[str]) -> list[str]:
         if paths:
             return [".".join(path) for path in paths[:_MAX_SHOWN]]
     return []
+
+
+def find_removed(key: str) -> str | None:
+    """Return what to do instead of a removed key or value."""
+    return next((instead for name, instead in REMOVED.items() if fnmatch(key, name)), None)
 
 
 def _rank_module(path: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
-from coat_vlm.config.keys import REMOVED, list_allowed_keys, suggest_keys
+from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
 from coat_vlm.config.recipe import CHOSEN_IN_STAGES
 
 logger = logging.getLogger(__name__)
@@ -238,16 +238,18 @@ def _format_problem(problem: Any) -> str:
                 "DeepSpeed's CPU Adam would replace the FP8 optimizer; raise zero_stage, or use "
                 "precision coat"
             )
-        if dotted in REMOVED:
-            return f"  {dotted}: this key was removed; {REMOVED[dotted]}"
+        instead = find_removed(dotted)
+        if instead is not None:
+            return f"  {dotted}: this key was removed; {instead}"
         close = suggest_keys(keys)
         did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"  {dotted}: this key is missing"
     value = problem["input"]
-    if isinstance(value, str) and value in REMOVED:
-        return f"  {dotted}: {value} was removed; {REMOVED[value]}"
+    instead = find_removed(value) if isinstance(value, str) else None
+    if instead is not None:
+        return f"  {dotted}: {value} was removed; {instead}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"  {dotted}: {message}" if dotted else f"  {message}"

@@ -3,9 +3,8 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
 
 STRICT = ConfigDict(extra="forbid")
 """Configuration of every dataclass of a recipe: an unknown key is an error."""
@@ -160,9 +159,9 @@ class ModelConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     image: ImageConfig = field(default_factory=ImageConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
-    template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
-    """Chat template of the model; a stage may override it, for example with ``plain`` in align.
-    With ``pretrained`` it is ``tokenizer``, the model's own."""
+    template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
+    """Chat template of the model, ``chatml`` when absent; a stage may override it, for example with
+    ``plain`` in align. A published model has its own."""
     max_length: Positive = 2048
     """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
     sample."""
@@ -172,16 +171,6 @@ class ModelConfig:
     pixels, one of Qwen3-VL 32 x 32."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_template(cls, values: Any) -> Any:
-        """Make the template of a published model its own, unless one is given."""
-        given = values.kwargs if isinstance(values, ArgsKwargs) else values
-        if isinstance(given, dict) and given.get("pretrained") is not None:
-            given = {"template": "tokenizer", **given}
-            return ArgsKwargs((), given) if isinstance(values, ArgsKwargs) else given
-        return values
 
     def __post_init__(self) -> None:
         if self.pretrained is not None:
@@ -224,7 +213,7 @@ class ModelConfig:
             "tokenizer": self.tokenizer != TokenizerConfig(),
             "image": self.image != ImageConfig(),
             "video": self.video != VideoConfig(),
-            "template": self.template != "tokenizer",
+            "template": self.template is not None,
         }
         for name in (name for name, is_given in given.items() if is_given):
             raise ValueError(

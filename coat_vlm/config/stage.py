@@ -11,6 +11,8 @@ from coat_vlm.config.model import STRICT, NonNegative, Positive, require_exactly
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft", "dpo"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+ROW_MULTIPLE = 128
+"""Packed rows are padded to a multiple of this number of tokens, which suits the FP8 kernels."""
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft", "dpo")
@@ -39,8 +41,6 @@ class SourceConfig:
     select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
     """Rows to use: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat`` and
     ``weight`` apply to the selected rows."""
-    seed: NonNegative | None = None
-    """Seed of ``select: random``; the recipe's seed when absent."""
     exclude: str | None = None
     """A ``bad_samples.jsonl`` of an earlier run, or the list of ``coat-vlm data overlap``; the rows
     of this source in it are skipped."""
@@ -54,11 +54,6 @@ class SourceConfig:
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
 
     def __post_init__(self) -> None:
-        if self.seed is not None and not (self.select or "").startswith("random"):
-            raise ValueError(
-                f"source {self.name!r}: seed={self.seed} has no effect without select: random ...; "
-                "remove one of them"
-            )
         if self.repeat is not None and self.weight is not None:
             raise ValueError(
                 f"source {self.name!r}: both repeat={self.repeat} and weight={self.weight} are "
@@ -158,24 +153,21 @@ class PackingConfig:
     """Several whole samples per row, without attention between them; ``true``: the defaults."""
 
     tokens: Positive | None = None
-    """Tokens per row, including image tokens: a multiple of ``align``, at least
+    """Tokens per row, including image tokens: a multiple of 128, at least
     ``model.max_length``; defaults to ``model.max_length`` rounded up to such a multiple."""
     images: Positive | None = None
     """Maximum number of images and frames per row, to limit the vision tower's memory; unlimited
     when absent. A sample with more is a bad sample."""
     buffer: Annotated[int, Field(ge=1, le=1000)] = 1000
     """Number of consecutive samples, in training order, from which rows are filled."""
-    align: Positive = 128
-    """Rows are padded to a multiple of this number of tokens (128 suits the FP8 kernels)."""
 
     def row_tokens(self, max_length: int) -> int:
         """Return the tokens per row for a model with this ``max_length``.
 
         Raises:
-            ValueError: the longest sample does not fit, or ``tokens`` is not a multiple of
-                ``align``.
+            ValueError: the longest sample does not fit, or ``tokens`` is not a multiple of 128.
         """
-        aligned = -(-max_length // self.align) * self.align
+        aligned = -(-max_length // ROW_MULTIPLE) * ROW_MULTIPLE
         if self.tokens is None:
             return aligned
         if self.tokens < max_length:
@@ -183,10 +175,10 @@ class PackingConfig:
                 f"packing.tokens={self.tokens} is less than model.max_length={max_length}, and "
                 "samples are not truncated; raise packing.tokens or lower model.max_length"
             )
-        if self.tokens % self.align:
+        if self.tokens % ROW_MULTIPLE:
             raise ValueError(
-                f"packing.tokens={self.tokens} is not a multiple of packing.align={self.align}; "
-                f"for example use {self.tokens // self.align * self.align + self.align}"
+                f"packing.tokens={self.tokens} is not a multiple of {ROW_MULTIPLE}; for example "
+                f"use {-(-self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE}"
             )
         return self.tokens
 
@@ -263,9 +255,6 @@ class StageConfig:
     max_skipped_steps: NonNegative = 0
     """Number of steps that may be skipped because of NaN or infinite gradients before the run
     stops; the count restarts when a run is resumed."""
-    max_bad_fraction: Fraction | None = None
-    """Allowed bad samples as a fraction of the samples read so far; the larger of this limit and
-    max_bad_samples applies."""
 
     def __post_init__(self) -> None:
         require_exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
@@ -290,11 +279,6 @@ class StageConfig:
         if self.eval_steps and not self.val_data:
             raise ValueError("eval_steps has no effect without val_data; add val_data")
         self._check_dpo()
-        if self.max_bad_fraction is not None and not self.max_bad_samples:
-            raise ValueError(
-                "max_bad_fraction needs max_bad_samples, the number of bad samples that is allowed "
-                "at the start, when few samples have been read; add it"
-            )
 
     def _check_dpo(self) -> None:
         """Reject what TRL's loss on pairs does not support."""

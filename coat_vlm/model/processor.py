@@ -527,7 +527,7 @@ def _processor(
         tokens_per_image=model_config.tokens_per_image,
         video={n: value for n, value in video.items() if value is not None},
         max_length=recipe_model.max_length,
-        template=recipe_model.template,
+        template=recipe_model.template or "chatml",
         **image_settings,
     )
 

@@ -6,11 +6,12 @@ are not built, as they would be trainable parameters without gradients. The outp
 block before ``post_layernorm``; the index has the same meaning for open_clip.
 
 open_clip's own ViT (the CLIP towers) and timm's ViT (the SigLIP towers) are supported, built from a
-configuration or loaded by name, folder or Hub id. open_clip is imported only to build a tower,
+configuration or loaded from a folder or the Hub. open_clip is imported only to build a tower,
 because the import takes a second.
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -137,13 +138,15 @@ def build_open_clip(
         model_config: open_clip's model configuration (``vision_cfg``, ``quick_gelu``; other keys
             are ignored), or ``{"model_name": NAME}`` for one of open_clip's models.
     """
-    from open_clip import get_model_config
+    from open_clip import get_model_config, list_models
 
     if "model_name" in model_config:
         name = model_config["model_name"]
         known = get_model_config(name)
         if known is None:
-            raise ValueError(_unknown_name(name))
+            close = get_close_matches(name, list_models(), n=3)
+            hint = ", ".join(close) or "see open_clip.list_models()"
+            raise ValueError(f"open_clip has no model {name!r}; did you mean: {hint}")
         model_config = known
     if "vision_cfg" not in model_config:
         raise ValueError(
@@ -159,24 +162,19 @@ def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBac
     """Load a tower with pretrained weights.
 
     Args:
-        name_or_path: a folder with open_clip_config.json and weights; the Hub id of such a folder,
-            with or without ``hf-hub:``; ``NAME/TAG`` of open_clip's list; or ``NAME`` if it has
-            exactly one tag.
+        name_or_path: a folder with open_clip_config.json and weights, or the Hub id of one.
 
     Raises:
         ValueError: no model is found, the weights do not fit, or the tower is not a ViT.
     """
     import open_clip
 
-    name, tag = _resolve(name_or_path)
-    tag_config: Any = open_clip.get_pretrained_cfg(name, tag) if tag else {}
-    quick_gelu = bool(tag_config.get("quick_gelu", False))
+    schema = "local-dir" if Path(name_or_path).is_dir() else "hf-hub"
+    name = f"{schema}:{name_or_path}"
     try:
         model_config: Any = open_clip.get_model_config(name)
         model: Any = open_clip.create_model(
             name,
-            pretrained=tag,
-            force_quick_gelu=quick_gelu,
             force_patch_dropout=0.0,
             pretrained_text=False,
             require_pretrained=True,
@@ -186,52 +184,16 @@ def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBac
     except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
         raise ValueError(
             f"model.vision.name_or_path={name_or_path!r}: open_clip cannot load it: {error}; "
-            "required: a folder with open_clip_config.json and matching weights, a Hub id of one, "
-            "or a name and tag of open_clip.list_pretrained()"
+            "required: a folder with open_clip_config.json and matching weights, or the Hub id of "
+            "one, such as timm/ViT-B-16-SigLIP"
         ) from error
     vision_cfg = dict(model_config["vision_cfg"])
-    quick_gelu = quick_gelu or bool(model_config.get("quick_gelu", False))
+    quick_gelu = bool(model_config.get("quick_gelu", False))
     config, backbone = _describe(model.visual, vision_cfg, quick_gelu)
     preprocessing = open_clip.get_model_preprocess_cfg(model)
     config.image_mean = list(preprocessing["mean"])
     config.image_std = list(preprocessing["std"])
     return config, backbone
-
-
-def _resolve(name_or_path: str) -> tuple[str, str | None]:
-    """Convert a user's name to open_clip's model name and weight tag."""
-    from open_clip import list_models, list_pretrained_tags_by_model
-
-    if Path(name_or_path).is_dir():
-        return f"local-dir:{name_or_path}", None
-    name, _, tag = name_or_path.partition("/")
-    if name not in list_models():
-        hub = name_or_path.startswith("hf-hub:")
-        if "/" not in name_or_path:
-            raise ValueError(_unknown_name(name_or_path))
-        return name_or_path if hub else f"hf-hub:{name_or_path}", None
-    tags = list_pretrained_tags_by_model(name)
-    if not tag and len(tags) == 1:
-        return name, tags[0]
-    if tag not in tags:
-        raise ValueError(
-            f"model.vision.name_or_path={name_or_path!r} does not specify the weights; "
-            f"allowed: {', '.join(f'{name}/{known}' for known in tags) or 'none'}; for random "
-            f"weights set model.vision.config to {{model_name: {name}}} instead"
-        )
-    return name, tag
-
-
-def _unknown_name(name: str) -> str:
-    from difflib import get_close_matches
-
-    from open_clip import list_models
-
-    close = ", ".join(get_close_matches(name, list_models(), n=3)) or "see open_clip.list_models()"
-    return (
-        f"open_clip has no model {name!r}, and it is not a folder or Hub id (org/repo); "
-        f"did you mean: {close}"
-    )
 
 
 def _build_visual(vision_cfg: dict[str, Any], quick_gelu: bool) -> nn.Module:

@@ -29,7 +29,7 @@ from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
-from coat_vlm.config.stage import PackingConfig
+from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
 from coat_vlm.model import CoatVlm
@@ -269,7 +269,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     samples = [make_sample(model, shape, generator) for shape in shapes]
     if packing is not None:
-        batch = collate_packed(samples, pad_token_id=0, align=packing.align)
+        batch = collate_packed(samples, pad_token_id=0, align=ROW_MULTIPLE)
     else:
         batch = collate(samples, pad_token_id=0)
     return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))

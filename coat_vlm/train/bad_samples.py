@@ -105,25 +105,21 @@ class BadSamples:
             for (name, bad), number in zip(self._counts.items(), samples, strict=True)
             if bad
         }
-        fraction = self._stage.max_bad_fraction
-        seen = int(samples.sum())
-        allowed = max(self._stage.max_bad_samples, int((fraction or 0.0) * seen))
+        allowed = self._stage.max_bad_samples
         if max(self.total, self.transient) <= allowed:
             transient = {_TRANSIENTS: self.transient} if self.transient else {}
             return {"bad_by_source": rates, **transient}
-        limit = f"max_bad_samples={self._stage.max_bad_samples}"
-        if fraction is not None:
-            limit += f" and max_bad_fraction={fraction} of {seen} samples"
+        limit = f"max_bad_samples={allowed}"
         if self.transient > allowed:
             raise ValueError(
                 f"stage {self._name}: {self.transient} samples could not be reached, more than "
-                f"{limit} allow; {self.path} lists them with transient=true: continue with "
+                f"{limit} allows; {self.path} lists them with transient=true: continue with "
                 "--resume auto when their hosts answer, or download the media"
             )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
-            f"allow; {self.path} lists them: raise the limit and continue with --resume auto; "
+            f"allows; {self.path} lists them: raise the limit and continue with --resume auto; "
             "or fix the data, or give that file to the sources as exclude, and continue with "
             "--resume auto --allow-changed-data"
         )

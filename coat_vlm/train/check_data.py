@@ -93,9 +93,8 @@ def check_stage_data(
     trained = recipe.model.tokenizer.train_vocab_size is None or recipe.init_from is not None
     probe = _Probe(encoder, splits_documents=template == "plain", measures=trained)
     sources, datasets, whole = _open(recipe, name, problems)
-    replaces = bool(stage.max_bad_samples or stage.max_bad_fraction)
     for source, rows in zip(sources, datasets, strict=True):
-        _report(name, source, probe.find_problems(rows), replaces, problems, notes)
+        _report(name, source, probe.find_problems(rows), stage.max_bad_samples > 0, problems, notes)
     for source in stage.val_data:
         try:
             rows = open_source(source, recipe.seed, access=access_of(recipe), without_weights=True)

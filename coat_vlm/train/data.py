@@ -34,7 +34,7 @@ from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
 from coat_vlm.checkpoint.verify import read_same
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
-from coat_vlm.config.stage import PackingConfig
+from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
@@ -97,7 +97,7 @@ def build_row_budget(recipe: Recipe, packing: PackingConfig, max_length: int) ->
     """Build the limits of a packed row; ``fp8.cuda_graphs: true`` pads rows to one length."""
     tokens = packing.row_tokens(max_length)
     graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
-    align = tokens if graphs else packing.align
+    align = tokens if graphs else ROW_MULTIPLE
     return Budget(tokens=tokens, images=packing.images, buffer=packing.buffer, align=align)
 
 
@@ -149,7 +149,7 @@ def open_data(
         validation = split(stage.val_data, validation, path=run_dir / name / "documents-val.npz")
     mixture = mix_sources(sources, datasets, recipe.seed)
     verified_rows = verify_rows(datasets, encoder)
-    replace_bad = stage.max_bad_samples > 0 or stage.max_bad_fraction is not None
+    replace_bad = stage.max_bad_samples > 0
     sampler: PackedSampler | None = None
     costs: list[np.ndarray] | None = None
     if stage.balance and flops is None:
@@ -197,7 +197,7 @@ def open_data(
         packing=sampler,
         costs=costs,
         timeout_s=recipe.data_timeout_s,
-        unpad=PackingConfig().align if unpad else None,
+        unpad=ROW_MULTIPLE if unpad else None,
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
     val_encoder = processor.encoder(train=False, template=stage.template)

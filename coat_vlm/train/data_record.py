@@ -39,7 +39,7 @@ _ROW_FILES = (
     *(".tar", ".gz", ".tgz", ".bz2", ".xz"),
 )
 """Suffixes of files with rows; in a folder all others are taken for media."""
-_COMPARED = ("name", "select", "seed", "repeat", "weight")
+_COMPARED = ("name", "select", "repeat", "weight")
 
 Record = list[dict[str, Any]]
 """One entry per source."""

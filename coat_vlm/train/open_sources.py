@@ -147,7 +147,6 @@ def _expand_entries(source: SourceConfig, entries: list[SourceEntry]) -> list[So
             repeat=repeat,
             weight=weight,
             select=entry.select,
-            seed=entry.seed,
             exclude=source.exclude if has_rows else None,
             columns=dict(entry.columns or source.columns),
             ignore_fields=[*source.ignore_fields, *entry.ignore_fields],
@@ -211,9 +210,7 @@ def open_source(
     if source.select is None and source.exclude is None:
         return dataset
     size = len(dataset)
-    rows = select_rows(
-        size, source.select, seed if source.seed is None else source.seed, source.name
-    )
+    rows = select_rows(size, source.select, seed, source.name)
     if source.exclude is not None:
         excluded = read_excluded_rows(Path(source.exclude), source.name, source.path, size)
         rows = rows[~np.isin(rows, sorted(excluded))]
@@ -253,10 +250,10 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
 
 def iterate_texts(recipe: Recipe) -> Iterator[str]:
     """Yield all texts of the recipe's training sources, each source once, to train a tokenizer."""
-    seen: set[tuple[str | int | None, ...]] = set()
+    seen: set[tuple[str | None, ...]] = set()
     for stage in recipe.stages.values():
         for source in stage.data:
-            rows = (source.path, source.select, source.seed, source.exclude)
+            rows = (source.path, source.select, source.exclude)
             if rows in seen:
                 continue
             seen.add(rows)

@@ -47,8 +47,8 @@ MAY_CHANGE: Mapping[str, str] = {
         [f"stages.*.{name}.lr" for name in ("vision", "projector", "language")]
         + [f"stages.*.{key}" for key in ("lr_scheduler_type", "warmup_ratio", "min_lr_ratio")]
         + [f"stages.*.{key}" for key in ("max_grad_norm", "weight_decay", "max_skipped_steps")]
-        + [f"stages.*.{key}" for key in ("max_bad_samples", "max_bad_fraction")]
-        + [f"stages.*.{key}" for key in ("save_steps", "eval_steps", "val_data.**")],
+        + [f"stages.*.{key}" for key in ("max_bad_samples", "save_steps", "eval_steps")]
+        + ["stages.*.val_data.**"],
         "",
     ),
     "stages.*.gradient_checkpointing": "",

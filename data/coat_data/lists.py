@@ -4,7 +4,7 @@ Paths start from the folder of the list. coat-vlm's own is like a recipe's ``dat
 
     sources:
       - {name: captions, path: blip_laion_cc_sbu_558k.json, media_root: images}
-      - {name: chat, path: "shards/{000..099}.tar", select: random 50%, seed: 1, repeat: 2}
+      - {name: chat, path: "shards/{000..099}.tar", select: random 50%, repeat: 2}
 
 The others as in llava/train/train.py (LLaVA-NeXT), internvl_chat_finetune.py (InternVL) and
 data/README.md (LlamaFactory); keys that are settings of the model are ignored::
@@ -47,7 +47,6 @@ class SourceEntry:
     media_root: _Text | None = None
     format: _Text | None = None
     select: _Text | None = None
-    seed: Annotated[int, Field(ge=0, strict=True)] | None = None
     repeat: _Positive | None = None
     weight: _Positive | None = None
     columns: dict[str, str] = field(default_factory=dict)

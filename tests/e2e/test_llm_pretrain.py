@@ -57,7 +57,7 @@ def overrides(texts: Path, run: Path, **changes: Any) -> list[str]:
         "model.language.config": language,
         "model.tokenizer.name_or_path": str(texts / "tokenizer"),
         "model.max_length": CONTEXT,
-        "stages.pretrain.packing": {"align": 64},
+        "stages.pretrain.packing": True,
         "stages.pretrain.data": sources,
         "stages.pretrain.val_data": sources[1:],
         "stages.pretrain.batch_size": 4,

@@ -19,7 +19,7 @@ train = tiny_run.train
 def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any]:
     recipe = tiny_run.no_dropout(tiny_run.tiny_recipe(folder, output_dir))
     recipe["model"].update(max_length=128, image={"augment": "none"})
-    packing = {"tokens": 192, "images": 3, "align": 32}
+    packing = {"tokens": 256, "images": 3}
     changes = {"batch_size": 6, "micro_batch_size": 1, "max_steps": 5, "val_data": []}
     recipe["stages"]["sft"].update(packing=packing, **{**changes, **stage})
     return recipe
@@ -30,7 +30,7 @@ def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed_one_rank")
     done = train(packed_recipe(tiny_data, folder / "run", save_steps=3), folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rows of 192 tokens" in done.stderr + done.stdout
+    assert "rows of 256 tokens" in done.stderr + done.stdout
     assert "images in a row" in done.stderr + done.stdout
     return folder / "run"
 

@@ -91,7 +91,7 @@ def test_fp8_blocks_with_packing_and_the_monitor(tiny_data: Path, tmp_path: Path
         recipe["fp8"] = {"recompute_qkv": True}
         recipe |= {"monitor": {"every": 2, "layers": ["all"], "max_error": 1.0}}
         recipe["model"].update(max_length=128, image={"augment": "none"})
-        packing = {"tokens": 192, "images": 3, "align": 32}
+        packing = {"tokens": 256, "images": 3}
         changes = {"batch_size": 4, "micro_batch_size": 1, "gradient_checkpointing": True}
         changes["max_steps"] = 2
         recipe["stages"]["sft"].update(packing=packing, **changes)

@@ -76,7 +76,8 @@ def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) ->
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_key_or_value_says_what_to_do(recipe_path: Path, name: str) -> None:
-    override = f"{name}=null" if "." in name or name == "export_formats" else f"precision={name}"
+    key = name.replace("stages.*", "stages.sft").replace("*", "0")
+    override = f"{key}=null" if "." in name or name == "export_formats" else f"precision={name}"
     with pytest.raises(ValueError, match="1 problem") as caught:
         load_recipe(str(recipe_path), ["precision=coat", "monitor.every=5", override])
     assert str(caught.value).endswith(f"was removed; {REMOVED[name]}")

@@ -241,7 +241,7 @@ def _common_root(given: Sequence[Path | str]) -> Path | str:
 
 def _rows(entry: SourceEntry, size: int) -> np.ndarray:
     """Return the rows that an entry selects: int64, repeats one after the other."""
-    rows = select_rows(size, entry.select, entry.seed or _SEED, entry.name)
+    rows = select_rows(size, entry.select, _SEED, entry.name)
     copies, rest = divmod(entry.repeat or 1.0, 1.0)
     part = round(rest * len(rows))
     if not copies and not part:
