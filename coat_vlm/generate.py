@@ -44,8 +44,7 @@ def load(
 ) -> tuple[PreTrainedModel, AnyProcessor]:
     """Load the model of a checkpoint folder, in evaluation mode, and its processor.
 
-    Compressed weights (``coat-vlm export --weights``) are decompressed, and the inputs of their
-    layers are quantized and dequantized as in a server of such weights.
+    Compressed weights are decompressed, and the inputs of their layers are rounded as in a server.
 
     Args:
         device: default: the first GPU, or the CPU if there is none.
@@ -55,8 +54,8 @@ def load(
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: the folder contains another kind of model, FP8 does not fit the model or the
-            GPU, or a precision is given for compressed weights.
+        ValueError: the folder contains another kind of model, or the precision does not fit it or
+            the GPU.
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
@@ -93,11 +92,8 @@ def generate(
 ) -> list[str]:
     """Generate the answer to the last user turn of each sample, as stripped text.
 
-    A sample may contain several images and videos. An assistant turn after the last user turn is
-    the reference answer; the prompt does not contain it.
-
-    Raises:
-        DataError: a medium cannot be read, or a prompt is longer than the model's max_length.
+    An assistant turn after it is the reference answer, which the prompt does not contain. Raises
+    DataError if a medium cannot be read or a prompt is too long.
     """
     if not samples:
         return []
@@ -111,8 +107,7 @@ class PromptEncoder:
     Attributes:
         encode: encodes the prompt of one sample; raises DataError as ``__call__`` does.
         encode_choices: encodes a prompt once per answer, with the answer appended and labeled.
-        stop_token_ids: tokens that end an answer: the token trained after every answer, and the
-            tokenizer's end token.
+        stop_token_ids: the token trained after every answer, and the tokenizer's end token.
     """
 
     def __init__(self, processor: AnyProcessor) -> None:
@@ -138,11 +133,8 @@ class PromptEncoder:
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Encode the prompts of ``samples``, up to the start of the answer, on the CPU.
 
-        Left padding puts the last token of every prompt in the last column, as generation needs:
-        input_ids and attention_mask (B, T) int64, pixel_values (images, 3, H, W).
-
-        Raises:
-            DataError: a medium cannot be read, or a prompt is too long.
+        input_ids and attention_mask (B, T) int64 are left-padded; pixel_values are (images, 3, H,
+        W). Raises DataError if a medium cannot be read or a prompt is too long.
         """
         return self.collate([self.encode(sample) for sample in samples])
 
@@ -166,8 +158,7 @@ class PromptEncoder:
 def set_stop_tokens(model: PreTrainedModel, processor: AnyProcessor) -> None:
     """Make ``model.generate`` stop at the end of an answer, also in transformers' pipelines.
 
-    A published language model may end texts with another token than the chat template's. The
-    settings of a published vision-language model are not changed.
+    The settings of a published vision-language model are not changed.
     """
     if isinstance(processor, FamilyProcessor):
         return
@@ -194,14 +185,9 @@ def generate_batch(
     synced: bool = False,
     streamer: BaseStreamer | None = None,
 ) -> list[str]:
-    """Generate the greedy answers to a batch made by ``encoder``, as stripped texts.
-
-    Generation ends when every row has produced an end token or ``max_new_tokens`` tokens. Runs
-    under ``no_grad`` and not in inference mode: weights that ZeRO-3 gathers and keeps would become
-    inference tensors, which a later training step cannot save for backward.
+    """Generate the greedy answers to a left-padded batch made by ``encoder``, as stripped texts.
 
     Args:
-        batch: left-padded prompts.
         synced: run empty forward passes until all ranks have finished; required if a forward pass
             gathers weights from all ranks.
         streamer: receives the tokens of a batch of one prompt as they are generated.

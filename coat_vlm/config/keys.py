@@ -74,9 +74,8 @@ def list_allowed_keys(keys: Sequence[str]) -> list[str]:
 def suggest_keys(keys: Sequence[str]) -> list[str]:
     """Return the dotted keys, most likely first, that an unknown key may have been meant to be.
 
-    In this order: a neighbor that is spelled nearly alike; the same name, or the name of another
-    program's option, in the sections below the unknown key's section, then elsewhere; any
-    neighbor that resembles it.
+    A neighbor that is spelled nearly alike; else the same name, or the name of another program's
+    option, in the sections below, then elsewhere; else a neighbor that resembles it.
     """
     *section, wrong = keys
     known = list_allowed_keys(section)

@@ -49,7 +49,6 @@ def load_recipe(
     """Read a YAML file, or the built-in recipe of a name.
 
     Args:
-        path_or_name: a file or a name.
         overrides: strings ``dotted.key=value`` with the value in YAML; applied in order. One of a
             stage's ``epochs`` and ``max_steps`` clears the other one of the file.
         unset_variables: accept variables that are not set in ``stages`` and ``eval_sets`` and leave
@@ -57,9 +56,8 @@ def load_recipe(
         say: receives a sentence for each key of the file that an override clears.
 
     Raises:
-        ValueError: the recipe does not exist, the YAML does not parse, a key is unknown (the
-            message suggests the nearest valid key) or repeated, a value is not allowed, or a
-            variable is not set.
+        ValueError: the recipe does not exist, a key is unknown or repeated, a value is not allowed,
+            or a variable is not set.
     """
     where, text = _read_text(path_or_name)
     try:
@@ -210,7 +208,6 @@ def _clear_other_length(
 
 
 def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:
-    """Replace ${NAME} in all strings of nested mappings and lists."""
     if isinstance(value, Mapping):
         return {key: _expand_variables(item, where, unset_variables) for key, item in value.items()}
     if isinstance(value, list):
@@ -227,7 +224,6 @@ def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:
 
 
 def _format_problem(problem: Any) -> str:
-    """Format one pydantic error as one line."""
     keys = [str(key) for key in problem["loc"] if key != "[key]"]
     dotted = ".".join(keys)
     if problem["type"] == "unexpected_keyword_argument" or "[key]" in problem["loc"]:

@@ -205,7 +205,6 @@ class ModelConfig:
             )
 
     def _check_pretrained(self) -> None:
-        """Reject keys that the published model determines."""
         given = {
             "vision": self.vision != VisionConfig(),
             "language": self.language != LanguageConfig(),

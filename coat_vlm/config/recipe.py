@@ -198,7 +198,6 @@ class Recipe:
         self._check_choose()
 
     def _check_kept(self) -> None:
-        """Reject rules for keeping checkpoints that keep none."""
         if self.keep_every_steps and not any(one.save_steps for one in self.stages.values()):
             raise ValueError(
                 f"keep_every_steps: {self.keep_every_steps} has no effect without save_steps "
@@ -237,7 +236,6 @@ class Recipe:
         return gpu and zero_stage == 0 and self.optimizer == "coat"
 
     def _check_low_bits(self) -> None:
-        """Reject low bits of master weights without the optimizer that has them, or with ZeRO."""
         if self.master_weights != "low_bits":
             return
         if self.optimizer != "coat":
@@ -254,7 +252,6 @@ class Recipe:
             )
 
     def _check_dora(self) -> None:
-        """Reject DoRA where the weights, whose rows it measures, are partitioned."""
         for name, stage in self.stages.items():
             if stage.lora is not None and stage.lora.dora and self.zero_stage == 3:
                 raise ValueError(
@@ -263,7 +260,6 @@ class Recipe:
                 )
 
     def _check_quantize(self) -> None:
-        """Reject NF4 weights in blocks that compute in FP8, and where ZeRO partitions them."""
         for name, stage in self.stages.items():
             if stage.lora is None or stage.lora.quantize is None:
                 continue
@@ -281,7 +277,6 @@ class Recipe:
                 )
 
     def _check_sequence_parallel(self) -> None:
-        """Reject settings with which the tokens of a row cannot be split over ranks."""
         for name, stage in self.stages.items():
             size, key = stage.sequence_parallel, f"stages.{name}.sequence_parallel"
             if size == 1:
@@ -303,7 +298,6 @@ class Recipe:
                 )
 
     def _check_dpo(self) -> None:
-        """Reject the loss on pairs in another stage, and settings that it does not support."""
         for name, stage in self.stages.items():
             if name == "dpo" and stage.dpo is None:
                 raise ValueError(
@@ -341,7 +335,6 @@ class Recipe:
                 raise ValueError(f"{key} is not supported with stages.dpo: {why}")
 
     def _check_choose(self) -> None:
-        """Reject keys that are not chosen by memory."""
         known = [f"stages.{name}.{key}" for name in self.stages for key in CHOSEN_IN_STAGES]
         for key in (self.memory and self.memory.choose) or ():
             if key not in known:
@@ -350,7 +343,6 @@ class Recipe:
                 )
 
     def _check_graphs(self, fp8: Fp8Config) -> None:
-        """Reject CUDA graphs with settings under which weights move or blocks are recomputed."""
         if fp8.cuda_graphs is not True:
             return
         if self.zero_stage == 3:
@@ -366,7 +358,6 @@ class Recipe:
                 )
 
     def _check_model(self) -> None:
-        """Reject settings that a language model without vision, or a published model, lacks."""
         if self.model.vision is None:
             self._check_text_only()
         if self.model.pretrained is None:
@@ -394,7 +385,6 @@ class Recipe:
             )
 
     def _check_text_only(self) -> None:
-        """Reject settings that train or convert a vision tower or projector."""
         for name, stage in self.stages.items():
             for part in ("vision", "projector"):
                 if stage.module(part).train:

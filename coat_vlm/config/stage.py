@@ -162,11 +162,7 @@ class PackingConfig:
     """Number of consecutive samples, in training order, from which rows are filled."""
 
     def row_tokens(self, max_length: int) -> int:
-        """Return the tokens per row for a model with this ``max_length``.
-
-        Raises:
-            ValueError: the longest sample does not fit, or ``tokens`` is not a multiple of 128.
-        """
+        """Return the tokens per row; ValueError if ``tokens`` does not suit ``max_length``."""
         aligned = -(-max_length // ROW_MULTIPLE) * ROW_MULTIPLE
         if self.tokens is None:
             return aligned
@@ -281,7 +277,6 @@ class StageConfig:
         self._check_dpo()
 
     def _check_dpo(self) -> None:
-        """Reject what TRL's loss on pairs does not support."""
         if self.dpo is None:
             return
         refused = {
@@ -301,11 +296,7 @@ class StageConfig:
                 raise ValueError(f"{key} is not supported with dpo: {why}")
 
     def count_replicas(self, ranks: int) -> int:
-        """Return the number of data parallel replicas of this many ranks.
-
-        Raises:
-            ValueError: ``sequence_parallel`` does not divide the ranks.
-        """
+        """Return the data parallel replicas of ``ranks``; ValueError if they do not fit."""
         if ranks % self.sequence_parallel:
             raise ValueError(
                 f"sequence_parallel: {self.sequence_parallel} does not divide the {ranks} "

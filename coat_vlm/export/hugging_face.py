@@ -1,18 +1,9 @@
 """Writes model folders: the model at the end of a stage, and ``coat-vlm export`` in every layout.
 
-A checkpoint contains everything that an export needs: the master weights of trained modules, the
-weights of frozen modules, and in its ``model`` folder the configuration, the tokenizer and the
-processor. The number of ranks and the ZeRO stage of the run do not matter.
-
-LoRA adapters are written as a peft folder with adapter_config.json and adapter_model.safetensors:
+An export needs only a checkpoint, of any number of ranks and ZeRO stage. Adapters are written as a
+peft folder, which names the folder BASE that the stage started from:
 
     PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), FOLDER)
-
-loads the model of the end of the stage. FOLDER contains the adapters and the full weights of the
-other trained modules (peft's ``modules_to_save``). BASE is the folder that the stage started from;
-adapter_config.json names it.
-
-:func:`push` uploads an exported folder to the Hugging Face Hub.
 """
 
 import json
@@ -78,12 +69,9 @@ def save_model(
 ) -> None:
     """Write weights, tokenizer, processor and training.json atomically.
 
-    All weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``). LoRA
-    adapters are merged into the weights, and also saved separately in the folder ``adapter``.
-    ``model`` is the engine's module, partitioned over ranks at ZeRO stage 3.
-
-    Raises:
-        OSError: the folder could not be written; an earlier folder is unchanged.
+    Weights have the dtype of training. LoRA adapters are merged into them, and also saved
+    separately in the folder ``adapter``. ``model`` is the engine's module, partitioned at ZeRO
+    stage 3.
     """
     split = recipe.zero_stage == 3
     parameters = list(model.parameters())
@@ -134,10 +122,7 @@ def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcess
 def save_coat(
     folder: Path, model: PreTrainedModel, state: dict[str, Tensor], processor: AnyProcessor
 ) -> None:
-    """Write configuration, weights, tokenizer and processor in the layout ``coat``.
-
-    For a published model that is the layout in which it was published.
-    """
+    """Write the layout ``coat``; for a published model, that in which it was published."""
     model.save_pretrained(folder, state_dict=state)
     processor.save_pretrained(folder)
 
@@ -159,12 +144,11 @@ def export(
     LoRA adapters are merged into the weights.
 
     Args:
-        source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose files are
-            compared with their SHA-256; or a VILA checkpoint with its three folders, or one in the
-            layout ``llava``.
+        source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
+            compared; or a VILA checkpoint with its three folders, or one in the layout ``llava``.
         target: the new folder; it must not exist or must be empty.
-        dtype: dtype of the written weights; master weights are rounded to it. Default: the dtype of
-            the weights in training, or BF16 with compressed weights.
+        dtype: dtype of the written weights. Default: that of the weights in training, or BF16 with
+            compressed weights.
         layout: ``coat`` for coat_vlm, ``llava`` for stock transformers, ``language`` for only the
             language model in it, ``vila`` for VILA.
         weights: compression of the language model's linear layers
@@ -174,7 +158,6 @@ def export(
         ValueError: the source is not a checkpoint or is damaged, the target is not empty, or the
             layout cannot represent the model.
         LockError: another process exports to the same folder.
-        OSError: a file could not be written.
     """
     if weights is not None:
         if layout == "vila":
@@ -218,7 +201,6 @@ def export(
 
 
 def _check_family_export(layout: Layout, weights: WeightFormat | None) -> None:
-    """Raise ValueError for what only composed models can be exported as."""
     for option, given in (("--format", layout != "coat" and layout), ("--weights", weights)):
         if given:
             raise ValueError(
@@ -232,10 +214,6 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
 
     If the folder that the stage started from does not exist, the frozen weights of a checkpoint are
     written to ``target/base``, and the adapter names this folder as its base.
-
-    Raises:
-        ValueError: as in :func:`export`, or the source has no adapters, or its base is missing.
-        OSError: a file could not be written.
     """
     with lock_folder(_lock_path(target), "export") as lock:
         described = _check_folders(source, target)
@@ -275,7 +253,6 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
 
 
 def _read_adapter(described: Path) -> dict[str, Any] | None:
-    """Read adapter_config.json of a model folder; None without adapters."""
     path = described / _ADAPTER / ADAPTER_CONFIG
     return read_json(path) if path.is_file() else None
 
@@ -290,7 +267,6 @@ def _collect_adapter_weights(
 
 
 def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write the configuration and the weights of adapters to a folder."""
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
@@ -339,7 +315,6 @@ def _lock_path(target: Path) -> Path:
 
 
 def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None]) -> Path:
-    """Write the target atomically with ``write``; the caller holds the lock."""
     with SIGNALS.hold(f"when {target} is complete"):
         if target.exists():
             target.rmdir()
@@ -351,7 +326,6 @@ def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None
 def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, dict[str, Tensor], AnyProcessor]:
-    """Read the model of a source, its weights and its processor."""
     load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
     if load is load_llava and (source / "training.json").is_file():
         trained_as_it_is = read_json(source / "training.json").get("pretrained") is not None
@@ -424,11 +398,7 @@ which is another package in other versions of huggingface_hub."""
 
 
 def check_hub(name: str) -> None:
-    """Check that this user may upload to USER/MODEL, or MODEL, before anything is written.
-
-    Raises:
-        ValueError: the name is not allowed, the Hub does not answer, or nobody is logged in.
-    """
+    """Raise ValueError if this user cannot upload to USER/MODEL, or MODEL."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -444,11 +414,7 @@ def check_hub(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder; a repository that does not exist is created, private.
-
-    Raises:
-        ValueError: the upload failed; the folder is complete.
-    """
+    """Upload a folder; a repository that does not exist is created, private."""
     api = HfApi()
     try:
         repository = api.create_repo(name, private=True, exist_ok=True)

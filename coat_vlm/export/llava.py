@@ -1,14 +1,11 @@
 """Writes and reads the layout ``llava``, that of transformers' ``LlavaForConditionalGeneration``.
 
-Weights have the names of the published llava-hf checkpoints, which vLLM and SGLang read:
-
     vision_tower.vision_model.*           the tower, up to the selected hidden state
     multi_modal_projector.linear_1, _2    Linear(C, H), GELU, Linear(H, H)
     language_model.model.*, .lm_head      the language model; no lm_head with tied embeddings
 
-A written tower has only the blocks up to the selected layer, so ``vision_feature_layer`` is -1.
-``vision_feature_select_strategy`` ``default`` drops the first token; SigLIP has no class token, so
-its value is always ``full``.
+``vision_feature_layer`` is therefore -1. ``vision_feature_select_strategy`` ``default`` drops the
+first token; SigLIP has no class token, so its value is always ``full``.
 """
 
 import copy
@@ -57,12 +54,7 @@ _TEMPLATES = {"<|im_start|>user": "chatml", "USER:": "vicuna_v1"}
 def save_llava(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
-    """Write configuration, weights, tokenizer and processor.
-
-    Raises:
-        ValueError: the layout cannot represent the model's projector, tower, language model or
-            image mode.
-    """
+    """Write the folder; ValueError if the layout cannot represent the model."""
     check_llava(model, processor)
     tower = build_plain_tower(model, "llava")
     config: Any = model.config
@@ -145,11 +137,8 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
     """Load the composed model and its processor from a checkpoint like llava-hf's, on the CPU.
 
     A checkpoint whose processor crops images to a square gets ``pad``: LLaVA 1.5 was trained with
-    padded images (haotian-liu/LLaVA, scripts/v1_5/finetune.sh), and the crop loses their sides.
-
-    Raises:
-        ValueError: files are missing or damaged, the weights are compressed, or the composed model
-            does not support the checkpoint.
+    padded images (haotian-liu/LLaVA, scripts/v1_5/finetune.sh). Raises ValueError if files are
+    damaged or missing, or the composed model does not support the checkpoint.
     """
     config = LlavaConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
@@ -192,7 +181,6 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
 
 
 def _compose_config(folder: Path, config: Any) -> CoatVlmConfig:
-    """Translate the checkpoint's configuration."""
     where = f"{folder}/config.json"
     tower: Any = config.vision_config
     layer = config.vision_feature_layer
@@ -225,7 +213,6 @@ def _compose_config(folder: Path, config: Any) -> CoatVlmConfig:
 
 
 def _compose_processor(folder: Path, found: Any, config: CoatVlmConfig) -> CoatVlmProcessor:
-    """Translate the checkpoint's processor."""
     images, tokenizer, side = (
         found.image_processor,
         found.tokenizer,
@@ -256,10 +243,9 @@ def _compose_processor(folder: Path, found: Any, config: CoatVlmConfig) -> CoatV
 
 
 def _find_template(folder: Path, processor: Any) -> str:
-    """Return the name of the checkpoint's chat template; Vicuna's, LLaVA 1.5's, if it has none.
+    """Return the name of the checkpoint's chat template; LLaVA 1.5's, if it has none.
 
-    llava-hf's template leaves out the system prompt that LLaVA 1.5 was trained with; ``vicuna_v1``
-    has it (haotian-liu/LLaVA, llava/conversation.py).
+    llava-hf's template leaves out the system prompt that LLaVA 1.5 was trained with.
     """
     if not (processor.chat_template or processor.tokenizer.chat_template):
         return "vicuna_v1"

@@ -1,12 +1,8 @@
 """Converts parts of a composed model to stock transformers models, for other programs.
 
-A truncated tower has fewer blocks than its checkpoint and no final norm. It is written as a
-complete tower with this number of blocks; its last hidden state is the input of the projector. The
-final norm, which readers of hidden states never call, has torch's initial values (ones and zeros).
-
-The layout ``language`` is a folder for ``AutoModelForCausalLM``: the whole model if it has no
-vision tower, otherwise the trained language model of a composed model. Its tokenizer keeps
-``<image>``.
+A truncated tower is written as a complete tower with fewer blocks, and a final norm of ones and
+zeros, which readers of hidden states never call. The layout ``language`` is a folder for
+``AutoModelForCausalLM``, whose tokenizer keeps ``<image>``.
 """
 
 import copy
@@ -45,11 +41,7 @@ def select_weights(state: dict[str, Tensor], prefix: str, new: str = "") -> dict
 
 
 def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
-    """Build a complete transformers tower with the remaining blocks, on ``meta``.
-
-    Raises:
-        ValueError: the tower is an open_clip tower, which ``target``, the format, cannot hold.
-    """
+    """Build a tower of the remaining blocks on ``meta``; ValueError for open_clip's."""
     vision = model.config.vision_config
     if vision.model_type not in VISION_MODELS:
         raise ValueError(
@@ -69,11 +61,7 @@ def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
 def rename_tower_weights(
     tower: PreTrainedModel, state: dict[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:
-    """Rename the tower's weights to the names of published checkpoints, and add the final norm.
-
-    All names in published CLIP and SigLIP checkpoints start with ``vision_model.``; transformers 5
-    reads names with and without this prefix.
-    """
+    """Rename weights as in published checkpoints, and add the final norm."""
     found = {
         name.removeprefix("vision_model."): w for name, w in select_weights(state, TOWER).items()
     }
@@ -85,8 +73,7 @@ def rename_tower_weights(
 def add_legacy_names(config: dict[str, Any]) -> dict[str, Any]:
     """Add transformers 4's names of RoPE settings to a language model's configuration.
 
-    transformers 5 writes ``rope_parameters``. Version 4 ignores it and silently uses a RoPE base of
-    10,000. Version 5 also reads the old names.
+    Version 4 ignores ``rope_parameters`` and silently uses a RoPE base of 10,000.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
@@ -122,10 +109,7 @@ def save_stock(
     weights: dict[str, Tensor],
     processor: CoatVlmProcessor | None = None,
 ) -> None:
-    """Write a stock model with the generation settings of a composed model.
-
-    The stop tokens are the processor's, without one those of the generation settings.
-    """
+    """Write a stock model with a composed model's generation settings and stop tokens."""
     stock.generation_config = copy.deepcopy(model.generation_config)
     if processor is not None:
         set_stop_tokens(stock, processor)
@@ -136,10 +120,9 @@ def save_stock(
 
 
 def make_tokenizer(processor: CoatVlmProcessor) -> Any:
-    """Copy the tokenizer, and set the model's chat template in Jinja, for text and for parts.
+    """Copy the tokenizer, and set the model's chat template in Jinja; none for ``plain``.
 
-    ``plain``, whose prompt is only the image, has no template. The template contains no
-    begin-of-text token, because the tokenizer adds it to every text.
+    It contains no begin-of-text token, because the tokenizer adds it to every text.
     """
     tokenizer: Any = copy.deepcopy(processor.tokenizer)
     if processor.template != "tokenizer":
@@ -155,9 +138,8 @@ def write_config(path: Path, values: dict[str, Any]) -> None:
 def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
     """Build transformers' image processor with the same settings and the Pillow backend.
 
-    With ``pad``, images are first padded to a square, as LLaVA does. If the folder is loaded
-    without ``backend="pil"``, transformers uses torchvision, whose resizing differs by 1/255 in
-    some pixels.
+    Loaded without ``backend="pil"``, it uses torchvision, whose resizing differs by 1/255 in
+    places.
     """
     size = {"height": processor.image_size, "width": processor.image_size}
     settings: dict[str, Any] = {

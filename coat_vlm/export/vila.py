@@ -1,16 +1,9 @@
-"""Writes and reads VILA's three folders: ``llm/``, ``vision_tower/`` and ``mm_projector/``.
+"""Writes and reads VILA's three folders ``llm/``, ``vision_tower/`` and ``mm_projector/``.
 
 Layout and fields follow NVlabs/VILA, ``llava/model/llava_arch.py`` (``save_pretrained``),
-``configuration_llava.py`` and ``multimodal_projector/base_projector.py``:
-
-    config.json       model_type llava_llama (for every language model), llm_cfg, vision_tower_cfg,
-                      mm_projector_cfg, mm_vision_select_layer and _feature, image_aspect_ratio, ...
-    llm/              the language model, its weights without a prefix, and the tokenizer
-    vision_tower/     vision_model.*, and preprocessor_config.json
-    mm_projector/     layers.*, and config.json with mm_projector_type
-
-VILA's ``patch`` drops the first feature of every tower. SigLIP has no class token, so ``patch``
-would drop a patch; VILA's recipes and the folders written here use ``cls_patch`` for SigLIP.
+``configuration_llava.py`` and ``multimodal_projector/base_projector.py``. VILA's ``patch`` drops
+the first feature of every tower. SigLIP has no class token, so ``patch`` would drop a patch; VILA's
+recipes and the folders written here use ``cls_patch`` for SigLIP.
 """
 
 import json
@@ -58,12 +51,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 def save_vila(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
-    """Write the three folders and the top-level config.json.
-
-    Raises:
-        ValueError: VILA does not support the type of the vision tower, or the model was trained
-            with ``pool_frames``.
-    """
+    """Write the three folders and config.json; ValueError if VILA does not support the model."""
     if "pool_frames" in processor.video:
         raise ValueError(
             "--format vila: the model was trained with model.video.pool_frames="
@@ -130,13 +118,9 @@ def is_vila(folder: Path) -> bool:
 def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, CoatVlmProcessor]:
     """Load the composed model and its processor from VILA's three folders, on the CPU.
 
-    The embeddings are extended if they have no row for ``<image>``, as in VILA's own checkpoints,
-    which never embed media tokens. A tokenizer without a chat template is one of VILA 1.5, which
-    was trained with Vicuna's template.
-
-    Raises:
-        ValueError: files are missing or damaged, or the composed model does not support the
-            checkpoint.
+    The embeddings are extended if they have no row for ``<image>``, as VILA never embeds media
+    tokens. A tokenizer without a chat template is VILA 1.5's, which was trained with Vicuna's.
+    Raises ValueError if files are damaged or missing, or the checkpoint is not supported.
     """
     top = _read(folder / "config.json")
     tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder / "llm"))

@@ -36,16 +36,11 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 @contextmanager
 def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
-    """Merge an adapter into a model's weights; at the end of the context they are as before.
+    """Merge an adapter into a model's weights until the end of the context.
 
-    The merged weights are those of ``coat-vlm export`` and of peft's ``merge_and_unload``, so a
-    model with FP8 blocks computes as the merged model would. The replaced weights wait in host
-    memory. A warning follows if adapter_config.json names another base than ``base``, the folder or
-    name that the model was loaded from.
-
-    Raises:
-        ValueError: there is no adapter, it was not trained on this model, or it is of a kind that
-            cannot be merged here.
+    The merged weights are those of ``coat-vlm export``; the replaced ones wait in host memory. A
+    warning follows if the adapter names another base than ``base``. Raises ValueError if it cannot
+    be merged into this model.
     """
     config = read_adapter_config(folder)
     named = config.get("base_model_name_or_path")
@@ -74,11 +69,7 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises:
-        ValueError: the folder has none, or it describes an adapter that cannot be merged here.
-    """
+    """Read adapter_config.json; ValueError if there is none that can be merged here."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         inner = folder / "adapter"
@@ -169,10 +160,7 @@ def _check_shared(
     full: Mapping[str, Tensor],
     folder: Path,
 ) -> None:
-    """Raise a ValueError if modules that share a weight are not changed alike.
-
-    A language model with tied embeddings that was trained in full has equal copies in the file.
-    """
+    """Raise ValueError if modules that share a weight are not changed alike."""
     for name in changed:
         others = [n for n, one in parameters.items() if one is parameters[name] and n != name]
         alike = name in full and all(n in full and full[name].equal(full[n]) for n in others)

@@ -37,15 +37,13 @@ def build_model(
 ) -> CoatVlm:
     """Build the model of a recipe, each part from its checkpoint or with random weights.
 
-    Random weights are drawn from torch's global generator in the order tower, language model,
-    projector, so the same seed gives the same model. If the embeddings are smaller than the
-    tokenizer, they are extended as in transformers (new rows around the mean of the old rows). They
-    are never truncated: the padded vocabularies of published models stay. With ``vision: null`` the
-    model is a language model without tower and projector.
+    Random weights are drawn in the order tower, language model, projector. Embeddings smaller than
+    the tokenizer are extended as in transformers (new rows around the mean of the old rows), and
+    never truncated.
 
     Args:
-        tokenizer: a tokenizer that contains ``<image>``.
-        dtype: dtype of all weights. Default: FP32, independent of the checkpoints.
+        tokenizer: contains ``<image>``, unless the model has no tower.
+        dtype: of all weights. Default: FP32, independent of the checkpoints.
 
     Raises:
         ValueError: a checkpoint or configuration is unsupported, incomplete or contradictory.
@@ -112,7 +110,6 @@ def _composed_config(
 def _load_vision(
     vision: VisionConfig, dtype: torch.dtype, attention: str
 ) -> tuple[PretrainedConfig, nn.Module]:
-    """Load or create the complete tower and its configuration."""
     if vision.library == "open_clip":
         if vision.name_or_path is not None:
             return load_open_clip(vision.name_or_path)
@@ -155,11 +152,8 @@ def _load_language(
 def extend_context(language: PreTrainedModel, model: ModelConfig) -> None:
     """Set the base of the rotary embedding of a recipe (``rope_theta``), and the longest context.
 
-    A larger base turns all pairs of channels more slowly, so that longer distances stay inside the
-    angles of training (Xiong et al. 2023, arXiv:2309.16039, section 4.1).
-
-    Raises:
-        ValueError: the language model has no rotary embedding with one base.
+    A larger base keeps longer distances inside the angles of training (Xiong et al. 2023,
+    arXiv:2309.16039, section 4.1). Raises ValueError without a rotary embedding that has one base.
     """
     theta = model.language.rope_theta
     if theta is None:
@@ -194,11 +188,7 @@ def check_causal(where: str, path: str, config: PretrainedConfig) -> None:
 def create_config(
     where: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 ) -> PretrainedConfig:
-    """Create a transformers configuration from a recipe's keys.
-
-    Raises:
-        ValueError: the type is not allowed, or the configuration has no such setting.
-    """
+    """Create a transformers configuration from a recipe's keys; ValueError if one is wrong."""
     values = dict(values)
     model_type = values.pop("model_type", None)
     if model_type not in allowed:
@@ -218,11 +208,7 @@ def create_config(
 def build_meta_model(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> CoatVlm:
     """Build the model of :func:`build_model` on ``meta``, reading only configurations.
 
-    Args:
-        vocab_size: size of the tokenizer, including ``<image>`` if the model has a tower.
-
-    Raises:
-        ValueError: as in :func:`build_model`, for errors in configurations.
+    ``vocab_size`` is the size of the tokenizer, including ``<image>`` if the model has a tower.
     """
     where, path = "model.language.name_or_path", model.language.name_or_path
     with torch.device("meta"):
@@ -272,7 +258,6 @@ def _vision_config(vision: VisionConfig) -> PretrainedConfig:
 def _new_text_config(
     language: LanguageConfig, vocab_size: int, defaults: Mapping[str, Any]
 ) -> PretrainedConfig:
-    """Create the configuration of a new language model with at least ``vocab_size`` tokens."""
     values: dict[str, Any] = {**defaults, **(language.config or {})}
     values["vocab_size"] = max(values.get("vocab_size", 0), vocab_size)
     allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -41,13 +41,9 @@ JINJA_TEMPLATES = {"chatml": _CONTENT + _CHATML, "vicuna_v1": _CONTENT + _VICUNA
 
 
 def find_jinja_template(name: str, tokenizer: TokenizerLike) -> str | None:
-    """Return the template with the tokenizer's begin-of-text token, as a tokenizer's own has it.
+    """Return a template with the tokenizer's begin-of-text token; None without a Jinja template.
 
-    ``apply_chat_template`` tokenizes without adding special tokens, so that the template writes the
-    token if the tokenizer adds it to every text.
-
-    Returns:
-        The template; None for ``plain``, whose prompt is only the image, and ``tokenizer``.
+    ``apply_chat_template`` tokenizes without special tokens, so the template writes that token.
     """
     template = JINJA_TEMPLATES.get(name)
     if template is None or not begin_of_text(tokenizer):

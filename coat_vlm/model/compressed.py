@@ -1,21 +1,11 @@
-"""Writes and reads 8-bit weights in the compressed-tensors format.
-
-A linear layer's weight W [N, K] becomes quantized data of the same shape and scales. Quantization
-is symmetric (no zero points):
+"""Writes and reads 8-bit weights in the compressed-tensors format, which vLLM reads.
 
     scale = amax(part of W) / largest value       data = round(W / scale)        W ~ data * scale
 
-``fp8`` and ``int8`` have one scale per output channel, ``fp8_block`` one per block of 128 x 128.
-The layer's inputs are quantized at run time, per token, or per token and 128 channels. Names,
-dtypes and shapes in files are those of compressed-tensors' ``float-quantized`` and
-``int-quantized`` (presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``), which
-vLLM and transformers read.
-
-An export compresses the linear layers of the language model. Embeddings, output layer, norms,
-projector and vision tower have few parameters, and the last two process images. A checkpoint is
-decompressed to an ordinary model when it is read, without the package compressed-tensors. Servers
-multiply quantized inputs by quantized weights; here :func:`round_inputs` quantizes and dequantizes
-the inputs, so an evaluation measures the error of both roundings on any machine.
+``fp8`` and ``int8`` have one scale per output channel, ``fp8_block`` one per block of 128 x 128
+(presets FP8_DYNAMIC, INT8_W8A8 and FP8_BLOCK of its ``quant_scheme.py``). Only the linear layers
+of the language model are compressed. A checkpoint is decompressed when it is read; servers also
+quantize the layers' inputs, which :func:`round_inputs` imitates.
 """
 
 import json
@@ -61,11 +51,7 @@ class Scheme:
         return "float-quantized" if self.dtype.is_floating_point else "int-quantized"
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
-        """``quantization_config`` of config.json.
-
-        Args:
-            ignore: names of uncompressed linear layers, or patterns that start with ``re:``.
-        """
+        """Create config.json's ``quantization_config``; ``ignore``: names, or ``re:`` patterns."""
         common = {
             "num_bits": 8,
             "type": "float" if self.dtype.is_floating_point else "int",
@@ -102,18 +88,13 @@ SCHEMES: dict[WeightFormat, Scheme] = {
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [N, K] in FP32, BF16 or FP16.
+    """Quantize a weight [N, K] in FP32, BF16 or FP16; ValueError if a value is NaN or infinite.
 
-    A channel or block of zeros has scale 1. If all values of a channel or block have the same
-    magnitude, they are quantized to the maximum, so dequantization is exact in any dtype with fewer
-    bits than FP32.
+    A channel or block of zeros has scale 1.
 
     Returns:
         Quantized data [N, K] in the scheme's dtype, and FP32 scales [N, 1], or
         [ceil(N / 128), ceil(K / 128)] for blocks; the last blocks may be smaller.
-
-    Raises:
-        ValueError: a value is NaN or infinite.
     """
     w = weight.float()
     if not torch.isfinite(w).all():
@@ -155,12 +136,7 @@ def dequantize(data: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def sqnr_db(weight: Tensor, approximation: Tensor) -> float:
-    """Compute the signal-to-quantization-noise ratio of a weight in dB.
-
-        10 log10(sum w^2 / sum (w - q(w))^2)
-
-    Sums are in FP64. The ratio is infinite if quantization is exact, also for a weight of zeros.
-    """
+    """Compute 10 log10(sum w^2 / sum (w - q(w))^2) in FP64; infinite if quantization is exact."""
     w = weight.double()
     noise = (w - approximation.double()).square().sum().item()
     return math.inf if noise == 0 else 10 * math.log10(w.square().sum().item() / noise)
@@ -177,10 +153,7 @@ def compress(
         written: prefix of the same weights in the folder, for the record.
 
     Returns:
-        The content of :data:`RECORD`.
-
-    Raises:
-        ValueError: a weight is not finite, or no layer fits the scheme.
+        The content of :data:`RECORD`. Raises ValueError if no layer fits the scheme.
     """
     output = language.get_output_embeddings()
     layers = {
@@ -271,11 +244,7 @@ _SCALE = ".weight_scale"
 
 
 def read_compression(folder: str | Path) -> Scheme | None:
-    """Return the compression scheme of a folder; None for uncompressed weights or no config.json.
-
-    Raises:
-        ValueError: the weights are compressed with an unsupported scheme.
-    """
+    """Return a folder's scheme, None without one; ValueError if it is not supported."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         return None
@@ -310,8 +279,7 @@ def make_load_arguments(
 ) -> dict[str, Any]:
     """Decompress the weights of a folder, and return them as arguments of ``from_pretrained``.
 
-    ``quantization_config`` is removed from ``config``, so that the model is later saved
-    uncompressed. With ``dtype`` ``auto`` or None, weights get the dtype of the uncompressed ones.
+    ``quantization_config`` is removed from ``config``. ``auto`` is the uncompressed weights' dtype.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config

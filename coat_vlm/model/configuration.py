@@ -22,9 +22,8 @@ SELECT_FEATURES = ("patch", "cls_patch")
 class OpenClipVisionConfig(PretrainedConfig):
     """Configuration of an open_clip tower: open_clip's ``vision_cfg`` and values derived from it.
 
-    ``quick_gelu`` is used by OpenAI's weights. ``num_hidden_layers`` counts the complete tower's
-    blocks, ``num_prefix_tokens`` its class and register tokens. ``image_mean`` and ``image_std``
-    normalize values in [0, 1].
+    ``num_hidden_layers`` counts the complete tower's blocks, ``num_prefix_tokens`` its class and
+    register tokens. ``image_mean`` and ``image_std`` normalize values in [0, 1].
     """
 
     model_type = "coat_open_clip_vision"
@@ -42,24 +41,17 @@ class OpenClipVisionConfig(PretrainedConfig):
 
 
 class CoatVlmConfig(PretrainedConfig):
-    """Configuration of :class:`coat_vlm.model.vlm.CoatVlm`.
+    """Configuration of :class:`coat_vlm.model.vlm.CoatVlm`; wrong values raise ValueError.
 
     Args:
-        vision_config: the tower's configuration (transformers SigLIP or CLIP vision, or
-            :class:`OpenClipVisionConfig`), as an object or a dict with ``model_type``. It describes
-            the complete tower; the layers after ``select_layer`` are not built. None, together with
-            ``projector_type`` and ``image_token_id``, for a language model without vision.
-        text_config: the causal language model's configuration, as an object or a dict.
+        vision_config: of the complete tower; None, together with ``projector_type`` and
+            ``image_token_id``, for a language model without vision.
         projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``.
-        select_layer: index of the tower's hidden state: 0 is the output of the embeddings, -1 the
-            output of the last block before the final norm, -2 the output of the block before.
+        select_layer: index of the tower's hidden state, see :func:`count_needed_layers`.
         select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
         image_token_id: id of the placeholder that image features replace.
         s2_scales: sides of an image's scales in pixels (:mod:`coat_vlm.model.projector`), starting
             with the tower's input size; None for one scale.
-
-    Raises:
-        ValueError: a value is not allowed, or values contradict each other.
     """
 
     model_type = "coat_vlm"
@@ -194,11 +186,8 @@ class CoatVlmConfig(PretrainedConfig):
 def count_needed_layers(num_layers: int, select_layer: int) -> int:
     """Count the leading blocks that hidden state ``select_layer`` of ``num_layers`` blocks needs.
 
-    Hidden states have the indices of transformers: 0 is the output of the embeddings, i the output
-    of block i, and negative indices count from the end.
-
-    Raises:
-        ValueError: ``select_layer`` is not the output of a block.
+    Indices are those of transformers: 0 is the output of the embeddings (no block's, a ValueError),
+    i that of block i, and negative indices count from the end.
     """
     index = select_layer if select_layer >= 0 else num_layers + 1 + select_layer
     if not 1 <= index <= num_layers:

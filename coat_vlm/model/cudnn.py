@@ -1,13 +1,10 @@
 """cuDNN attention without the calls whose gradients are NaN.
 
-On Hopper the backward pass of cuDNN's attention returns NaN gradients of the queries if three
-things come together: the number of tokens leaves 64 modulo 128, attention has a mask or is not
-causal, and the log-sum-exp of a row is below -88.7, minus the logarithm of FP32's largest number.
-The half of the last tile of keys that holds no tokens gets the score 0 instead of minus infinity,
-and ``exp(0 - log-sum-exp)`` overflows (https://github.com/pytorch/pytorch/issues/196678; without a
-mask: torch 2.11 with cuDNN 9.19). Only the first two are known before the call, so those calls do
-not use cuDNN. An error with a single query and many keys
-(https://github.com/NVIDIA/cudnn-frontend/issues/1072) cannot occur in training.
+On Hopper, cuDNN's gradients of the queries are NaN if the tokens leave 64 modulo 128, attention
+has a mask or is not causal, and the log-sum-exp of a row is below -88.7: the half of the last tile
+without tokens gets the score 0, and ``exp(0 - log-sum-exp)`` overflows
+(https://github.com/pytorch/pytorch/issues/196678). Only the first two are known before the call, so
+those calls do not use cuDNN.
 """
 
 from collections.abc import Iterator
@@ -25,8 +22,7 @@ def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
     """Allow (True) or forbid (False) cuDNN attention in this process.
 
     ``auto`` allows it for calls that :func:`has_safe_gradients`, and replaces
-    ``torch.nn.functional.scaled_dot_product_attention``: the towers and language models of
-    transformers, open_clip and timm call it, also when checkpointed blocks are recomputed.
+    ``torch.nn.functional.scaled_dot_product_attention``.
     """
     torch.backends.cuda.enable_cudnn_sdp(allowed is not False)
     F.scaled_dot_product_attention = _attend_safely if allowed == "auto" else _SDPA

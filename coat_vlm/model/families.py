@@ -103,11 +103,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(where: str, path: str) -> tuple[Family, Any]:
-    """Return the family of a checkpoint, and its configuration; ``where`` is the recipe key.
-
-    Raises:
-        ValueError: there is no configuration, or it describes another kind of model.
-    """
+    """Return a checkpoint's family and configuration, or raise ValueError that names ``where``."""
     config = read_config(where, path)
     family = FAMILIES.get(config.model_type)
     if family is not None:
@@ -130,11 +126,7 @@ class ModelPart(nn.Module):
 
 
 def find_parts(model: PreTrainedModel, family: Family) -> dict[ModuleName, nn.Module]:
-    """Return vision tower, projector and language model of a model of a family.
-
-    Raises:
-        ValueError: a parameter belongs to no part or to two.
-    """
+    """Return vision, projector and language; ValueError if a parameter is in none or in two."""
     parts: dict[ModuleName, nn.Module] = {}
     for role in MODULES:
         part = parts[role] = ModelPart()

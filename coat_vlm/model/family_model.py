@@ -65,11 +65,7 @@ def trainable_class(model_type: str) -> Any:
 def _forward(
     model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the original forward pass, or compute only the loss.
-
-    ``skip_logits``, ``num_items_in_batch`` and an ``attention_mask`` on the CPU are as for
-    :meth:`coat_vlm.model.vlm.CoatVlm.forward`; ``pixel_values`` may have another dtype.
-    """
+    """Run the original forward pass, or compute only the loss as :meth:`CoatVlm.forward` does."""
     skip = kwargs.pop("skip_logits", False)
     kwargs = complete_inputs(model, kwargs)
     labels = kwargs.pop("labels", None)
@@ -93,10 +89,7 @@ def _forward(
 def complete_inputs(
     model: Any, inputs: Mapping[str, Any], ids: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the inputs with pixels in the model's dtype, and with the types of the tokens.
-
-    Types are added if the family has them and none are given, by ``ids`` or ``input_ids``.
-    """
+    """Return the inputs with pixels in the model's dtype, and with the family's token types."""
     inputs = dict(inputs)
     if inputs.get("pixel_values") is not None:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
@@ -110,11 +103,7 @@ def complete_inputs(
 def load_family_model(
     where: str, path: str, dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
-    """Load a published model, or one that training wrote.
-
-    Raises:
-        ValueError: the family is unknown, files are missing or damaged, or weights are missing.
-    """
+    """Load a published model, or one that training wrote; ValueError if it is incomplete."""
     _, config = find_family(where, path)
     kind = trainable_class(config.model_type)
     model = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)

@@ -1,11 +1,9 @@
 """A published model's own processor in the data engine.
 
-A conversation is rendered by the processor's chat template and read by its image processor, and the
-tokens are those that the processor itself makes of the conversation (tests/vlm/test_families.py),
-with two differences: a special token in a user's text is text, and the line break that LLaVA's rows
-have between an image and a text is left out, because chat templates separate them in their own way.
-The supervised tokens are known as in :mod:`coat_data.text.chat`: answers, and the token that ends
-each.
+The tokens are those that the processor itself makes of the conversation
+(tests/vlm/test_families.py), with two differences: a special token in a user's text is text, and
+the line break that LLaVA's rows have between an image and a text is left out. Supervised tokens are
+those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 """
 
 import re
@@ -51,11 +49,8 @@ class FamilyProcessor:
     ) -> "FamilyProcessor":
         """Load the processor of a folder or of a model on the Hub; ``where`` is the recipe key.
 
-        The default of ``max_length`` is the length that the model supports.
-
-        Raises:
-            ValueError: the family is unknown, there is no processor with a chat template, or
-                ``max_pixels`` has no effect on it.
+        The default of ``max_length`` is the length that the model supports. Raises ValueError if
+        the processor cannot be used, or ``max_pixels`` has no effect on it.
         """
         family, config = find_family(where, path)
         try:
@@ -125,8 +120,7 @@ class ProcessorTemplate(TokenizerTemplate):
     ) -> list[Segment]:
         """Return the segments of ``turns``; see :class:`TokenizerTemplate`.
 
-        A generation prompt is the template's own, as servers use it. LLaVA-OneVision's has no space
-        before its line break, and the text before an answer in a conversation has one.
+        A generation prompt is the template's own, which may differ from the text before an answer.
         """
         turns = [_without_line_breaks(turn) for turn in turns]
         found = super().render(turns)
@@ -210,11 +204,7 @@ class FamilyEncoder(Encoder):
         self._filler: EncodedSample | None = None
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
-        """Encode the whole conversation; see :class:`Encoder`.
-
-        Raises:
-            DataError: as for :class:`Encoder`, or the sample has a video.
-        """
+        """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
         encoded = super().__call__(sample, rng)
         return encoded if sample.media else replace(encoded, filler=self._make_filler())
 
@@ -275,7 +265,6 @@ class FamilyEncoder(Encoder):
         return texts, {name: found[name] for name in family.inputs if name in found}
 
     def _make_filler(self) -> EncodedSample:
-        """Return the tokens and pixels of a small image."""
         if self._filler is None:
             texts, inputs = self._read([Image.new("RGB", (64, 64))])
             ids = torch.tensor(self.tokenizer.literal(texts[0]))
@@ -299,8 +288,7 @@ class FamilyEncoder(Encoder):
 def _insert_images(segments: Sequence[Segment], texts: Sequence[str]) -> list[Segment]:
     """Replace images by the text of their tokens, joined to the template's text around them.
 
-    Joined, because the processor tokenizes them together: line breaks around an image may be one
-    token.
+    Line breaks around an image may be one token with it.
     """
     remaining = iter(texts)
     found: list[Segment] = []

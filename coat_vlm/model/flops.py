@@ -1,29 +1,18 @@
 """Model FLOPs: the work that a step's samples require, independent of the implementation.
 
-One multiply-add is 2 FLOPs. Only matrix products, the patch convolution and attention are counted
-(Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B: 6 N + 12 L H Q T per token). For a
-weight [N, K] with an input of R rows:
+Only matrix products, the patch convolution and attention count, a multiply-add as 2 FLOPs
+(Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). A weight [N, K] with an input of R
+rows: 2 R N K in forward, for a trained weight's grad-weight, and for grad-input if a trained module
+computes the input. Attention with H heads of width D over P pairs of a query and a visible key:
 
-    forward                                                        2 R N K
-    grad-weight, if the weight is trained                          2 R N K
-    grad-input, if a trained module computes the input             2 R N K
-
-and for attention with H heads of width D, over P pairs of a query and a visible key:
-
-    forward  2 * 2 P H D    (q k^T and probabilities times v)
-    backward 2 * 4 P H D    (if this module or one below it is trained)
+    forward  2 * 2 P H D;  backward 2 * 4 P H D, if this module or one below it is trained
 
     P of an image of L patches and class tokens                    L^2
     P of a sequence of L tokens (causal)                           L (L + 1) / 2
     P with a sliding window of W tokens, L > W                     W (W + 1) / 2 + (L - W) W
 
-Differences from appendix B: masked causal pairs do not count; embeddings are looked up, not
-multiplied; frozen modules have no gradients; the output layer reads only supervised positions, as
-in the loss (:mod:`coat_vlm.model.loss`), or all positions if the loss needs all logits.
-
-Not counted, because it is not required: padding, recomputation in gradient checkpointing and flash
-attention, the zero image of a batch without images. Not counted, because it is small: temporal
-pooling, resizing of scales, norms, activations, rotary angles, the optimizer.
+The output layer reads only supervised positions, or all if the loss needs all logits. Padding,
+recomputation and the zero image of a batch without images do not count.
 """
 
 from collections import Counter
@@ -101,11 +90,7 @@ class ModelFlops:
         }
 
     def estimate(self, tokens: np.ndarray, images: np.ndarray) -> np.ndarray:
-        """Estimate the FLOPs of samples, without the output layer.
-
-        Args:
-            tokens: tokens of each sample, (n,).
-        """
+        """Estimate the FLOPs (n,) of samples of ``tokens`` (n,), without the output layer."""
         length, tiles = tokens.astype(np.float64), images.astype(np.float64)
         made = 0.0 if self.projected_per_tile is None else tiles * self.projected_per_tile
         pairs = np.zeros_like(length)
@@ -116,19 +101,11 @@ class ModelFlops:
 
 
 def count_flops(model: CoatVlm) -> ModelFlops:
-    """Count the FLOPs of a model with its current ``requires_grad`` flags.
+    """Count a model's FLOPs, before DeepSpeed wraps it, with its ``requires_grad`` flags.
 
-    Weights are counted from the registered parameters of towers, projectors and adapters.
     Registration order decides which modules are below others. For LoRA on a language model without
-    trained modules below, this order counts grad-input of the first block's k and v, which
-    training does not compute.
-
-    Args:
-        model: the model before DeepSpeed wraps it: ZeRO-3 removes the shapes of parameters.
-
-    Raises:
-        ValueError: the language model's FLOPs do not follow from its parameters and configuration
-            (mixtures of experts, layers without attention).
+    trained modules below, it counts grad-input of the first block's k and v, which training does
+    not compute. Raises ValueError for mixtures of experts and layers without attention.
     """
     why = why_not_counted(model.language_model)
     if why is not None:

@@ -32,11 +32,7 @@ def is_family(folder: str | Path) -> bool:
 
 
 def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> PreTrainedModel:
-    """Load the model of a folder; dtype ``auto`` is the folder's.
-
-    Raises:
-        ValueError: files are missing or damaged, or the folder contains another kind of model.
-    """
+    """Load the model of a folder; dtype ``auto`` is the folder's. ValueError if it has none."""
     if is_family(folder):
         return load_family_model("the model", str(folder), dtype, attention)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -70,11 +66,7 @@ def create_meta_copy(
 
 
 def check_start(recipe: Recipe, start: str) -> str:
-    """Return the folder from which a recipe starts after checking that it has such a model.
-
-    Raises:
-        ValueError: the folder contains no model, or another kind of model than the recipe's.
-    """
+    """Return the folder from which a recipe starts; ValueError if it has no such model."""
     if recipe.model.pretrained is None:
         return check_composed_folder(start)
     family, _ = find_family("model.pretrained", recipe.model.pretrained)

@@ -38,8 +38,7 @@ class ImageGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Prepare the inputs of a generation step; with a cache, only the first one has images.
 
-        The first step of an assistant model (assisted generation) has an empty cache. If the cache
-        of an earlier call has some of the images, the step has the others.
+        If the cache of an earlier call has some of the images, the step has the others.
         """
         kwargs.pop("image_positions", None)  # invalid after rows are repeated
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,7 +62,6 @@ class ImageGenerationMixin(GenerationMixin):
     def _split_media(
         self, ids: torch.Tensor, media: dict[str, torch.Tensor | None]
     ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Return the given media by rows of ``ids`` (B, T)."""
         counts = self.count_row_images(ids, media["image_grids"], media["frame_groups"])
         rows: dict[str, tuple[torch.Tensor, ...]] = {}
         for name, tensor in media.items():

@@ -1,11 +1,8 @@
 """LoRA with peft's layers, on the language model, the vision tower and the projector.
 
-:func:`add_adapters` wraps linear layers in place. A layer ``q_proj`` then has the frozen
-``q_proj.base_layer.weight`` [N, K], and the trained ``q_proj.lora_A.default.weight`` [r, K] and
-``q_proj.lora_B.default.weight`` [N, r]; with DoRA also
-``q_proj.lora_magnitude_vector.default.weight`` [N]. :func:`split_adapters` restores the original
-names; :func:`merge` computes W + scale * B A. peft, an optional dependency, is imported only to
-create adapters.
+A wrapped layer ``q_proj`` has the frozen ``q_proj.base_layer.weight`` [N, K], and the trained
+``q_proj.lora_A.default.weight`` [r, K] and ``q_proj.lora_B.default.weight`` [N, r]; with DoRA also
+``q_proj.lora_magnitude_vector.default.weight`` [N]. peft is imported only to create adapters.
 """
 
 import dataclasses
@@ -38,11 +35,8 @@ _LENGTH = ".lora_magnitude_vector.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraTraining) -> None:
     """Add adapters in place to a model before its conversion to FP8; freeze all other parameters.
 
-    A is drawn from torch's global generator and B is zero, so the model's output is unchanged.
-
-    Raises:
-        ValueError: a target is not a linear layer of the modules, a module has none, or peft is
-            missing.
+    A is drawn from torch's global generator and B is zero. Raises ValueError if peft is missing, or
+    a target is not a linear layer of the modules.
     """
     targets = _find_targets(model, settings)
     try:
@@ -65,7 +59,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraTraining) -> None:
 
 
 def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
-    """Return peft's pattern of the names of the layers to adapt."""
     parts = module_parameters(model)
     linears = {
         name: list(dict.fromkeys(_linears(name, parts[name], model)) if name in parts else ())
@@ -115,7 +108,6 @@ def _split_lists(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _linears(module: ModuleName, part: nn.Module, model: PreTrainedModel) -> Iterator[str]:
-    """Yield the last name components of a module's linear layers."""
     output = model.get_output_embeddings()
     for name, layer in part.named_modules():
         # Subclasses belong to torch's attention module, which reads their weight without a call.
@@ -146,11 +138,7 @@ class Adapter(NamedTuple):
 
 
 def find_adapter(layer: nn.Module) -> Adapter | None:
-    """Return the adapter that a layer applies now; None if it has none, or none is active.
-
-    Raises:
-        ValueError: the layer computes more than an :class:`Adapter`.
-    """
+    """Return a layer's active adapter, or None; ValueError if it is more than :class:`Adapter`."""
     wrapper: Any = layer
     active = _active_adapters(layer)
     if not active or wrapper.disable_adapters or wrapper.merged:
@@ -217,8 +205,7 @@ def describe(model: PreTrainedModel) -> str:
 def adapter_config(model: PreTrainedModel) -> Any:
     """Create peft's configuration of a model's adapters, to save with the adapters.
 
-    It names the folder from which the model was loaded, if any, and the other trained modules,
-    whose full weights peft saves and loads (``modules_to_save``).
+    It names the folder of the base, and the other trained modules (``modules_to_save``).
     """
     trained = [
         module
@@ -236,11 +223,9 @@ def adapter_config(model: PreTrainedModel) -> Any:
 
 
 def split_adapters(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a state dict into base weights, by their names without adapters, and adapter weights.
+    """Split a state dict into base weights (``....q_proj.weight``) and adapter weights.
 
-    Returns:
-        The base weights (``....q_proj.weight``), and ``....q_proj.lora_A.weight`` [r, K] and
-        ``....q_proj.lora_B.weight`` [N, r].
+    These are ``....q_proj.lora_A.weight`` [r, K] and ``....q_proj.lora_B.weight`` [N, r].
     """
     base: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
@@ -259,10 +244,9 @@ def find_scale(config: Mapping[str, Any]) -> float:
 
 
 def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: float) -> None:
-    """Add adapters to their base weights, W + scaling * B A, in FP32 with one rounding, in place.
+    """Add adapters of :func:`split_adapters` to their base weights in place, in FP32, rounded once.
 
-    Both are from :func:`split_adapters`. The rows of a sum with DoRA's lengths m [N] are scaled to
-    these (peft, tuners/lora/dora.py).
+    The rows of a sum with DoRA's lengths m [N] are scaled to these (peft, tuners/lora/dora.py).
     """
     for name, a in adapters.items():
         if name.endswith(_A):

@@ -1,23 +1,10 @@
 """The next-token loss of a causal language model, with and without storing the logits.
 
-    next_token_loss        from logits (B, T, V), if the caller needs them
-    linear_cross_entropy   fused, from the input at supervised positions (M, H)
-    loss_for_logits        makes the output layer's call, with (B, T, H), return the loss
-
 The logits of a batch are by far its largest tensor: 16k supervised tokens with a vocabulary of 152k
-are 10 GB in FP32, and cross-entropy saves several tensors of this size for backward. The fused loss
-therefore processes chunks of tokens: it runs the output layer, computes the chunk's loss and the
-gradients of the layer's input and parameters, and frees the chunk's logits before the next chunk
+are 10 GB in FP32. The fused loss processes chunks of tokens: it runs the output layer, computes the
+chunk's loss and the gradients of the layer's input and parameters, and frees the chunk's logits
 (arXiv:2410.10989, section 3.2). Backward only multiplies these gradients by the incoming gradient.
-On a GPU, the logits of a plain layer stay in the layer's dtype, and a kernel overwrites them with
-their gradient; or the gradients are computed with FP8 GEMMs (``output_layer.py``).
-
-The number of supervised tokens determines shapes, so labels on a GPU cause a synchronization;
-labels on the CPU do not.
-
-If logits are not needed, the output layer computes the loss in its own call
-(:func:`loss_for_logits`): under ZeRO-3 the layer's weight exists only between the hooks before and
-after that call.
+Labels on a GPU cause a synchronization, because shapes depend on the number of supervised tokens.
 """
 
 import copy
@@ -59,8 +46,7 @@ def next_token_loss(
 ) -> Tensor:
     """Compute the next-token cross-entropy in FP32, sum / divisor, as transformers' causal LM loss.
 
-    Only logits at supervised positions are converted to FP32. Without supervised tokens the loss is
-    0 with a graph, so that a rank without targets still takes part in backward.
+    Without supervised tokens the loss is 0 with a graph, so that the rank takes part in backward.
 
     Args:
         logits: (B, T, V).
@@ -68,12 +54,6 @@ def next_token_loss(
         num_items_in_batch: divisor. Default: the number of supervised tokens.
         shifted: whether a label is the target of its own position; by default it is that of the
             position before it.
-
-    Returns:
-        Scalar, FP32.
-
-    Raises:
-        ValueError: the shapes of logits and labels do not match.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -95,14 +75,9 @@ def linear_cross_entropy(
     """Summed cross-entropy of ``layer(hidden)`` over ``divisor``, a chunk of tokens at a time.
 
     Calls the layer's ``forward`` without its hooks, so the loss has the layer's arithmetic (BF16
-    roundings, FP8 GEMMs with scales of the chunk's tokens). The forward pass computes the required
-    gradients and saves them for backward: one tensor like ``hidden`` and one per parameter. Sums
-    over chunks are in FP32, so that they are rounded once.
-
-    On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as GEMMs around
-    ``coat_kernels.cross_entropy_``, without synchronization. In BF16 the single rounding of the
-    weight's gradient has a relative error of 0.0017 (RMS); with the roundings of the logits and
-    their gradients it is 0.0021.
+    roundings, FP8 GEMMs with scales of the chunk's tokens). Sums over chunks are in FP32. On a GPU,
+    a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as GEMMs around
+    ``coat_kernels.cross_entropy_``, without synchronization.
 
     Args:
         layer: [H] to [V], without child modules.
@@ -300,7 +275,6 @@ def _select_targets(labels: Tensor, device: torch.device, shifted: bool) -> tupl
 
 
 def _select_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Select the rows [M, C] of (B, T, C) at flattened positions."""
     return x.flatten(0, 1).index_select(0, places)
 
 
@@ -342,15 +316,11 @@ def loss_for_logits(
     num_items_in_batch: float | Tensor | None = None,
     shifted: bool = False,
 ) -> Iterator[None]:
-    """Make the layer's next call in this context return the loss [] instead of logits.
+    """Make the next call of the output layer in this context return the loss [] instead of logits.
 
-    The loss is :func:`next_token_loss` of the logits, which are not stored; 0 with a graph without
-    supervised tokens. The call raises ValueError if the shape of its input (B, T, H) does not match
-    the labels (B, T). ``layer`` is the output layer of a model for which
-    :func:`why_logits_are_needed` returns None.
-
-    Replaces only the instance's ``forward``, until that call. The layer's class, which conversion
-    to FP8 checks, its parameters and its hooks are unchanged.
+    Under ZeRO-3 the layer's weight exists only inside of that call. ``layer`` is that of a model
+    for which :func:`why_logits_are_needed` returns None; only the instance's ``forward`` is
+    replaced. The call raises ValueError if its input (B, T, H) does not match the labels (B, T).
     """
 
     def forward(input: Tensor) -> Tensor:
@@ -374,9 +344,8 @@ def loss_for_logits(
 def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
     """Return why the loss of this model needs logits; None if the output layer can compute it.
 
-    The output layer can compute the loss if the model returns its output unchanged, without soft
-    cap or scale. To find out, the model's forward pass runs with stubs for its decoder and its
-    output layer; no parameter or hook is used.
+    It can if the model returns the layer's output unchanged, which a forward pass with stubs for
+    decoder and output layer shows.
     """
     layer = language_model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or next(layer.children(), None) is not None:

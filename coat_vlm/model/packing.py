@@ -1,19 +1,10 @@
 """Sequences packed into one row: positions, masks and attention of transformers' models.
 
-A row [1, T] contains several consecutive sequences, and attention does not cross sequences. The
-boundaries are passed in transformers' arguments (``FlashAttentionKwargs``):
+Attention does not cross the sequences of a row [1, T]. Their boundaries are passed in transformers'
+arguments, and no mask [T, T] is allocated; without them ``sdpa_packed`` is transformers' ``sdpa``:
 
     model.set_attn_implementation(PACKED)
-    model(ids, position_ids=..., cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
-          max_length_q=longest, max_length_k=longest)
-
-No mask [T, T] is allocated, and keys and values are not repeated for the query heads of a group.
-Without these arguments ``sdpa_packed`` is transformers' ``sdpa``.
-
-:func:`mask_for_loss` drops the mask of right-padded rows. :func:`skip_packing_search` skips the
-search for packed sequences: without a mask, transformers' models check whether ``position_ids``
-restart within a row, and the CPU branches on the result, which synchronizes with the GPU once per
-forward pass. Positions that the model itself creates never restart.
+    model(ids, cu_seq_lens_q=bounds, max_length_q=longest)
 """
 
 import threading
@@ -100,14 +91,10 @@ def read_packing(
     mask: Tensor | None,
     arguments: Mapping[str, Any],
 ) -> Packing | None:
-    """Read the packing from a model's arguments; None if they contain none.
+    """Read the packing, with bounds on ``device``, from a model's arguments, or return None.
 
-    ``arguments`` contain ``cu_seq_lens_q`` and ``max_length_q``; those of keys are optional. The
-    bounds are copied to ``device``.
-
-    Raises:
-        ValueError: the arguments do not describe the sequences of one row. Values of bounds on a
-            GPU are not checked, to avoid a synchronization.
+    ``cu_seq_lens_q`` and ``max_length_q`` are required. Raises ValueError if they do not describe
+    the sequences of one row; values of bounds on a GPU are not checked, to avoid a synchronization.
     """
     given = {name: arguments.get(name) for name in _NAMES}
     if all(value is None for value in given.values()):
@@ -178,13 +165,13 @@ def flash_forward(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run torch's variable-length flash attention, which supports autograd.
+    """Run torch's variable-length flash attention, which supports autograd, in FP16 or BF16.
 
     Args:
-        query: [1, H, T, D], FP16 or BF16 on a GPU.
+        query: [1, H, T, D].
         key: [1, H_kv, T, D], as ``value``.
         scale: factor of q k^T; 1 / sqrt(D) if None.
-        window: size of the sliding window in tokens, including the query; None for no window.
+        window: size of the sliding window in tokens, including the query.
 
     Returns:
         Output [T, H, D]; log-sum-exp [H, T]; two tensors of random state; an empty tensor.
@@ -230,12 +217,8 @@ def packed_attention(
     """Compute attention, with the signature of transformers' ``AttentionInterface``.
 
     With the argument ``sequence_shard`` the heads are those of a shard of a row's tokens, and
-    ``cu_seq_lens_q`` are the boundaries in the whole row
-    (:mod:`coat_vlm.model.sequence_parallel`). Returns [B, T, H, D], and None for the probabilities.
-
-    Raises:
-        ValueError: the arguments for packed sequences are wrong or missing, or the model uses an
-            attention feature that is not supported for packed sequences.
+    ``cu_seq_lens_q`` are the boundaries in the whole row. Returns [B, T, H, D], and None for the
+    probabilities. Raises ValueError for wrong or missing arguments and unsupported features.
     """
     shard: SequenceShard | None = kwargs.pop(SHARD, None)
     if shard is not None:
@@ -321,8 +304,7 @@ def packed_mask(
 ) -> Tensor | None:
     """Create the mask, with the signature of transformers' ``AttentionMaskInterface``.
 
-    If positions restart within a row, transformers requires a block-diagonal mask. The result is
-    then :func:`make_empty_mask`, from which :func:`packed_attention` detects this case.
+    If positions restart within a row, it is :func:`make_empty_mask`, for :func:`packed_attention`.
     """
     other = kwargs.get("allow_is_causal_skip", True) or kwargs.get("use_vmap", False)
     if attention_mask is None and q_length > 1 and not other:
@@ -343,7 +325,11 @@ _here = threading.local()
 
 @contextmanager
 def skip_packing_search(skip: bool) -> Iterator[None]:
-    """Skip the search for packed sequences in this context and thread if ``skip``."""
+    """Skip the search for packed sequences in this context and thread if ``skip``.
+
+    transformers' models check whether ``position_ids`` restart within a row, which synchronizes
+    with the GPU. Positions that the model itself creates never restart.
+    """
     before = getattr(_here, "counted", False)
     _here.counted = skip
     try:
@@ -362,11 +348,9 @@ def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
 def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
     """Return the attention mask that a language model needs to compute only its loss.
 
-    Causal attention never reads tokens to the right. With right padding, a mask changes only the
-    outputs at padding, which no label reads. A mask is expensive: torch's fastest kernels do not
-    support it, and attention may be recomputed in backward. A model that makes its own mask (for a
-    sliding window) still makes it. Only a mask (B, T) on the CPU is read; reading another would
-    synchronize with the GPU, so it is returned on the model's device.
+    With causal attention and right padding, a mask changes only the outputs at padding, which no
+    label reads, and torch's fastest kernels do not support it. Only a mask (B, T) on the CPU is
+    read, to avoid a synchronization; another is returned on the model's device.
     """
     if not isinstance(mask, Tensor):
         return mask

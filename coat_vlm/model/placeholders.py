@@ -1,16 +1,8 @@
 """Image placeholders: finds their positions and replaces their embeddings by features.
 
-The collation of a batch knows the positions on the CPU, so that forward and backward never
-synchronize with the GPU to find the number of placeholders.
-
-Temporal pooling: :func:`pool_frames` averages the embeddings of consecutive frames of a video.
-
-    y_g = sum over the frames i of group g of x_i / n_g
-
-x_i are the projected features [T, H] of a frame, so a group of n_g frames has the tokens of one
-frame. VILA's ``TSPVideoEncoder`` with ``pool_sizes`` ``[[k, 1, 1]]`` (NVlabs/VILA,
-llava/model/encoders/video/tsp.py) computes the same for full groups and supports no others; here
-the last group of a video may be shorter.
+:func:`pool_frames` averages the embeddings of consecutive frames of a video, as VILA's
+``TSPVideoEncoder`` with ``pool_sizes`` ``[[k, 1, 1]]`` (NVlabs/VILA,
+llava/model/encoders/video/tsp.py); here the last group of a video may be shorter.
 """
 
 from itertools import accumulate
@@ -21,11 +13,9 @@ from torch import Tensor
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy ``tensor`` to ``device`` asynchronously.
+    """Copy ``tensor`` to ``device`` asynchronously, from pinned memory.
 
-    An ordinary copy to a GPU returns after the copy and all work queued before it. A copy from
-    pinned memory is queued as a kernel is; torch's allocator keeps that memory until the copy has
-    run.
+    An ordinary copy to a GPU returns after all work queued before it.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -38,15 +28,12 @@ _ASSERTED = ("cuda", "meta")
 
 
 def find_placeholders(is_image: Tensor, given: Tensor | None) -> Tensor:
-    """Return the positions of the placeholders in the flattened tokens [B * T], ascending.
+    """Return the positions [P] int64 of the placeholders in the flattened tokens, ascending.
 
     Args:
         is_image: (B, T) bool, whether a token is a placeholder.
         given: [P] int64, the positions from the collation of the batch. Default: search for them,
             which synchronizes with a GPU.
-
-    Returns:
-        [P] int64, on the device of ``is_image``.
 
     Raises:
         ValueError: the given positions are not those of the placeholders. On a GPU a device-side
@@ -82,8 +69,7 @@ def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tenso
 
     Args:
         positions: [P] int64, distinct positions in the flattened tokens.
-        features: P rows of H in the order of the positions, in any shape that ends in H; cast to
-            the dtype of ``embeds``.
+        features: P rows of H in the order of the positions, in any shape that ends in H.
     """
     flat = embeds.flatten(0, 1)
     rows = features.reshape(-1, flat.shape[1]).to(flat.dtype)
@@ -91,20 +77,11 @@ def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tenso
 
 
 def pool_frames(features: Tensor, sizes: list[int]) -> Tensor:
-    """Average the features of each group of consecutive tiles.
+    """Average the features (N, T, H) of each group of consecutive tiles to (groups, T, H).
 
-    The sums are a GEMM with a matrix of zeros and ones. The order of addition is deterministic, the
-    GEMM accumulates in FP32, and only that matrix is saved for backward.
-
-    Args:
-        features: (N, T, H) of all tiles in order.
-        sizes: tiles per group, 1 for a single tile; their sum is N.
-
-    Returns:
-        (groups, T, H) in the dtype of ``features``.
-
-    Raises:
-        ValueError: a group is empty, or the sum of ``sizes`` is not N.
+    ``sizes`` are the tiles per group; ValueError if one is 0 or their sum is not N. The sums are a
+    GEMM with a matrix of zeros and ones, which is deterministic and saves only that matrix for
+    backward.
     """
     if min(sizes, default=1) < 1 or sum(sizes) != len(features):
         raise ValueError(

@@ -15,11 +15,7 @@ _OTHER_LAYOUTS = ("llava", "llava_llama")  # llava-hf's and VILA's; ``coat-vlm e
 
 
 def check_composed_folder(path: str) -> str:
-    """Return the folder of a recipe's ``init_from`` after checking that it contains a model.
-
-    Raises:
-        ValueError: the folder contains no model, or one in a layout that must be converted.
-    """
+    """Return a recipe's ``init_from``; ValueError if it has no model or must be converted."""
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"init_from={path!r} is not a folder with a composed model (it has no config.json): "
@@ -36,10 +32,7 @@ def check_composed_folder(path: str) -> str:
 
 
 def check_local_path(where: str, path: str) -> None:
-    """Raise ValueError if ``path`` can only be a local folder and there is none.
-
-    A Hub id is ``name`` or ``owner/name``.
-    """
+    """Raise ValueError for a missing local folder; a Hub id is ``name`` or ``owner/name``."""
     is_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if is_local and not Path(path).is_dir():
         absolute = Path(path).expanduser().absolute()
@@ -52,11 +45,7 @@ def check_local_path(where: str, path: str) -> None:
 
 
 def read_config(where: str, path: str) -> PretrainedConfig:
-    """Read the configuration of a checkpoint.
-
-    Raises:
-        ValueError: the folder does not exist, or transformers cannot read a config.json there.
-    """
+    """Read the configuration of a checkpoint; ValueError if transformers cannot read it."""
     check_local_path(where, path)
     try:
         return AutoConfig.from_pretrained(path)
@@ -72,11 +61,8 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a model with all its weights from safetensors or ``weights_only`` pickles.
 
-    Weights in the checkpoint that the model does not have (such as a text tower) are ignored
-    silently.
-
-    Raises:
-        ValueError: files are missing or damaged, or weights are missing or of another shape.
+    Weights that the model does not have (such as a text tower) are ignored. Raises ValueError if
+    files are missing or damaged, or weights are missing or of another shape.
     """
     name = f"{where}={path!r}"
     # load_complete checks the relevant parts of transformers' load report.
@@ -104,11 +90,7 @@ def readable_errors(name: str) -> Iterator[None]:
 def load_complete(
     name: str, from_pretrained: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model and require that all its weights come from the checkpoint.
-
-    Raises:
-        ValueError: files could not be read, or weights are missing or have another shape.
-    """
+    """Load a model; ValueError unless all its weights come from the checkpoint."""
     with readable_errors(name):
         model, info = from_pretrained(*args, output_loading_info=True, **kwargs)
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))

@@ -77,18 +77,13 @@ PaddingSide = Literal["left", "right"]
 class CoatVlmProcessor(ProcessorMixin):
     """Tokenizer, image settings and chat template of one model.
 
-    ``save_pretrained``, ``from_pretrained`` and ``AutoProcessor`` work as in transformers.
-
     Attributes:
-        image_augment: ``none`` or ``crop_flip``; in training only.
         image_resample: a filter of ``PIL.Image.Resampling``.
         image_max_tiles: of the (largest) grid, in modes ``dynamic`` and ``dynamic_s2``.
         image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
         image_max_pixels: maximum pixels of an image file; Pillow's limit if None.
-        tokens_per_image: image tokens per image tile; 0 for a language model without vision, whose
-            tokenizer needs no ``<image>``.
+        tokens_per_image: image tokens per image tile; 0 for a language model without vision.
         video: fields of :class:`coat_data.media.sampling.VideoSettings`.
-        template: name of the chat template (``coat_data.text.chat.get_template``).
     """
 
     def __init__(
@@ -137,11 +132,7 @@ class CoatVlmProcessor(ProcessorMixin):
     def get_processor_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read processor_config.json, whose settings are those of the model's training.
-
-        Raises:
-            ValueError: it is missing or contains no settings; defaults would be another model's.
-        """
+        """Read processor_config.json; ValueError if it contains no settings."""
         found, rest = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "tokens_per_image" not in found:
             raise ValueError(
@@ -167,7 +158,6 @@ class CoatVlmProcessor(ProcessorMixin):
     def adopt_template(self, name: str | None) -> None:
         """Make the chat template that a stage trains the one of the model and of its tokenizer.
 
-        The tokenizer gets it as its ``chat_template``, which others read from the saved folder.
         ``plain`` is not a chat template, and changes nothing; ``tokenizer`` is the tokenizer's own.
         """
         if name not in (None, "plain"):
@@ -177,12 +167,7 @@ class CoatVlmProcessor(ProcessorMixin):
             self.tokenizer.chat_template = own
 
     def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
-        """Create the encoder of samples; with ``train`` images are augmented.
-
-        Raises:
-            ValueError: the template or an image setting is unknown, or the tokenizer has no
-                ``<image>``.
-        """
+        """Create the encoder of samples; with ``train`` images are augmented."""
         tokenizer = cast(TokenizerLike, self.tokenizer)
         image_token_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
         if image_token_id is None and self.tokens_per_image:
@@ -223,9 +208,7 @@ class CoatVlmProcessor(ProcessorMixin):
         padding_side: PaddingSide = "left",
         **options: Any,
     ) -> BatchFeature:
-        """Create inputs of the model from rendered prompts and their media.
-
-        Images without text are read as by other image processors.
+        """Create inputs of the model from rendered prompts and their media, or from only images.
 
         Args:
             images: an image, a list of images, or one entry per row; an image is a path, an
@@ -236,19 +219,16 @@ class CoatVlmProcessor(ProcessorMixin):
                 encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
             return_tensors: ``pt``, ``np``, or None for lists of token ids.
             padding: as for a tokenizer. Default: pad to the longest row if tensors are returned.
-            padding_side: ``left`` for generation, ``right`` for training.
-            **options: ``return_mm_token_type_ids`` (1 at image tokens), and options of the
-                tokenizer, also in ``text_kwargs`` and ``common_kwargs``.
+            **options: ``return_mm_token_type_ids`` (1 at image tokens), and the tokenizer's.
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
-            ``dynamic_s2`` also image_grids (M, 2) int64, and for videos with ``pool_frames``
-            frame_groups (G,) int64. Without text: pixel_values, and num_patches (M,)
-            int64, the tiles of each image.
+            ``dynamic_s2`` also image_grids (M, 2), and with ``pool_frames`` frame_groups (G,) of
+            videos. Without text: pixel_values, and num_patches (M,), the tiles of each image.
 
         Raises:
             DataError: an image cannot be read.
-            ValueError: there is no text for the media, they do not match, or an option is unknown.
+            ValueError: media and placeholders do not match, or an option is unknown.
         """
         if text is None and videos is None and images is not None:
             return self._encode_images(flatten(images, "image"), return_tensors)
@@ -279,10 +259,9 @@ class CoatVlmProcessor(ProcessorMixin):
     ) -> Any:
         """Render a conversation, or several, with the chat template that the model was trained on.
 
-        Arguments and results are those of transformers' processors. Tokens are those of training:
-        a special token in a user's text is text. The assistant mask is 1 at the supervised tokens:
-        answers, and the token that ends each. Another ``chat_template`` (also one that replaces the
-        processor's ``chat_template``), ``tools`` and ``documents`` are rendered by transformers.
+        Arguments and results are those of transformers' processors; tokens are those of training: a
+        special token in a user's text is text. The assistant mask is 1 at the supervised tokens.
+        Another ``chat_template``, ``tools`` and ``documents`` are rendered by transformers.
 
         Args:
             conversation: messages whose content is a string or a list of parts (text, image,
@@ -355,7 +334,6 @@ class CoatVlmProcessor(ProcessorMixin):
     def _encode_texts(
         self, texts: list[str], images: Any, videos: Any, options: dict[str, Any]
     ) -> BatchFeature:
-        """Encode rendered prompts; the tokenizer parses them."""
         mark_media = options.pop("return_mm_token_type_ids", False)
         return_tensors = options.pop("return_tensors")
         check_rows(texts, images)
@@ -376,7 +354,6 @@ class CoatVlmProcessor(ProcessorMixin):
         return batch.convert_to_tensors(return_tensors)
 
     def _encode_images(self, images: list[Any], return_tensors: str | None) -> BatchFeature:
-        """Read images one by one, and count the tiles of each."""
         encoder = self.encoder(train=False)
         tiles = [encoder.read_media([one], IMAGE_TOKEN)[1]["pixel_values"] for one in images]
         counts = torch.tensor([len(own) for own in tiles])
@@ -441,9 +418,8 @@ def build_processor(
 ) -> CoatVlmProcessor:
     """Build the processor of a recipe's model.
 
-    Mean, standard deviation and resampling are those of the tower's training: from
-    preprocessor_config.json in the tower's folder, or else the defaults of the tower's type. Images
-    are always resized to the tower's square, without cropping.
+    Normalization and resampling are from preprocessor_config.json in the tower's folder, or the
+    defaults of the tower's type. Images are always resized to the tower's square, without cropping.
     """
     vision, tower = recipe_model.vision, model_config.vision_config
     if vision is None:
@@ -476,11 +452,8 @@ def continue_processor(
 ) -> CoatVlmProcessor:
     """Build the processor of a recipe that starts from a composed checkpoint.
 
-    Tokenizer, mean, standard deviation and resampling come from the checkpoint, all other settings
-    from the recipe: a run may use longer rows, other tiles or more frames.
-
-    Raises:
-        ValueError: the recipe and the checkpoint describe different models.
+    Tokenizer, normalization and resampling come from the checkpoint, all other settings from the
+    recipe. Raises ValueError if these describe different models.
     """
     image, scales, vision = recipe_model.image, model_config.s2_scales, recipe_model.vision
     asked: dict[str, tuple[Any, Any]] = {
@@ -535,11 +508,8 @@ def _processor(
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (GPT-2's) with ChatML's tokens and template.
 
-    The same texts in the same order give the same tokenizer. The vocabulary contains all 256 bytes,
-    so every string can be encoded.
-
-    Raises:
-        ValueError: ``vocab_size`` is smaller than the number of bytes and special tokens.
+    The same texts in the same order give the same tokenizer. Raises ValueError if ``vocab_size`` is
+    smaller than the number of bytes and special tokens.
     """
     special = [PAD_TOKEN, START_TOKEN, END_TOKEN, IMAGE_TOKEN]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -579,10 +549,7 @@ def tokenizer_name(model: ModelConfig) -> str:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a recipe names, with the tokens of :func:`prepare_tokenizer`.
-
-    Raises ValueError if the recipe names none, or it cannot be read.
-    """
+    """Load a recipe's tokenizer, with the tokens of :func:`prepare_tokenizer`, or ValueError."""
     own = model.tokenizer.name_or_path is not None
     name, where = tokenizer_name(model), f"model.{'tokenizer' if own else 'language'}.name_or_path"
     check_local_path(where, name)
@@ -601,9 +568,7 @@ def prepare_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Add ``<image>``, and ``<pad>`` if there is no pad token, in place; return the tokenizer.
 
-    ``build_model`` extends the embeddings to new tokens. The vocabulary of a language model without
-    vision is unchanged: no ``<image>``, and without a pad token the end token pads (labels and
-    attention ignore padding).
+    The vocabulary of a language model without vision is unchanged; the end token may pad.
     """
     if not images:
         if tokenizer.pad_token_id is None:

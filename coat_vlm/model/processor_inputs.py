@@ -17,11 +17,7 @@ MARKS = re.compile("|".join(map(re.escape, PLACEHOLDERS.values())))
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call, with those of transformers' nested dictionaries.
-
-    Raises:
-        ValueError: options for images, videos or audio are given.
-    """
+    """Return a call's options and those nested in it; ValueError for options of media."""
     flat = dict(options)
     for name in ("images_kwargs", "videos_kwargs", "audio_kwargs", "audio"):
         if flat.pop(name, None):
@@ -46,10 +42,7 @@ def flatten(given: Any, kind: MediaKind) -> list[Any]:
 
 
 def check_rows(texts: list[str], images: Any) -> None:
-    """Raise ValueError if images are lists per row, and a row has another number of placeholders.
-
-    The images of all rows are one list in the model's inputs, so a row would get those of another.
-    """
+    """Raise ValueError if images are lists per row, and a row has other placeholders."""
     if not isinstance(images, list | tuple) or len(images) != len(texts):
         return
     if not any(own is None or isinstance(own, list | tuple) for own in images):
@@ -64,11 +57,7 @@ def check_rows(texts: list[str], images: Any) -> None:
 
 
 def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[Any]:
-    """Return the media in the order of their placeholders.
-
-    Raises:
-        ValueError: the numbers of placeholders and media differ.
-    """
+    """Return the media in the order of their placeholders; ValueError if numbers differ."""
     for kind, mark, given in (("images", IMAGE_TOKEN, images), ("videos", "<video>", videos)):
         count = sum(text.count(mark) for text in texts)
         if count != len(given):
@@ -100,11 +89,7 @@ def _as_list(images: Any) -> list[Picture]:
 
 
 def truncate(sample: EncodedSample, length: int, image_id: int) -> EncodedSample:
-    """Return the first ``length`` tokens of a conversation.
-
-    Raises:
-        ValueError: image tokens would be cut off.
-    """
+    """Return a conversation's first ``length`` tokens; ValueError if image tokens are cut."""
     kept = sample.input_ids[:length]
     check_image_tokens(int((kept == image_id).sum()), int((sample.input_ids == image_id).sum()))
     return dataclasses.replace(sample, input_ids=kept, labels=sample.labels[:length])
@@ -120,11 +105,7 @@ def check_image_tokens(left: int, needed: int) -> None:
 
 
 def find_padded_length(longest: int, padding: bool | str, max_length: int | None) -> int:
-    """Return the number of tokens to which rows are padded, ``longest`` of them in a row.
-
-    Raises:
-        ValueError: rows are to be padded to ``max_length``, which is not given.
-    """
+    """Return the tokens to which rows are padded, ``longest`` of them in a row."""
     if padding != "max_length":
         return longest
     if max_length is None:

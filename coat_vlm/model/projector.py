@@ -1,29 +1,11 @@
 """Projectors that map vision features to the language model's embedding space, as in VILA.
 
 Layers, order and parameter names (``layers.1.weight``, ...) are those of NVlabs/VILA,
-``llava/model/multimodal_projector/base_projector.py``, so VILA's projector weights load unchanged:
+``llava/model/multimodal_projector/base_projector.py``. C is the tower's width, H the LLM's:
 
-    linear                   Linear(C, H)
-    mlp2x_gelu               Linear(C, H), GELU, Linear(H, H)
     mlp_downsample           2x2 space-to-depth, LN(4C), Linear(4C, H), GELU, Linear(H, H)
     mlp_downsample_3x3_fix   3x3 space-to-depth, LN(9C), Linear(9C, 3C), GELU, LN(3C),
                              Linear(3C, H), GELU, Linear(H, H)
-
-C is the tower's width and H the language model's.
-
-:func:`project_scales` merges the features of an image at several scales (S2) as VILA does (Shi et
-al. 2024, arXiv:2403.13043, section 3.1; NVlabs/VILA, ``llava/model/llava_arch.py``,
-``merge_features_for_dynamic_s2``). An image consists of tiles of the tower's size: first
-``(scale / size)^2`` tiles of each smaller scale, then the grid of rows x columns tiles of the
-largest scale. The tiles of a scale are merged to one feature map. The maps of the smaller scales
-are resized to the largest by area averaging. All maps are concatenated along channels:
-
-    map_k (C, h_k, w_k)  ->  area_average(map_k) (C, h, w)  ->  (K C, h, w),     K scales
-
-This map is split into tiles again for the projector, so that its blocks of patches stay inside a
-tile. The projected tiles are merged and read row by row over the whole image: an image has
-rows * columns * ``tokens_per_image`` tokens. An image of grid (1, 1) is one tile, whose features
-represent all scales.
 """
 
 import math
@@ -40,8 +22,8 @@ PROJECTOR_TYPES = tuple(_BLOCK_SIZES)
 class SpaceToDepth(nn.Module):
     """Concatenates each ``block_size`` x ``block_size`` block of patches to one token.
 
-    The square grid is zero-padded at the bottom and the right to a multiple of the block size.
-    Tokens, and the patches inside a token, are in row-major order.
+    The square grid is zero-padded at the bottom and the right. Tokens, and the patches inside a
+    token, are in row-major order.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -49,10 +31,7 @@ class SpaceToDepth(nn.Module):
         self.block_size = block_size
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map (N, grid * grid, C) to (N, ceil(grid / block) ** 2, block * block * C).
-
-        Raises ValueError if the number of patches is not a square.
-        """
+        """Map (N, grid * grid, C) to (N, ceil(grid / block) ** 2, block * block * C)."""
         num_images, num_patches, channels = features.shape
         grid = math.isqrt(num_patches)
         if grid * grid != num_patches:
@@ -86,10 +65,7 @@ class Projector(nn.Module):
 
 
 def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -> Projector:
-    """Build a projector with torch's default initialization, as VILA does.
-
-    ``vision_hidden`` is C, ``text_hidden`` H.
-    """
+    """Build a projector with torch's default initialization, as VILA does."""
     block = block_size(projector_type)
     wide = block * block * vision_hidden
     if projector_type == "linear":
@@ -121,11 +97,7 @@ def block_size(projector_type: str) -> int:
 
 
 def count_projected_tokens(projector_type: str, grid: int) -> int:
-    """Count the tokens of an image with ``grid`` x ``grid`` patches.
-
-    For example 1024 patches (448 pixels, patches of 14) become 256 tokens with 2x2 blocks and 121
-    with 3x3 blocks.
-    """
+    """Count the tokens of an image with ``grid`` x ``grid`` patches."""
     return (-(-grid // block_size(projector_type))) ** 2
 
 
@@ -139,13 +111,19 @@ def project_scales(
     scales: Sequence[int],
     project: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Compute the embeddings of images with tiles of several scales.
+    """Compute the embeddings of images with tiles of several scales (S2).
+
+    VILA's ``merge_features_for_dynamic_s2`` (Shi et al. 2024, arXiv:2403.13043, section 3.1;
+    NVlabs/VILA, ``llava/model/llava_arch.py``). An image consists of ``(scale / size)^2`` tiles of
+    each smaller scale, then the grid of rows x columns tiles of the largest. The maps of the
+    smaller scales are resized to the largest and concatenated along channels. The result is split
+    into tiles for the projector, so that its blocks of patches stay inside a tile.
 
     Args:
         features: (N, P, C), the tower's features of all tiles of all images in order; P = g * g
             patches in row-major order.
         scales: sides of the scales in pixels, ascending; the first is the tower's input size.
-        project: maps (n, P, K * C) to (n, T, H), T a square.
+        project: maps (n, P, K * C) for K scales to (n, T, H), T a square.
 
     Returns:
         (tokens, H): the embeddings of all images in order, row by row over each whole image.
@@ -203,7 +181,7 @@ def _merge_tiles(tiles: Tensor, grid: Grid) -> Tensor:
 
 
 def _split_tiles(whole: Tensor, grid: Grid) -> Tensor:
-    """Split a map into tiles, the inverse of :func:`_merge_tiles`."""
+    """Invert :func:`_merge_tiles`."""
     rows, columns = grid
     height, width = whole.shape[0] // rows, whole.shape[1] // columns
     x = whole.reshape(rows, height, columns, width, -1)
@@ -211,10 +189,10 @@ def _split_tiles(whole: Tensor, grid: Grid) -> Tensor:
 
 
 def area_average(features: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize a map (h, w, C) to (H, W, C) by area averaging in FP32.
+    """Resize a map (h, w, C) to (H, W, C) by area averaging in FP32, as VILA does.
 
-    Equals ``torch.nn.functional.interpolate(mode="area")``, which VILA uses. The gradient of
-    ``interpolate`` is nondeterministic on a GPU; that of two matrix products is deterministic.
+    Two matrix products, because the gradient of ``interpolate(mode="area")`` is nondeterministic on
+    a GPU.
     """
     rows = _averaging_matrix(features.shape[0], size[0], features)
     columns = _averaging_matrix(features.shape[1], size[1], features)

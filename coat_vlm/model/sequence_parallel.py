@@ -1,20 +1,11 @@
 """Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
-The N ranks of a group read the same micro-batch, and each runs the language model on a shard of its
-tokens. Only attention reads tokens of other ranks: all-to-all exchanges give each rank all tokens
-of H / N heads, and return attention's output to the ranks of the tokens.
+Each of the N ranks of a group runs the language model on a shard of the micro-batch's tokens, and
+vision tower and projector on its own images. Only attention reads tokens of other ranks:
 
     q, k, v [1, H, T / N, D] --all-to-all--> [1, H / N, T, D] -> attention --all-to-all--> T / N
 
-:func:`shard_batch` splits a micro-batch on the CPU, before the copy to the device. Several rows are
-first concatenated to one packed row without padding, so every batch is one row of T tokens. Labels
-are shifted before the split. Images are distributed to ranks: each runs the vision tower and the
-projector on its own images, and one more exchange sends their features to the ranks of their
-placeholders.
-
-The loss of a rank is the sum over its tokens. The sum of the ranks' losses is that of the whole
-micro-batch, and so are the sums of the ranks' gradients, which ZeRO reduces as those of any other
-ranks.
+The loss and the gradients of the micro-batch are the sums of the ranks'.
 """
 
 import math
@@ -103,9 +94,6 @@ class SequenceShard:
         positions: [P] int64, positions in the shard that image features replace.
         sends: number of features that this rank computes for each rank.
         receives: number of features that each rank computes for this rank; their sum is P.
-
-    Attributes:
-        calls: how often attention exchanged tokens in the forward pass.
     """
 
     def __init__(
@@ -122,16 +110,10 @@ class SequenceShard:
         self.calls = 0
 
     def gather_tokens(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Exchange heads for tokens, in a single all-to-all.
+        """Exchange heads [1, H, T / N, D] for tokens [1, H / N, T, D], in a single all-to-all.
 
-        If N does not divide the number of key heads, each is sent to all ranks with its queries.
-
-        Args:
-            heads: query [1, H, T / N, D]; key and value [1, H_kv, T / N, D]; or others like them.
-
-        Returns:
-            [1, H / N, T, D] each, of consecutive heads; [1, max(1, H_kv / N), T, D] if H_kv and N
-            are powers of two.
+        Queries, keys and values may have different numbers of heads. If N does not divide that of
+        the keys, each is sent to all ranks with its queries.
         """
         size, self.calls = self.group.size, self.calls + 1
         parts = []
@@ -148,10 +130,7 @@ class SequenceShard:
         )
 
     def scatter_tokens(self, out: Tensor) -> Tensor:
-        """Return attention's output [1, T, H / N, D] to the ranks of its tokens: [1, T / N, H, D].
-
-        The inverse of :meth:`gather_tokens`.
-        """
+        """Return attention's output [1, T, H / N, D] to its tokens' ranks: [1, T / N, H, D]."""
         sent = out[0].unflatten(0, (self.group.size, -1)).flatten(2)
         received = _exchange(sent, self.group)  # [N, T / N, H / N * D]
         return received.transpose(0, 1).flatten(1)[None].unflatten(2, (-1, out.shape[3]))
@@ -209,19 +188,16 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's shard of a micro-batch, which all ranks of the group have read.
 
-    The row is filled up to a multiple of N with tokens behind the last sequence, which no token
-    before them reads.
+    Several rows are concatenated to one, which is filled up to a multiple of N behind the last
+    sequence. Labels are shifted before the split.
 
     Args:
         batch: a :class:`coat_data.load.collate.Batch` on the CPU, padded on the right or packed.
 
     Returns:
-        Arguments of :class:`coat_vlm.model.vlm.CoatVlm`: ``input_ids`` and ``position_ids``
-        (1, T / N); ``labels`` (1, T / N), shifted; this rank's images; the boundaries of the
-        sequences in the row of T tokens, if there are several; and the :class:`SequenceShard`.
-
-    Raises:
-        ValueError: placeholders and images do not match.
+        Arguments of :class:`coat_vlm.model.vlm.CoatVlm`: ``input_ids``, ``position_ids`` and
+        ``labels`` (1, T / N); this rank's images; the boundaries of the sequences in the row of T
+        tokens, if there are several; and the :class:`SequenceShard`.
     """
     bounds = batch.get("cu_seq_lens_q")
     keep = torch.ones_like(batch["input_ids"], dtype=torch.bool)
@@ -271,9 +247,8 @@ def _distribute_images(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Distribute whole images (groups of frames) to the ranks, in order, with about equal tiles.
 
-    Returns:
-        This rank's ``pixel_values``, and ``image_grids`` or ``frame_groups`` if the batch has them;
-        and the number of the first feature of each rank, with the number of all features.
+    Returns this rank's pixels and their layout, and the first feature of each rank, with the number
+    of all features.
     """
     pixels, per_image = batch["pixel_values"], config.tokens_per_image
     tiles, features = [1] * len(pixels), [per_image] * len(pixels)

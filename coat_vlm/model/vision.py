@@ -1,13 +1,8 @@
 """The vision tower: one interface to transformers' SigLIP and CLIP and open_clip's ViT towers.
 
-A tower is truncated at ``select_layer``: the blocks after it, the final norm and the pooling head
-are not built, as they would be trainable parameters without gradients. The output is hidden state
-``select_layer`` of transformers' ``hidden_states``, whose last entry is the output of the last
-block before ``post_layernorm``; the index has the same meaning for open_clip.
-
-open_clip's own ViT (the CLIP towers) and timm's ViT (the SigLIP towers) are supported, built from a
-configuration or loaded from a folder or the Hub. open_clip is imported only to build a tower,
-because the import takes a second.
+The output is hidden state ``select_layer`` of transformers' ``hidden_states``. The blocks after it,
+the final norm and the pooling head are not built, as they would be parameters without gradients.
+open_clip is imported only to build a tower, because the import takes a second.
 """
 
 from collections.abc import Mapping
@@ -32,9 +27,6 @@ class VisionTower(nn.Module):
     Args:
         config: the composed configuration; its ``vision_config`` describes the complete tower.
         model: a complete tower, which is truncated in place. Default: built from the configuration.
-
-    Attributes:
-        image_size: side S of the square input in pixels.
     """
 
     def __init__(self, config: CoatVlmConfig, model: nn.Module | None = None) -> None:
@@ -67,12 +59,10 @@ class VisionTower(nn.Module):
         self.image_size: int = vision.image_size
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Compute the features (N, P, C) of images (N, 3, S, S), normalized for the tower.
+        """Compute the features (N, P, C) of normalized images (N, 3, S, S), P in row-major order.
 
-        Pixels are cast to the tower's dtype. Patches are in row-major order.
-
-        Raises:
-            ValueError: ``pixel_values`` has another shape.
+        Pixels are cast to the tower's dtype. Raises ValueError if ``pixel_values`` has another
+        shape.
         """
         size = self.image_size
         if pixel_values.ndim != 4 or pixel_values.shape[1:] != (3, size, size):
@@ -91,11 +81,8 @@ class VisionTower(nn.Module):
 class OpenClipBackbone(nn.Module):
     """open_clip image tower whose forward returns the last block's tokens, before the final norm.
 
-    ``visual`` is open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's; final norm,
-    pooling and projection are removed.
-
-    Raises:
-        ValueError: the tower has another architecture.
+    ``visual`` is open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's; another
+    architecture is a ValueError.
     """
 
     def __init__(self, visual: nn.Module) -> None:
@@ -132,11 +119,9 @@ class OpenClipBackbone(nn.Module):
 def build_open_clip(
     model_config: Mapping[str, Any],
 ) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """Build a tower with random weights.
+    """Build a random tower from open_clip's model configuration or ``{"model_name": NAME}``.
 
-    Args:
-        model_config: open_clip's model configuration (``vision_cfg``, ``quick_gelu``; other keys
-            are ignored), or ``{"model_name": NAME}`` for one of open_clip's models.
+    ``vision_cfg`` and ``quick_gelu`` of the configuration are used.
     """
     from open_clip import get_model_config, list_models
 
@@ -159,10 +144,7 @@ def build_open_clip(
 
 
 def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """Load a tower with pretrained weights.
-
-    Args:
-        name_or_path: a folder with open_clip_config.json and weights, or the Hub id of one.
+    """Load a tower with pretrained weights from a folder with open_clip_config.json or the Hub.
 
     Raises:
         ValueError: no model is found, the weights do not fit, or the tower is not a ViT.

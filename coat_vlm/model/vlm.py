@@ -52,11 +52,7 @@ grow with the number of frames. 64 tiles of 448 pixels need about 1.5 GB in a to
 
 
 class CoatVlm(PreTrainedModel, ImageGenerationMixin):
-    """Vision tower -> projector -> any causal language model of transformers.
-
-    ``save_pretrained``, ``from_pretrained``, ``AutoModel``, ``AutoModelForImageTextToText`` and
-    ``generate`` work as for transformers' own models.
-    """
+    """Vision tower -> projector -> any causal language model of transformers."""
 
     config_class = CoatVlmConfig
     main_input_name = "input_ids"
@@ -95,9 +91,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
     ) -> Any:
         """Load a composed checkpoint; compressed weights (``export --weights``) are decompressed.
 
-        Raises:
-            ValueError: the folder contains another type of model, files are missing or damaged, or
-                weights are missing or have another shape.
+        Raises ValueError for another type of model, and damaged, missing or misshapen weights.
         """
         if pretrained_model_name_or_path is None:  # the weights are the argument state_dict
             name, source, scheme = "state_dict", None, None
@@ -156,34 +150,29 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 
         Args:
             input_ids: (B, T) token ids with image placeholders.
-            attention_mask: (B, T), 1 for tokens, 0 for padding; or another mask that the language
-                model supports. A mask on the CPU is dropped if only the loss is computed and does
-                not need it (:func:`coat_vlm.model.packing.mask_for_loss`).
+            attention_mask: (B, T), 1 for tokens, 0 for padding, or another mask of the language
+                model. On the CPU it is dropped if the loss does not need it.
             position_ids: (B, T). Default: created by the language model.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
                 largest scale. Default: every image is one tile.
             frame_groups: (G,) integers: the number of consecutive tiles of ``pixel_values`` that
-                share the tokens of one frame (:mod:`coat_vlm.model.placeholders`). Default: 1 each.
+                share the tokens of one frame. Default: 1 each.
             inputs_embeds: (B, T, H) instead of input_ids and images.
             labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
                 Labels on the CPU avoid a synchronization.
             num_items_in_batch: divisor of the summed loss (the supervised tokens of all
                 micro-batches and ranks). Default: this batch's supervised tokens.
             logits_to_keep: compute only this many last logits (0: all); not with labels.
-            skip_logits: return only the loss, computed without storing the logits. Default: True
-                with labels in training mode. A language model that scales or caps its logits always
-                stores them.
-            image_positions: [P] int64, positions of the placeholders in the flattened
-                ``input_ids``, ascending. Default: search for them, which synchronizes with a GPU.
-                Wrong positions raise ValueError on a CPU and fail a device-side assertion on a GPU.
+            skip_logits: return only the loss, computed without storing the logits, unless the model
+                scales or caps them. Default: True with labels in training mode.
+            image_positions: [P] int64, ascending positions of the placeholders in the flattened
+                ``input_ids``. Default: search for them, which synchronizes with a GPU.
             sequence_shard: the other arguments are this rank's part of a micro-batch
-                (:func:`coat_vlm.model.sequence_parallel.shard_batch`), with shifted labels; the
-                loss is computed over its tokens.
+                (``sequence_parallel.shard_batch``), with shifted labels.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
-                ``max_length_q`` the batch is one row of N packed sequences
-                (:mod:`coat_vlm.model.packing`). Positions then restart in each sequence, and the
-                label of each sequence's first token is ignored.
+                ``max_length_q`` the batch is one row of N packed sequences, and the label of each
+                sequence's first token is ignored.
 
         Returns:
             loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype, or None.
@@ -297,11 +286,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 
         In training mode, a batch without images runs a zero image through tower and projector and
         adds the result times zero: under data parallelism every rank must use the same parameters
-        in every step. The gradients of this image are exact zeros.
-
-        Raises:
-            ValueError: placeholders, images, grids and groups do not match each other or the
-                configuration, ``image_positions`` are wrong, or there are images but no tower.
+        in every step. Raises ValueError if placeholders, images, grids and groups do not match.
         """
         num_images = count_images(pixel_values)
         if self.vision_tower is None:
@@ -339,7 +324,6 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         image_grids: torch.Tensor | None,
         frame_groups: torch.Tensor | None,
     ) -> tuple[list[Grid], list[int] | None]:
-        """Return the grid of each image, and the sizes of groups of frames."""
         grids: list[Grid] = [(1, 1)] * num_images
         if image_grids is not None:
             if self.config.s2_scales is None:
@@ -360,8 +344,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
     ) -> torch.Tensor:
         """Compute embeddings (1, T / N, H) of a shard, with the features that the ranks exchange.
 
-        Every rank uses tower and projector if another one does: they may be partitioned over the
-        ranks, and all ranks take part in the exchange of gradients.
+        Every rank uses tower and projector if another one does, as they may be partitioned.
         """
         embeds = self.get_input_embeddings()(input_ids)
         if self.vision_tower is None or not (self.training or shard.sends):
@@ -376,7 +359,6 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         return place_features(embeds, copy_to_device(shard.positions, embeds.device), features)
 
     def _project_zero_image(self, embeds: torch.Tensor) -> torch.Tensor:
-        """Project an image of zeros in the dtype of ``embeds``."""
         assert self.vision_tower is not None
         size = self.vision_tower.image_size
         return self._project_images(embeds.new_zeros(1, 3, size, size), [(1, 1)], None)
@@ -413,7 +395,6 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 
     @cached_property
     def _why_logits_are_needed(self) -> str | None:
-        """The reason, determined and logged once."""
         why = why_logits_are_needed(self.language_model)
         if why is not None:
             name = type(self.language_model).__name__
@@ -427,10 +408,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 
 
 class Backbone:
-    """A :class:`CoatVlm` without its output layer: a call returns the last hidden states.
+    """A :class:`CoatVlm` without its output layer, for TRL's losses, which store no logits.
 
-    TRL's trainers compute log-probabilities from these and the output layer's weight, so that no
-    logits are stored. Other attributes are the model's.
+    Other attributes are the model's.
     """
 
     def __init__(self, model: CoatVlm) -> None:
@@ -451,10 +431,7 @@ class Backbone:
         image_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return ``last_hidden_state`` (B, T, H), the output layer's input.
-
-        Arguments and errors are those of :meth:`CoatVlm.forward`.
-        """
+        """Return ``last_hidden_state`` (B, T, H); arguments as of :meth:`CoatVlm.forward`."""
         model = self._model
         media = (pixel_values, image_grids, frame_groups, image_positions)
         hidden = model._embed_inputs(input_ids, inputs_embeds, *media)
