@@ -257,6 +257,38 @@ def test_vila_wids_folders(tar: Tar, tmp_path: Path) -> None:
         SampleDataset(wids)
 
 
+def test_video_sets(tmp_path: Path) -> None:
+    share = {
+        "video_id": "v", "video_path": "p/v.mp4", "timestamp": ["0", "2"], "keyframe": [0, 48],
+        "captions": [{"idx": "1", "content": "first"}, {"idx": "-1", "content": "All of it."},
+                     {"idx": "2", "content": "later"}],
+    }  # fmt: skip
+    assert only(jsonl(tmp_path / "s.jsonl", share)) == ["user: [v.mp4]", "assistant: All of it."]
+    webvid = tmp_path / "w.csv"
+    webvid.write_text(
+        "videoid,contentUrl,duration,page_dir,name\n7,http://x/7.mp4,PT1S,0_9,A dog\n"
+    )
+    (tmp_path / "0_9").mkdir()
+    (tmp_path / "0_9/7.mp4").touch()
+    assert only(webvid) == ["user: [7.mp4]", "assistant: A dog"]
+    assert SampleDataset(webvid)[0].media[0].path == str(tmp_path / "0_9/7.mp4")
+    panda = tmp_path / "p.csv"
+    panda.write_text(
+        "videoID,url,timestamp,caption,matching_score\n"
+        "abc,https://y/abc,\"[['0:00:13.400', '0:01:20.1'], ['1:00:00.0', '1:00:02.5']]\","
+        '"[\'A man, ""talking"".\', \'It\\\'s a car\']","[0.4, 0.5]"\n'
+    )
+    first, second = SampleDataset(panda).stream()
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert [(sample.media[0].start, sample.media[0].end) for sample in (first, second)] == [
+        (13.4, 80.1), (3600.0, 3602.5)
+    ]  # fmt: skip
+    assert [shown(first)[1], shown(second)[1]] == [
+        'assistant: A man, "talking".', "assistant: It's a car"
+    ]  # fmt: skip
+
+
 def test_a_folder_of_frames(tmp_path: Path) -> None:
     frames = {"video": "frames/7", "conversations": [{"from": "human", "value": "<video>?"},
                                                      {"from": "gpt", "value": "Rain"}]}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from coat_data.containers.compressed import unpack
-from coat_data.containers.csv_file import CsvRows
+from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import BOM, JsonRows
@@ -251,7 +251,8 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
         rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
         return JsonRows([path]) if rows is None else rows
     if suffix in (".csv", ".tsv"):
-        return CsvRows(path)
+        rows = CsvRows(path)
+        return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
     problem = "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt"
     remedy = "give a data file, or a folder written by coat-vlm data ingest"
     raise DataError(str(path), problem, remedy)

@@ -1,14 +1,28 @@
-"""Images or videos with one caption each: in columns, in folders.
+"""Images or videos with one caption each: in columns, in sets of video captions, in folders.
 
-Columns have the usual names: ``image``, ``file_name`` (the image folder of ``datasets``), ...;
-``caption``, ``text``, ... Several images precede the caption, or stand at the ``<image>`` in it.
-For a file in a folder, the text file with its name is the caption, else the folder is its class.
+CSV, JSONL and Parquet files may have columns with the usual names: ``image``, ``file_name`` (the
+image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``, ... Several images
+precede the caption, or stand at the ``<image>`` in it. WebVid's columns (m-bain/webvid, README)
+stand for the file ``page_dir/videoid.mp4``, or ``videoid.mp4``.
+
+Two data sets have fields of their own. ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card):
+the caption with ``idx`` -1 is the summary::
+
+    {"video_id": "a", "video_path": "a.mp4", "captions": [{"idx": "-1", "content": "..."}]}
+
+Panda-70M (snap-research/Panda-70M, README): a CSV of ``videoID, url, timestamp, caption`` whose
+records list several clips; each clip is a row here (:mod:`coat_data.containers.csv_file`).
+
+For a file in a folder, the text file with its name is the caption; without one, the folder's name
+is its class.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from coat_data.containers.csv_file import CLIP
 from coat_data.containers.media_files import VIDEO_SUFFIXES
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
@@ -41,6 +55,8 @@ _MEDIA_FIELDS: Mapping[str, MediaKind | None] = {
 _NOT_ALONE = {"images", "videos", "image_url", "image_name", "image_file"}
 """Columns that are often null beside the text of a document."""
 _CAPTION_FIELDS = ("caption", "text", "title", "description", "txt", "captions")
+_WEBVID = {"videoid", "name", "page_dir"}
+_TIME = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
 
 def _kind_by_ending(name: str) -> MediaKind:
@@ -49,6 +65,7 @@ def _kind_by_ending(name: str) -> MediaKind:
 
 
 def _has_columns(row: Any) -> bool:
+    """Whether the row has a column of media and a column of text."""
     if not isinstance(row, Mapping):
         return False
     names = {str(name).lower() for name in row}
@@ -58,16 +75,25 @@ def _has_columns(row: Any) -> bool:
         if str(name).lower() in _MEDIA_FIELDS
         and not (str(name).lower() in _NOT_ALONE and is_missing(value))
     }
-    return bool(media and names & set(_CAPTION_FIELDS) and "question" not in names)
+    return names >= _WEBVID or bool(
+        media and names & set(_CAPTION_FIELDS) and "question" not in names
+    )
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
+    """Convert a row with media and a caption."""
     row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
-    name = _column(row, names, "image or video", tuple(_MEDIA_FIELDS), place)
-    media = _media(row, name, place)
-    name = _column(row, names, "caption", _CAPTION_FIELDS, place)
-    caption = place.as_string(first_of(row[name], place), name)
+    if names.keys() >= _WEBVID:
+        page, video = str(row[names["page_dir"]]), str(row[names["videoid"]])
+        path = _first_file([f"{page}/{video}.mp4", f"{video}.mp4"], "videoid", place)
+        media = [Media(kind="video", path=path)]
+        caption = place.as_string(row[names["name"]], "name")
+    else:
+        name = _column(row, names, "image or video", tuple(_MEDIA_FIELDS), place)
+        media = _media(row, name, place)
+        name = _column(row, names, "caption", _CAPTION_FIELDS, place)
+        caption = place.as_string(first_of(row[name], place), name)
     if any(token in caption for token in PLACEHOLDERS):  # an interleaved document
         files: dict[MediaKind, list[Media]] = {
             kind: [one for one in media if one.kind == kind] for kind in MEDIA_FIELDS
@@ -94,6 +120,7 @@ def _column(
     names: tuple[str, ...],
     place: Place,
 ) -> str:
+    """Return the column of the first of ``names`` that has a value."""
     for name in names:
         if name in by_lower and not is_missing(row.get(by_lower[name])):
             return by_lower[name]
@@ -101,6 +128,61 @@ def _column(
         f"there is no {what} (columns: {', '.join(map(str, row))})",
         f"name the column one of {', '.join(names)}, or map it with columns",
     )
+
+
+def _first_file(candidates: list[str], field: str, place: Place) -> str:
+    """Return the absolute path of the first candidate that exists; else the first candidate."""
+    paths = [media_path(name, field, place) for name in candidates]
+    return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
+
+
+def _is_video_set(row: Any) -> bool:
+    """Whether the row has the fields of ShareGPT4Video or Panda-70M."""
+    return isinstance(row, Mapping) and (
+        isinstance(row.get(CLIP), tuple)
+        or ({"captions", "video_path"} <= set(row) and isinstance(row["captions"], list))
+    )
+
+
+def _from_video_set(row: Any, place: Place) -> Sample:
+    """Convert a video and its caption."""
+    row = place.as_object(row)
+    is_panda = isinstance(row.get(CLIP), tuple)
+    media, caption = _panda(row, place) if is_panda else _share_gpt(row, place)
+    name = place.row_id({**row, "id": row.get("video_id", row.get("id"))})
+    return place.sample(name, caption_turns([media], caption), [media])
+
+
+def _share_gpt(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
+    captions = [
+        place.as_object(entry, f"captions[{number}]", "give it idx and content")
+        for number, entry in enumerate(place.as_list(row.get("captions"), "captions"))
+    ]
+    if not captions:
+        raise place.error("captions is empty", "remove the row")
+    if len(captions) > 1:
+        place.notes.append("later_captions")
+    summary = next((entry for entry in captions if str(entry.get("idx")) == "-1"), captions[-1])
+    caption = place.as_string(summary.get("content"), "the summary's content")
+    return to_media(row.get("video_path"), "video", "video_path", place), caption
+
+
+def _panda(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
+    number, times, caption = row[CLIP]
+    name = place.as_string(row.get("videoID"), "videoID")
+    cut = [f"{name}_{number}.mp4", f"{name}/{number}.mp4", f"{name}_{number:05d}.mp4"]
+    path = _first_file([f"{name}.mp4", *cut], "videoID", place)
+    is_cut = not path.endswith(f"{name}.mp4")
+    start, end = (None, None) if is_cut else (_seconds(time, place) for time in times)
+    media = Media(kind="video", path=path, start=start, end=end)
+    return media, place.as_string(caption, "caption")
+
+
+def _seconds(time: str, place: Place) -> float:
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise place.error(f"the timestamp {time!r} is no time", "write hours:minutes:seconds")
+    return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3])
 
 
 def _from_file(row: Any, place: Place) -> Sample:
@@ -126,9 +208,12 @@ def _from_file(row: Any, place: Place) -> Sample:
 
 COLUMNS = Reader(
     "captions",
-    "one image or video and one caption per row (CSV, JSONL, Parquet)",
+    "one image or video and one caption per row (CSV, JSONL, Parquet; WebVid)",
     _has_columns,
     _from_columns,
+)
+VIDEO_SETS = Reader(
+    "clips", "video captions: ShareGPT4Video JSONL, Panda-70M CSV", _is_video_set, _from_video_set
 )
 FILES = Reader(
     "folder",

@@ -61,6 +61,7 @@ READERS = (
     documents.OBELICS,
     pairs.CAULDRON,
     documents.INTERLEAVED,
+    captions.VIDEO_SETS,
     pairs.QUERY,
     published.CHOICES,
     published.VQA,
