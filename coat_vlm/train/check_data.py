@@ -50,7 +50,7 @@ class _Probe:
             if self.encoder is not None:
                 self.encoder.check_kind(sample)
                 check_labels(sample, *self.encoder.layout(sample), self.encoder)
-            # Servers are not asked: one that is silent would hold up the start.
+            # No network requests: an unresponsive server would delay the start.
             if any(is_url(medium.path or "") for medium in sample.media):
                 return None
             problem = find_media_problem(sample, "header")

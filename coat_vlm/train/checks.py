@@ -144,7 +144,7 @@ def check_recipe(
                 meta_models[name] = build_planned_model(
                     planned, recipe.stages[name], arithmetic, vocab_size if start is None else None
                 )
-    _check_frames(recipe, meta_models, processor, findings)
+    _check_meta_models(recipe, meta_models, processor, findings)
     _check_disk(recipe, meta_models, data, run_dir, findings)
     return findings
 
@@ -263,7 +263,7 @@ def _build_processor(
     return None, 0
 
 
-def _check_frames(
+def _check_meta_models(
     recipe: Recipe,
     meta_models: dict[StageName, PreTrainedModel],
     processor: AnyProcessor | None,

@@ -397,7 +397,7 @@ def _find_saved(path: Path, key: str, number: int) -> _Saved:
     except FileNotFoundError:
         return _Saved(key, None)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("%s is damaged (%s) and is made again", path, error)
+        logger.warning("%s is damaged (%s); it is computed again", path, error)
         return _Saved(key, None)
     return _Saved(key, hashlib.sha256(data).hexdigest() if fits else None)
 

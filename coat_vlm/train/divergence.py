@@ -179,21 +179,22 @@ class Watchdog:
         if self._config.action == "warn" or step < first + self._config.patience - 1:
             return None
         words = (
-            f"stage {entry['stage']}, step {step}: the run diverges since step {first} ({problem})"
+            f"stage {entry['stage']}, step {step}: the run has been diverging since step {first} "
+            f"({problem})"
         )
         self.finish_save()
         good = find_good_checkpoint(self._folder / "checkpoints", first - 1, self._world)
         number = len(self._rollbacks)
         if good is None:
             raise ValueError(
-                f"{words}, and no checkpoint is older; lower the learning rates or raise "
-                "warmup_ratio, and start over with --overwrite"
+                f"{words}, and there is no earlier good checkpoint; lower the learning rates or "
+                "raise warmup_ratio, and start over with --overwrite"
             )
         if self._config.action == "stop" or number >= self._config.max_rollbacks:
             done = f", after {number} rollbacks" if number else ""
             raise ValueError(
                 f"{words}{done}; lower the learning rates or raise warmup_ratio, and continue from "
-                f"{good.name}, which is older, with --resume auto"
+                f"{good.name}, saved before that, with --resume auto"
             )
         rollback = {
             "step": read_progress(good).step,

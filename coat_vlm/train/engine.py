@@ -84,7 +84,7 @@ def build_deepspeed_config(
     """Build DeepSpeed's configuration of one stage.
 
     DeepSpeed is not told about sequence parallelism: it averages gradients over all ranks, and
-    :class:`coat_vlm.train.step.TrainStep` undoes the averaging.
+    :meth:`coat_vlm.train.passes.Passes.update` undoes the averaging.
     """
     per_micro_step = stage.micro_batch_size * stage.count_replicas(world_size)
     return {

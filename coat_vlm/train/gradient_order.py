@@ -14,9 +14,9 @@ from typing import Any
 class GradientOrder:
     """Holds gradients back until it is their turn, in the order of the first backward pass.
 
-    The first pass is eager on all ranks (``cuda_graphs.EAGER_PASSES``), and so has
-    the same order. A gradient waits only for others of its block; one that does not come at all
-    lets the following wait until the end of the pass.
+    The first passes are eager on all ranks (``cuda_graphs.EAGER_PASSES``), and so have the same
+    order. A gradient waits only for others of its block; if one never arrives, those after it wait
+    until the end of the pass.
 
     Args:
         optimizer: DeepSpeed's optimizer of stage 2, two of whose methods are replaced.

@@ -22,7 +22,7 @@ from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.train.nf4 import check_bitsandbytes
 
 _UNPADDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
-"""Model types of language models with nothing in their attention that packing does not support."""
+"""Language model types whose attention works with packing."""
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
@@ -38,8 +38,8 @@ def find_start(
 ) -> Path | None:
     """Return the folder of the model from which a stage starts; None for a new model.
 
-    That is the model of the stage before it, finished or not; for the first stage, or if the run
-    folder has no such stage or will be ``emptied``, ``init_from``.
+    That is the previous stage's model, even if unfinished; ``init_from`` if there is no previous
+    stage, or if its folder is missing or will be ``emptied``.
     """
     earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
     if earlier and (recipe.init_from is None or (not emptied and (run_dir / earlier[-1]).exists())):

@@ -102,7 +102,7 @@ class Preference:
             processing_class=processor.tokenizer,
         )
         self._trainer.remove_callback(PrinterCallback)
-        for module in model.modules():  # TRL turns nn.Dropout off, and attention has a number
+        for module in model.modules():  # TRL disables only nn.Dropout; attention has a float
             for name in ("attention_dropout", "dropout"):
                 if isinstance(vars(module).get(name), float):
                     setattr(module, name, 0.0)

@@ -62,7 +62,7 @@ MAY_CHANGE: Mapping[str, str] = {
     ),
 }
 """Keys that may change at a resume (``*`` stands for one part, ``**`` for all that follow), with a
-note where results after the resume depend on them in another way than their name says."""
+note if the change affects later results in a way that the name does not suggest."""
 
 CHANGES_DATA = (
     "stages.*.data.**",
@@ -83,7 +83,7 @@ FIXED: Mapping[str, str] = {
     "fp8.**": "it selects what is quantized, and the saved states depend on it",
     "model.**": "the weights in the checkpoint belong to this model and its inputs",
     "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
-    "stages.*.dpo.**": "it is the loss that the finished steps reduced",
+    "stages.*.dpo.**": "the finished steps minimized this loss",
     "stages.*.vision.train": "the optimizer states are those of the modules that train",
     "stages.*.projector.train": "the optimizer states are those of the modules that train",
     "stages.*.language.train": "the optimizer states are those of the modules that train",
@@ -176,8 +176,8 @@ def check_length(stage: str, total_steps: int, finished: int) -> None:
     """Raise ValueError if a stage has finished more steps than it is to have."""
     if total_steps < finished:
         raise ValueError(
-            f"stage {stage} would have {total_steps} steps, and {finished} are finished; raise "
-            "max_steps or epochs to at least that"
+            f"stage {stage} would have {total_steps} steps, but {finished} are finished; raise "
+            f"max_steps or epochs to at least {finished} steps"
         )
 
 

@@ -205,7 +205,7 @@ def _run_stage(stage: _Stage) -> None:
     finally:
         loop.saver.close()
         loop.step.log.metrics.close()
-        graph_blocks(opened.model, enabled=False)  # blocks and graphs hold each other
+        graph_blocks(opened.model, enabled=False)  # breaks their reference cycle
         loop.step.passes.engine.destroy()
     gc.collect()
 

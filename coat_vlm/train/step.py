@@ -34,7 +34,7 @@ class _LaunchedStep:
     started: float
     """``time.perf_counter()`` before loading the micro-batches."""
     waited: float
-    """Seconds of waiting for its micro-batches, unless an earlier step was unread then."""
+    """Seconds of waiting for its micro-batches; 0 if they are in the previous step's entry."""
     micro_batches: list[LoadedBatch]
     divisor: float
     sampler_state: SamplerState
@@ -64,8 +64,8 @@ class TrainStep:
     measurements: Measurements | None = None
     on_entry: Callable[[dict[str, Any], SamplerState], None] = lambda *_: None
     """Called with a step's entry of metrics.jsonl and the state of the sampler after the step,
-    before the next step changes weights. What it raises ends a next step that was launched
-    meanwhile."""
+    before the next step changes weights. An exception that it raises aborts the next step if that
+    was already launched."""
     finished: int = 0
     """Number of finished steps; the results of the latest may be unread."""
     skipped_steps: int = 0

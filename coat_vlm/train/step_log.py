@@ -31,8 +31,8 @@ class StepLog:
     read_at: float = -math.inf
     """``time.perf_counter()`` when results were read last."""
     waited: float = 0.0
-    """Seconds of waiting for micro-batches since the latest step was launched. While it is unread,
-    the wait for the next one's is in its entry, as in its ``step_s``."""
+    """Seconds of waiting for micro-batches since the latest step was launched. If the results of
+    the previous step are still pending, this wait is in that step's entry, as in ``step_s``."""
     begun: torch.cuda.Event | None = None
     """When the step that is being launched began on the GPU."""
     captured: int = field(default_factory=captured_bytes)

@@ -181,7 +181,7 @@ def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
 def rewind(path: Path, stage: str, step: int) -> None:
     """Delete the entries after ``step`` of ``stage`` and of later stages, which a resume repeats.
 
-    Entries of kind ``resume`` stay: what the user changed holds from then on. So do entries of kind
+    Entries of kind ``resume`` stay, because the user's changes remain in effect, and those of kind
     ``rollback``, which tell why batches were skipped.
 
     Args:

@@ -78,8 +78,8 @@ def test_stop_ends_the_run_and_names_the_good_checkpoint(tiny_data: Path, tmp_pa
     worse["stages"]["sft"]["max_steps"] = 48
     done = tiny_run.train(worse, tmp_path, *RESUME)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "step 43: the run diverges since step 42" in done.stderr
-    assert "continue from step-00000040, which is older, with --resume auto" in done.stderr
+    assert "step 43: the run has been diverging since step 42" in done.stderr
+    assert "continue from step-00000040, saved before that, with --resume auto" in done.stderr
 
 
 @pytest.mark.parametrize(
