@@ -134,8 +134,8 @@ class Prompt(KeyedRow):
     choices: tuple[str, ...] = ()
     """Answers to rank by the mean loss per token; empty if the model generates its answer."""
     fingerprint: str = ""
-    """Replaces ``text`` (the default) in the check of earlier answers. It stays the same when a
-    missing video is added later."""
+    """Text that is hashed instead of ``text`` to check whether saved answers belong to the same
+    prompts. It stays the same when a missing video is added later."""
     sample: Sample | None = None
     """The conversation, if its media are not simply placed before the text."""
 
@@ -466,7 +466,7 @@ def group_by_table(scored: Iterable[ScoredItem]) -> dict[str, list[ScoredItem]]:
 
 
 def to_table_percents(scored: Iterable[ScoredItem]) -> dict[str, float]:
-    """:func:`percent` of every sub-table."""
+    """Return the mean score of every sub-table, in percent."""
     return {
         name: to_percent([one.score for one in group])
         for name, group in group_by_table(scored).items()

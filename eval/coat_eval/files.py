@@ -191,7 +191,7 @@ def _load_json(text: str) -> Any:
             return value
         try:
             return known.setdefault((*value, *value.values()), value)
-        except TypeError:  # an answer that is no text
+        except TypeError:  # an answer that is not a text
             return value
 
     return json.loads(text, object_hook=share)
@@ -261,7 +261,7 @@ def read_json_lines(
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a file of :func:`write_json`; empty if missing, DataError if it is no object."""
+    """Read a file of :func:`write_json`; empty if missing, DataError if it is not an object."""
     if not path.is_file():
         return {}
     try:

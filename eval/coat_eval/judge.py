@@ -100,7 +100,7 @@ class HttpJudge:
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(
                 self.address,
-                f"the reply is no chat completion: {data[:80]!r}",
+                f"the reply is not a chat completion: {data[:80]!r}",
                 "give the address of an OpenAI-compatible server, usually ending in /v1",
             ) from error
         return content if isinstance(content, str) else ""
@@ -151,7 +151,7 @@ class LocalJudge:
 
 
 class Judge:
-    """A judge model with a cache of its answers, or one of both."""
+    """A judge model, a cache of its answers, or both."""
 
     def __init__(self, model: JudgeModel | None, cache: Path | None = None) -> None:
         if model is None and cache is None:
@@ -217,7 +217,7 @@ def _read_cache(path: Path) -> dict[str, dict[str, str]]:
         if set(row) != _ROW or not all(isinstance(value, str) for value in row.values()):
             raise DataError(
                 f"{path}:{number}",
-                f"is no answer of a judge; it has {sorted(row)}",
+                f"is not an answer of a judge; it has {sorted(row)}",
                 "give a file that --judge-cache wrote: judge, prompt, answer",
             )
         found.setdefault(row["judge"], {})[row["prompt"]] = row["answer"]

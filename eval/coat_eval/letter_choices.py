@@ -70,7 +70,7 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_rotations(table: Table) -> bool:
-    """Return whether a table has questions and the last one is not a first rotation."""
+    """Return whether the index of the last question marks it as a rotated copy."""
     last = str(table.rows[-1].get("index")) if table.has("index", "question", "answer") else ""
     return last.isdecimal() and int(last) >= ROTATION and not table.has("prediction")
 
@@ -201,7 +201,7 @@ class CircularBenchmark(LetterBenchmark):
     ) -> list[Question]:
         """Return the rows, each with the number of rotations of its question.
 
-        DataError: an index is no integer, or a group lacks one of its first rotations.
+        DataError: an index is not an integer, or a group lacks one of its first rotations.
         """
         found = super().questions(references, predictions)
         groups = _group_rotations((one, None) for one in found)
@@ -243,7 +243,7 @@ class CircularBenchmark(LetterBenchmark):
     def score_all(
         self, joined: Iterable[tuple[Question, str | None]], settings: Settings
     ) -> list[ScoredItem]:
-        """Score the groups; the text for a group of an earlier call answers all its rotations."""
+        """Score the groups; a group that was scored before has one text for all its rotations."""
         pairs = [
             (one, text)
             for question, text in joined
@@ -305,7 +305,7 @@ class CircularBenchmark(LetterBenchmark):
         """Return the letter that the verdict begins with; None for Z."""
         found = re.match(r"\W*([A-Z])\b", str(verdict))
         if found is None or found[1] not in (*get_choices(question), "Z"):
-            raise UnusableVerdictError(f"{verdict!r} is no letter of an option")
+            raise UnusableVerdictError(f"{verdict!r} is not the letter of an option")
         return None if found[1] == "Z" else found[1]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
@@ -328,7 +328,7 @@ class CircularBenchmark(LetterBenchmark):
 
 
 def _get_group(one: Question | Prompt) -> int:
-    """Return the index of the first rotation; DataError if the index is no integer."""
+    """Return the index of the first rotation; DataError if the index is not an integer."""
     if not one.question_id.isdecimal():
         raise DataError(one.where, f"the index is {one.question_id!r}", "give an integer")
     return int(one.question_id) % ROTATION

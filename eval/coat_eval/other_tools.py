@@ -2,8 +2,8 @@
 
 lmms-eval: sample logs, ``*_samples_TASK.jsonl`` (lmms_eval/evaluator.py and
 loggers/evaluation_tracker.py). VLMEvalKit: result tables with ``index`` and ``prediction``. Rows
-without the official question id are found by position or by question and choices; the position must
-be right by the prompt, the table's own answer must be the reference.
+without an official id are matched by position, or by question and choices. A match is rejected if
+the prompt or the row's own answer contradicts the reference.
 """
 
 from collections.abc import Mapping, Sequence

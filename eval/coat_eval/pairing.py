@@ -13,14 +13,14 @@ _QUESTION_FIELDS = frozenset(
     {"image", "images", "imageId", "image_id", "image_source", "video", "label", "question_type"}
 )
 _LONG_QUESTION = 8
-"""Number of letters from which a text with the whole question is no answer to it."""
+"""Questions at least this long are used to detect question files passed as predictions."""
 _ODD_PROMPTS = 0.05
-"""Share of prompts without their question up to which they may be misprints of question files."""
+"""Up to this share of prompts may lack their question (misprints of question files)."""
 _PLACE = re.compile(r"(?::\d+|, row \d+)$")
 
 
 def is_question_file(benchmark: Benchmark, table: Table) -> bool:
-    """Return whether the rows of a file are questions or labels: their ``text`` is no answer."""
+    """Return whether a file has questions or labels, whose ``text`` is not an answer."""
     first = set(table.rows[0]) if table.rows else set[str]()
     if first & _ANSWER_FIELDS or not first & _QUESTION_FIELDS:
         return False

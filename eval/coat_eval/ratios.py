@@ -26,9 +26,9 @@ Part = tuple[list[float], list[float]]
 def make_parts(
     items: Sequence[Item], metric: str, *, task: str, profile: str
 ) -> tuple[list[Part], list[bool]] | None:
-    """Make the parts of a metric, and for each item whether the metric is about it.
+    """Make the parts of a metric, and for each item whether the metric selects it.
 
-    None if the metric is not a sum over items, or is about none of them.
+    None if the metric is not a sum over items, or selects none of them.
     """
     mask = _select_items(items, metric)
     if mask is None or not any(mask):

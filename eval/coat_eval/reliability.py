@@ -74,13 +74,13 @@ def describe_size(benchmark: Benchmark, asked: int) -> str:
 
 
 def get_official_size(benchmark: Benchmark, asked: int) -> int:
-    """Return the number of questions of the official set or part; of the whole one for a cut."""
+    """Return the size of the official set or part; of the full set if only a part was asked."""
     sizes = list(benchmark.sizes.values())
     return asked if asked in sizes else sizes[0]
 
 
 def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
-    """Return warnings about empty answers and answers without a parsable one."""
+    """Return warnings about empty and unparsable answers."""
     warnings = []
     unread = [one for one in scored if not one.parsed]
     always = unread and all(one.extracted == "yes" for one in unread)

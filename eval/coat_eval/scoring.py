@@ -196,7 +196,9 @@ def _check_options(benchmark: Benchmark, settings: Settings, judge: Judge | None
     if settings.raw and settings.profile != "official":
         raise ValueError(f"raw requires the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
-        raise ValueError(f"{benchmark.name} has no random answers: fallback and seed are for MMMU")
+        raise ValueError(
+            f"{benchmark.name} draws no random answers, so fallback and seed have no effect"
+        )
 
 
 def _ask_judge(
@@ -291,7 +293,7 @@ def _check_references(
 ) -> None:
     if not any(table.rows for table in predictions) and not allow_missing:
         raise DataError(
-            str(predictions[0].path), "has no prediction", "finish the run, or --allow-missing"
+            str(predictions[0].path), "has no prediction", "finish the run, or pass --allow-missing"
         )
     if references:
         return

@@ -177,7 +177,7 @@ def test_unusable_verdicts(tmp_path: Path, server: Server):
         ([500] * 4, "attempt 4: HTTP Error 500", 4),
         ([401], "attempt 1: HTTP Error 401", 1),
         ([302], "attempt 1: HTTP Error 302", 1),
-        ([299], "the reply is no chat completion: b'<html>'", 1),
+        ([299], "the reply is not a chat completion: b'<html>'", 1),
     ],
 )
 def test_an_address_without_answers(
@@ -230,7 +230,7 @@ def test_wrong_caches(tmp_path: Path):
     with pytest.raises(DataError, match="the answers of 2 judges: first, second"):
         Judge(None, cache)
     cache.write_text('{"question_id": 1, "prediction": "x"}')
-    with pytest.raises(DataError, match="is no answer of a judge") as error:
+    with pytest.raises(DataError, match="is not an answer of a judge") as error:
         Judge(None, cache)
     assert error.value.where == f"{cache}:1"
     cache.write_text(json.dumps(rows[0]) + '\n{"judge": "fi')

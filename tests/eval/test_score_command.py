@@ -159,7 +159,7 @@ def test_references_of_another_benchmark_or_without_answers(
     [
         (["gqa", "--profile", "mine"], "allowed: official, lmms, vlmeval"),
         (["gqa", "--profile", "lmms", "--raw"], "raw requires the profile official"),
-        (["gqa", "--fallback", "wrong"], "fallback and seed are for MMMU"),
+        (["gqa", "--fallback", "wrong"], "fallback and seed have no effect"),
         (["gqa"], "needs its reference files"),
         (["yes_no", "--references", "x"], "name the question set: yes_no=FOLDER"),
         (["yes_no=.", "--raw"], "--raw has no effect: it is for benchmarks"),

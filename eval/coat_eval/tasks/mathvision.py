@@ -284,10 +284,10 @@ def _compute(node: ast.AST) -> Number:
         return _OPERATIONS[type(node.op)](left, right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         return _get_name(node.func)(*map(_compute, node.args))
-    raise ValueError(f"{ast.dump(node)} is no arithmetic")
+    raise ValueError(f"{ast.dump(node)} is not arithmetic")
 
 
 def _get_name(node: ast.Name) -> Any:
     if node.id.startswith("_"):
-        raise ValueError(f"{node.id} is no name of mathematics")
+        raise ValueError(f"{node.id} is not a name of mathematics")
     return getattr(math, node.id)

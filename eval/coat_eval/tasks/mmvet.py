@@ -143,7 +143,7 @@ class MmVet(Benchmark):
             except (ValueError, IndexError):
                 verdict = None
         if not _are_grades(verdict):
-            raise UnusableVerdictError(f"{verdict!r} is no grade from 0 to 1")
+            raise UnusableVerdictError(f"{verdict!r} is not a grade from 0 to 1")
         return verdict
 
     def score(self, extracted: list[float], question: Question, settings: Settings) -> float:
