@@ -2,11 +2,12 @@
 
 Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the CPU
 (:mod:`coat_vlm.fp8.cuda_graphs`), and FP8 weights that all micro-batches of a step share
-(:mod:`coat_vlm.fp8.weights`), where it does not. If almost nothing is left, q, k and v are no
-longer saved for backward (``fp8.recompute_qkv``). The settings ``auto`` are decided once, after two
-steps: in the first one the optimizer creates its states after the passes, so that they are not in
-memory together with the activations. At most half of the free memory is used, because steps differ
-and memory fragments.
+(:mod:`coat_vlm.fp8.weights`), where the GPU does not wait. If almost nothing is left, q, k and v
+are no longer saved for backward (``fp8.recompute_qkv``). The settings ``auto`` are decided once,
+after two steps: in the first one the optimizer creates its states after the passes, so that they
+are not in memory together with the activations. At most half of the free memory is used, because
+steps differ and memory fragments. All ranks decide by the least free memory of any of them: ranks
+that share tokens must quantize weights and repeat attention's exchanges equally often.
 """
 
 import logging
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from coat_vlm.fp8.convert import Arithmetic, count_fp8_weights, recompute_qkv
@@ -101,7 +103,7 @@ class SpareMemory:
         self.steps += 1
         if self.steps != DECIDED_AFTER:
             return
-        free = self._measure_free_bytes()
+        free = find_least_of_ranks(self._measure_free_bytes(), self.device)
         if self.recomputing is not None and free < MIN_FREE * self._total_bytes():
             free = 0.0
             count = recompute_qkv(self.recomputing)
@@ -124,6 +126,15 @@ class SpareMemory:
         reserved = torch.cuda.memory_reserved(self.device)
         limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
         return min(free, limit - reserved) + reserved - allocated
+
+
+def find_least_of_ranks(value: float, device: torch.device) -> float:
+    """Return the smallest value of all ranks; a collective operation if there are several."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    least = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()
 
 
 def _limit_graphs(rows: Sequence[BlockGraphs], spare: float, accumulates: bool) -> bool:

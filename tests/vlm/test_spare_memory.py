@@ -1,9 +1,12 @@
 """The memory that steps leave is used for CUDA graphs, or for FP8 weights of all micro-batches."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
@@ -20,6 +23,7 @@ from coat_vlm.fp8.memory_choices import (
     MEMORY_FACTOR,
     RowLoad,
     choose_rows,
+    find_least_of_ranks,
 )
 from coat_vlm.plan.published import find_vocab_size
 from coat_vlm.train.engine import choose_graphs
@@ -151,3 +155,17 @@ def test_auto_is_off_where_all_blocks_are_refused(changes: list[str], expected: 
     recipe = load_recipe("quickstart", ["precision=coat", *changes])
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     assert choose_graphs(recipe, recipe.stages["sft"], arithmetic) == expected
+
+
+def _write_least(rank: int, folder: Path) -> None:
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    least = find_least_of_ranks([7.0, 5.5][rank], torch.device("cpu"))
+    (folder / str(rank)).write_text(str(least))
+    dist.destroy_process_group()
+
+
+def test_ranks_decide_by_the_least_memory_of_any(tmp_path: Path) -> None:
+    assert find_least_of_ranks(7.0, torch.device("cpu")) == 7.0
+    start_processes(_write_least, (tmp_path,), nprocs=2, start_method="fork")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["5.5", "5.5"]
