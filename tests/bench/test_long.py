@@ -86,6 +86,7 @@ def test_errors_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_that_share_tokens_measure_the_step_of_one(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     words = ["--stage", "sft", "--images", "3", "--steps", "1", "--warmup", "1"]

@@ -90,6 +90,7 @@ def test_errors_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_measure_one_step() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["-m", "coat_vlm.cli", "plan", "quickstart", "--stage", "sft", "--images", "2"]

@@ -120,6 +120,7 @@ def published(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return "published"
 
 
+@pytest.mark.slow
 def test_steps_of_published_models(world: World, published: str) -> None:
     results = measure(
         world, "--size", published, "--precisions", "coat", "--baselines", "eager",
