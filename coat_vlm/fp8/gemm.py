@@ -92,7 +92,7 @@ class LayerValues:
 
 
 def unpack(row: Sequence[Any], *fused: FusedLinear) -> list[LayerValues]:
-    """Divide a row of values, which may be longer, into those of each fused layer."""
+    """Split flat values into groups, one for each fused layer; surplus values are ignored."""
     rest = iter(row)
     return [
         LayerValues(*(list(islice(rest, len(each.scales))) for _ in range(4))) for each in fused

@@ -190,8 +190,8 @@ class RowLoad:
 def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) -> list[bool]:
     """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
 
-    ``spare`` is the bytes that graphs may take. What is no FP8 block, such as a language model in
-    BF16, is not counted.
+    ``spare`` is the bytes that graphs may take. Other blocks, such as a
+    language model in BF16, are not counted.
     """
     launching = sum(LAUNCH_S * load.blocks for load in loads)
     computing = sum(load.compute_s * load.blocks for load in loads)

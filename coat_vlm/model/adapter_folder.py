@@ -38,7 +38,7 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
     """Merge an adapter into a model's weights until the end of the context.
 
-    The merged weights are those of ``coat-vlm export``; the replaced ones wait in host memory. A
+    The merged weights equal those of ``coat-vlm export``; the originals stay in host memory. A
     warning follows if the adapter names another base than ``base``. Raises ValueError if it cannot
     be merged into this model.
     """

@@ -65,17 +65,6 @@ def make_parser(docstring: str | None, examples: str) -> argparse.ArgumentParser
     return parser
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the ``type`` of an option that is a whole number and not below ``least``."""
-
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: at least {least} is needed")
-        return int(text)
-
-    return number
-
-
 def run_script(
     parser: argparse.ArgumentParser,
     main: Callable[[argparse.Namespace], None],

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import harness
+from coat_cli.command import at_least
 from coat_data.containers.open import open_rows
 from coat_data.sample import DataError
 from coat_vlm.model.processor import train_tokenizer
@@ -245,9 +246,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--precisions", nargs="+", default=["bf16", "coat"], metavar="NAME",
         help="settings may follow one, as in coat,optimizer=adamw; default bf16 coat")
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
-    add("--steps", type=harness.at_least(0), default=0, help="fewer steps than the whole text")
+    add("--steps", type=at_least(0), default=0, help="fewer steps than the whole text")
     add("--lr", type=float, help="peak learning rate; default: depends on --size")
-    add("--jobs", type=harness.at_least(1), default=1, help="runs at the same time; default 1")
+    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of tokens and runs")
     # fmt: on
     return parser

@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import harness
+from coat_cli.command import at_least
 from decoder import (
     SIZES,
     Corpus,
@@ -281,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
     add("--steps", type=int, help="steps of a run; default: those of the size")
-    add("--jobs", type=harness.at_least(1), default=1, help="runs at the same time; default 1")
+    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
     return parser
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harness
+from coat_cli.command import at_least
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, reused_weights, saved_bytes
 from harness import VersionedResult, choose_precision
@@ -347,10 +348,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
-    add("--batch", type=harness.at_least(1), help="sequences or images; default: the shape's")
-    add(
-        "--length", type=harness.at_least(1), help="tokens or patches of each; default: the shape's"
-    )
+    add("--batch", type=at_least(1), help="sequences or images; default: the shape's")
+    add("--length", type=at_least(1), help="tokens or patches of each; default: the shape's")
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, help="default: all installed")
     add("--attention", choices=ATTENTIONS, default="default", help="default: chosen by SDPA")
     add("--csv", type=Path, help="append the results to this file")

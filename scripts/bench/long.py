@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import harness
+from coat_cli.command import at_least
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
@@ -219,15 +220,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
     add("overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted")
     add("--stage", help="default: the only stage of the recipe")
-    add("--images", type=harness.at_least(0), help="tiles and frames per row; default: counted")
+    add("--images", type=at_least(0), help="tiles and frames per row; default: counted")
     add(
         "--longest",
-        type=harness.at_least(1),
+        type=at_least(1),
         metavar="N",
         help="find the longest row, in multiples of N",
     )
-    add("--steps", type=harness.at_least(1), default=2, help="measured steps; default 2")
-    add("--warmup", type=harness.at_least(1), default=3, help="steps before them; default 3")
+    add("--steps", type=at_least(1), default=2, help="measured steps; default 2")
+    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
     add("--csv", type=Path, help="append the results to this file")
     return parser
 

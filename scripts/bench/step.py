@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 import harness
+from coat_cli.command import at_least
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.distributed import World, join_world
@@ -424,7 +425,7 @@ sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
     parser = harness.make_parser(__doc__, EXAMPLES)
-    add, positive = parser.add_argument, harness.at_least(1)
+    add, positive = parser.add_argument, at_least(1)
     # fmt: off
     add("--size", choices=SIZES, default="tiny", metavar="SIZE", help="the model; default tiny")
     add("--precisions", nargs="*", choices=PRECISIONS, default=["bf16", "coat", "recompute_qkv"],
