@@ -144,7 +144,7 @@ def test_stop_ends_the_run_in_the_row_of_the_spike(
     for overlaps in (False, True):
         status, run, calls = train(overlaps, stage=stage, divergence={**NOISY, "action": "stop"})
         assert status == 2
-        (error,) = [line for line in capsys.readouterr().err.splitlines() if "diverge" in line]
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if "diverging" in line]
         errors.append((error.replace(str(run), ""), rows_of(run)))
         step = rows_of(run)[-1]["step"]
         assert step % 7  # otherwise the loop waits for it
