@@ -1,7 +1,6 @@
 """What a stranger does with a clone: the documented commands, the recipes, the test command."""
 
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from coat_cli.main import build_parser, parse
 from coat_vlm.config.load import list_builtin_recipes, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-STYLE = runpy.run_path(str(ROOT / "tests" / "check_style.py"))
 
 
 def code_lines(page: Path) -> list[str]:
@@ -56,19 +54,3 @@ def test_builtin_recipes_load(name: str, monkeypatch: pytest.MonkeyPatch):
     for variable in re.findall(r"\$\{(\w+)\}", text):
         monkeypatch.setenv(variable, "data")
     assert load_recipe(name).name == name
-
-
-@pytest.mark.parametrize(
-    ("check", "text", "problem"),
-    [
-        ("check_docstrings", "'doc'\nclass A:\n    'doc'\n    def b(self): pass", "m.A.b has no"),
-        ("check_docstrings", "'doc'\ndef f(a):\n '''Do.\\n\\n    Args:\\n        a: the a.\\n '''",
-         "'a: the a.' in Args repeats"),
-        ("check_lines", "x = 1  # TO" + "DO: later", "leave out"),
-        ("check_lines", "# the loss of a trained token", "say 'supervised token'"),
-        ("check_lines", "caf\u00e9", "only ASCII"),
-    ],
-)  # fmt: skip
-def test_the_style_script_finds(check: str, text: str, problem: str):
-    words = ("m.py", text) if check == "check_lines" else (text, "m")
-    assert any(problem in line for line in STYLE[check](*words))

@@ -1,10 +1,8 @@
 """The shell scripts, run with stand-ins for the programs they start."""
 
 import os
-import platform
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,31 +93,6 @@ def test_the_lowest_versions_are_those_that_are_allowed():
             assert version == tools[requirement.name] or any(
                 Version(version) == Version(s.version) for s in requirement.specifier
             ), text
-
-
-SETTINGS = ["ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2"]
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other vectors than x86-64's")
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_settings_of_shorter_vectors_do_what_they_say(setting: str):
-    name, value = setting.split("=")
-    code = """
-import torch
-print(torch.backends.cpu.get_cpu_capability(), flush=True)  # before what oneDNN prints
-torch.nn.functional.conv2d(torch.ones(2, 8, 32, 32), torch.ones(8, 8, 3, 3))"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, name: value, "ONEDNN_VERBOSE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    capability, *lines = done.stdout.splitlines()
-    if name == "ATEN_CPU_CAPABILITY":
-        assert capability == value.upper()
-    else:
-        assert any("cpu,isa:" in line and line.endswith("AVX2") for line in lines)
 
 
 def run_the_tests(arguments: str, folder: Path) -> list[str]:

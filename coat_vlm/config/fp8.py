@@ -48,7 +48,8 @@ class Fp8Config:
     """Under ``coat``, compute q, k and v again in backward instead of saving them: the same
     numbers with less memory, 3 to 7% slower. Blocks whose forward GEMMs are BF16 always save them.
     ``auto``: where ``memory`` finds that the recipe does not fit without it, or if the first two
-    steps leave less than 3% of the GPU's memory."""
+    steps leave less than 3% of the GPU's memory. With ``cuda_graphs: true`` or gradient
+    checkpointing, the memory that steps leave does not change it."""
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
     the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if

@@ -9,10 +9,9 @@ import torch
 from op_check import assert_same_bits
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2, OPS, quantize_gradient
+from coat_kernels import E4M3, E5M2, quantize_gradient
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
-TWO = [(True, False), (False, True)]
 rope_module, quantize_module = (
     import_module(f"coat_kernels.{name}") for name in ("rope", "quantize")
 )
@@ -64,26 +63,6 @@ def test_a_bad_element_spoils_all_values_and_its_channels_sum(run: Run, bad: flo
     q, _, scale, sums = run("quantize_gradient", (parts, "e5m2", True, False, True))
     assert not (q.float() * scale).isfinite().any()
     assert (~sums.isfinite()).nonzero().flatten().tolist() == [37]
-
-
-@pytest.mark.parametrize(("columns", "passes"), [(32, [(True, True)]), (24, TWO), (40, TWO)])
-def test_layouts_whose_casts_a_compiler_could_mix_up_are_written_apart(
-    columns: int, passes: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
-):
-    """See ``plan_passes``; the codes of such rows are compared above and in test_rope.py."""
-    written: list[tuple[bool, bool]] = []
-
-    def record(_kernel: Any, _grid: Any, **options: Any) -> None:
-        if "ROWS" in options:
-            written.append((options["ROWS"], options["TRANSPOSED"]))
-
-    for module in (rope_module, quantize_module):
-        monkeypatch.setattr(module, "launch", record)
-    dy, angles = gradient(20, columns), torch.ones(20, columns)
-    OPS["quantize_gradient"].triton([dy], "e5m2", True, True, False)
-    OPS["rope_gradient"].triton(dy, dy, dy, angles, angles, "e5m2", True, True, False)
-    OPS["quantize_tensor"].triton([dy], torch.ones(()), "e4m3", True, True)
-    assert written == 3 * passes
 
 
 @pytest.mark.parametrize(

@@ -103,19 +103,6 @@ def test_codes_that_exist_are_transposed_and_decoded():
         torch.testing.assert_close(dequantize_tensor(rows).double(), values, rtol=2e-7, atol=0)
 
 
-def test_stacked_matrices_are_quantized_as_one():
-    x = torch.randn(63, 48)
-    x[50] *= 100
-    for parts in (list(x.split([32, 0, 31])), list(x.split([16, 16, 31]))):
-        for whole, stacked in zip(
-            quantize_layouts([x], rows=True, transposed=True),
-            quantize_layouts(parts, rows=True, transposed=True),
-            strict=True,
-        ):
-            assert_same_bits("codes", stacked.q, whole.q)
-            assert stacked.scale == whole.scale
-
-
 @pytest.mark.parametrize(
     ("sizes", "transposed"),
     [

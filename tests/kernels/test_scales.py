@@ -49,39 +49,6 @@ def test_a_thread_can_ask_for_scales_that_share_nothing():
     assert {float(s) for s in found} == {MIN_SCALE}
 
 
-class Stream:
-    """Stands for a GPU with one thread."""
-
-    def __init__(self) -> None:
-        self.number, self.capturing = 0, False
-
-    def get_current_stream(self, device: int) -> int:
-        return 100 * device + self.number
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream = Stream()
-    full = torch.full
-    monkeypatch.setattr(scale_pool, "current_stream", stream.get_current_stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
-    monkeypatch.setattr(torch, "full", lambda *a, **k: full(*a, **{**k, "device": CPU}))
-    return stream
-
-
-def test_streams_and_devices_have_their_own_and_graphs_set_theirs(gpu: Stream):
-    def scale(device: int = 0, stream: int = 0) -> int:
-        gpu.number = stream
-        return at(new_scale(torch.device("cuda", device)))
-
-    first, second, third = scale(), scale(stream=3), scale(device=1)
-    assert len({first, second, third}) == 3
-    assert (scale(), scale(stream=3), scale(device=1)) == (first, second, third)
-    gpu.capturing = True
-    captured = [new_scale(torch.device("cuda", 0)) for _ in range(2)]
-    assert [s.untyped_storage().nbytes() for s in captured] == [4, 4]
-
-
 @pytest.mark.gpu
 def test_a_replayed_graph_finds_the_scale_of_what_is_there_now():
     x = torch.full((64, 256), 3.0, device="cuda")

@@ -14,14 +14,13 @@ from one_block import (
     relative,
     run_block,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, linear, norm_mlp, reused_weights
-from coat_vlm.fp8.block_error import measure_footprint
+from coat_vlm.fp8 import convert, linear, norm_mlp
 
 
 def converted(model: nn.Module, first: int | None, *, recompute_qkv: bool = False) -> Any:
@@ -81,40 +80,6 @@ def test_how_many_blocks_it_is(layers: int, settings: dict[str, Any], first: int
     assert ["forward GEMMs in BF16" in text for text in texts] == [
         number < first for number in range(layers)
     ]
-
-
-def test_it_saves_what_other_blocks_save() -> None:
-    """Activations in FP8, and always q, k and v."""
-    ids = torch.arange(64)[None]
-
-    def saved(first: int, *, recompute_qkv: bool) -> list[float]:
-        model = converted(llama(2), first, recompute_qkv=recompute_qkv).train()
-        forward = lambda: model(ids, use_cache=False)  # noqa: E731 - a cache keeps heads, too
-        return [fp8 for _, fp8, _ in measure_footprint(model, forward)]
-
-    coat, recomputed = saved(0, recompute_qkv=False), saved(0, recompute_qkv=True)
-    assert recomputed[0] < 0.5 * coat[0]
-    assert saved(1, recompute_qkv=False) == pytest.approx(coat, abs=1)  # weights without a scale
-    assert saved(1, recompute_qkv=True) == pytest.approx([coat[0], recomputed[1]], abs=1)
-
-
-def losses(model: Any, ids: Tensor) -> list[Tensor]:
-    """Of two micro-batches; gradients add up."""
-    found = [model(input_ids=part, labels=part).loss for part in ids.chunk(2)]
-    for loss in found:
-        loss.backward()
-    return [loss.detach() for loss in found]
-
-
-def test_weights_that_are_kept_for_a_step_give_the_same_gradients() -> None:
-    ids = torch.arange(128).view(2, 64)
-    plain, reusing = (converted(llama(2), 1) for _ in range(2))
-    expected = losses(plain, ids)
-    with reused_weights():
-        assert losses(reusing, ids) == expected
-    for (name, p), q in zip(plain.named_parameters(), reusing.parameters(), strict=True):
-        assert p.grad is not None
-        assert torch.equal(p.grad, q.grad), name
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from coat_kernels import (
 from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, fp8_blocks, gemm, store_frozen_weights
-from coat_vlm.fp8.block_error import LiveInput, block_error
 from coat_vlm.fp8.convert import back_to_bf16, count_fp8_weights
 from coat_vlm.fp8.weights import list_stored
-from coat_vlm.model.lora import merge, split_adapters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
@@ -181,26 +179,6 @@ def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
     assert count_fp8_weights(model) == 0
 
 
-def test_a_merged_model_has_the_original_weights(tiny: Any) -> None:
-    """The merged model is W + s B A of the original W, and computes what the adapters do."""
-    model = adapted(tiny, Fp8Config(vision="bf16"))
-    store_frozen_weights(model)
-    base, adapters = split_adapters(model.state_dict())
-    merge(base, adapters, SCALE)
-    exact = adapted(tiny, None)
-    expected, theirs = split_adapters(exact.state_dict())
-    merge(expected, theirs, SCALE)
-    assert base.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in base.items())
-    plain = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48), seed=9)
-    plain.load_state_dict(base)
-    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        ours, high, merged = (m.eval()(input_ids=ids).logits for m in (model, exact, plain))
-    assert (merged - high).norm() < 1e-6 * high.norm()
-    assert (merged - ours).norm() < 0.08 * 2**0.5 * high.norm()  # two blocks of up to 8%
-
-
 def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) -> None:
     model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward_first=0))
     store_frozen_weights(model)
@@ -213,14 +191,6 @@ def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) ->
     store_frozen_weights(model)
     assert not torch.equal(run(model)[0], before)
     (_, block), _ = fp8_blocks(model)
-    position = torch.arange(8)[None]
-    x = torch.randn(1, 8, 32)
-    embeddings = model.language_model.model.rotary_emb(x, position)
-    live = LiveInput((x,), {"position_embeddings": embeddings}, torch.randn_like(x))
-    error = block_error(block, live, False)
-    assert error.output_error is not None
-    assert 0 < error.output_error < 0.25
-    assert len(list_stored(block)) == 4  # copies were compared
     back_to_bf16(block, False)
     assert not list_stored(block)
     assert len(fp8_blocks(model)) == 1

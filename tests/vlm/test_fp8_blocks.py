@@ -48,40 +48,6 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
     assert max(errors.values()) <= 0.2, errors
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("llama", "input_layernorm.variance_epsilon"),
-        ("siglip", "layer_norm1.eps"),
-        ("qwen2", "self_attn.q_proj.bias"),
-        ("llama", "self_attn.o_proj.bias"),
-        ("qwen3", "self_attn.k_norm.weight"),
-        ("clip", "mlp.fc1.bias"),
-    ],
-)
-def test_every_setting_of_the_model_is_used(kind: str, change: str) -> None:
-    """Eps, biases and head norms: a wrong one moves the FP8 block as it moves the original."""
-    original = decoder(kind) if kind in DECODERS else encoder(kind)
-    changed = copy.deepcopy(original)
-    block = changed.model.layers[0] if kind in DECODERS else changed.encoder.layers[0]
-    path, _, attribute = change.rpartition(".")
-    owner = block.get_submodule(path)
-    if attribute in ("bias", "weight"):
-        # The first half only: softmax ignores what is added to all keys.
-        half = getattr(owner, attribute).shape[0] // 2
-        with torch.no_grad():
-            getattr(owner, attribute)[:half].add_(2.0)
-    else:
-        setattr(owner, attribute, 1.0)
-    x = inputs(original)
-    difference = run_block(changed, x)[0] - run_block(original, x)[0]
-    for model in (original, changed):
-        convert(model, Fp8Config())
-    difference8 = run_block(changed, x)[0] - run_block(original, x)[0]
-    assert difference.norm() > 0
-    assert relative(difference8, difference) < 0.5
-
-
 def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, 32)

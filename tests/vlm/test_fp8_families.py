@@ -1,7 +1,6 @@
 """FP8 blocks in whole models of transformers' VLM families, compared with transformers' blocks."""
 
 import copy
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -15,9 +14,9 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 from coat_kernels import TensorScaled, gemm, quantize_blockwise
 from coat_kernels.formats import pad_length
 from coat_kernels.reference import quantize
-from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
+from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, fp8_blocks
-from coat_vlm.fp8.block_error import LiveInput, block_error
+from coat_vlm.fp8.block_error import LiveInput
 from coat_vlm.fp8.blocks import FP8_LAYERS
 from coat_vlm.model.packing import PACKED
 from coat_vlm.optim import CoatAdamW
@@ -25,58 +24,6 @@ from coat_vlm.optim import CoatAdamW
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 WITH_GRADIENTS = pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision", "gemma3"])
 """Packed images, images with a row each, and second norms."""
-
-_CLIP = "vision_tower.embeddings.patch_embedding: left, Conv2d"
-_LLAVA = ("multi_modal_projector.linear_1: left, {}", "multi_modal_projector.linear_2: left, {}")
-TABLE: dict[str, list[str]] = {
-    "qwen3_vl": [
-        "visual.blocks.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        "visual.merger.linear_fc1: left, {}",
-        "visual.merger.linear_fc2: left, {}",
-        "visual.deepstack_merger_list.0-1.linear_fc1: left, {}",
-        "visual.deepstack_merger_list.0-1.linear_fc2: left, {}",
-        "visual.patch_embed.proj: left, Conv3d",
-    ],
-    "qwen2_5_vl": [
-        "visual.blocks.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        "visual.merger.mlp.0-2: left, {}",
-        "visual.patch_embed.proj: left, Conv3d",
-    ],
-    "llava_onevision": [
-        "vision_tower.encoder.layers.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        *_LLAVA,
-        _CLIP,
-    ],
-    "llava": [
-        "vision_tower.encoder.layers.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        *_LLAVA,
-        _CLIP,
-    ],
-    "internvl": [
-        "vision_tower.encoder.layer.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        *_LLAVA,
-        "vision_tower.embeddings.patch_embeddings.projection: left, Conv2d",
-    ],
-    "smolvlm": [
-        "vision_model.encoder.layers.0-1: FP8 encoder block",
-        "text_model.layers.0-1: FP8 decoder block",
-        "connector.modality_projection.proj: left, {}",
-        "vision_model.embeddings.patch_embedding: left, Conv2d",
-    ],
-    "gemma3": [
-        "vision_tower.encoder.layers.0-1: FP8 encoder block",
-        "language_model.layers.0-1: FP8 decoder block",
-        _CLIP,
-        "multi_modal_projector: left, Gemma3MultiModalProjector",
-    ],
-}
-"""What the report says, without the output layer; ``{}`` is a linear layer of the projector."""
-TABLE |= {"internvl_6b": TABLE["internvl"], "idefics3": TABLE["smolvlm"]}
 
 
 def run_model(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -143,11 +90,10 @@ def test_which_layers_convert(family: str) -> None:
         for child in FP8_LAYERS[type(model.get_submodule(name)).__name__].LINEARS
     }
     assert read == in_blocks
-    text = str(convert(model, Fp8Config())).replace(" outside of the blocks that FP8 knows", "")
-    lines = [line.strip().removeprefix("model.") for line in text.splitlines()[1:]]
-    expected = [line.format("fp8.projector is bf16") for line in TABLE[family]]
-    head = "lm_head: output layer, BF16 logits, FP8 gradients in the fused loss"
-    assert sorted(lines) == sorted([*expected, head])
+    assert len(blocks) == 4, "two of the tower, two of the language model"
+    report = convert(model, Fp8Config())
+    assert set(report.converted) == {*blocks, "lm_head"}
+    assert linears - in_blocks - {"lm_head"} <= report.skipped.keys()
     assert [name for name, _ in fp8_blocks(model)] == blocks
     report = convert(build(family)[0], Fp8Config(projector="fp8_linear", lm_head="fp8_linear"))
     assert linears - in_blocks == {n for n, how in report.converted.items() if how == "FP8 linear"}
@@ -185,35 +131,6 @@ def test_without_rounding_a_block_computes_what_the_original_does(family: str) -
         for tensor, value in exact.items():
             if not tensor.endswith("k_proj.bias"):  # zero but for rounding: softmax ignores it
                 assert relative(found[tensor], value) < 1e-4, (name, tensor)
-
-
-@WITH_GRADIENTS
-@pytest.mark.parametrize("precision", FP8_PRECISIONS)
-def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
-    precision: Fp8Precision, family: str, record_property: Callable[[str, object], None]
-) -> None:
-    """Within the bounds of the blocks in test_fp8_blocks.py."""
-    model, batch = build(family)
-    converted = copy.deepcopy(model)
-    convert(converted, Fp8Config().resolved(precision))
-    for name, given in live_inputs(model, batch, known_blocks(model)).items():
-        exact = run_block(model.get_submodule(name), given)
-        block = converted.get_submodule(name)
-        found = run_block(block, given)
-        errors = {
-            tensor: relative(found[tensor], value)
-            for tensor, value in exact.items()
-            if not tensor.endswith("k_proj.bias")
-        }
-        assert 1e-3 < errors["output"] <= 0.09, name
-        assert 1e-3 < errors["input"] <= 0.13, name
-        assert max(errors.values()) <= 0.2, (name, errors)
-        if precision != "fp8_linear":
-            measured = block_error(block, given, round_linears=False)
-            both = measured.output_error or 0.0, measured.input_gradient_error or 0.0
-            record_property(name, "{:.3f}, {:.3f}".format(*both))  # docs/guides/huggingface.md
-            assert 0.01 < both[0] <= 0.09, name
-            assert 0.01 < both[1] <= 0.15, name
 
 
 @pytest.mark.gpu
