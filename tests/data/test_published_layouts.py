@@ -44,69 +44,6 @@ def shown(sample: Sample) -> list[str]:
     return lines
 
 
-def vqa_answers(*texts: str) -> list[dict[str, Any]]:
-    return [
-        {"answer": text, "answer_confidence": "yes", "answer_id": number + 1}
-        for number, text in enumerate(texts)
-    ]
-
-
-VQA_HEAD = {
-    "info": {"description": "This is v2.0 of the VQA dataset.", "version": "2.0", "year": 2017},
-    "data_type": "mscoco",
-    "license": {"url": "http://creativecommons.org/licenses/by/4.0/"},
-    "data_subtype": "train2014",
-}
-VQA_QUESTIONS = [
-    {
-        "image_id": 458752,
-        "question": "What is this photo taken looking through?",
-        "question_id": 458752000,
-    },
-    {
-        "image_id": 458752,
-        "question": "What position is this man playing?",
-        "question_id": 458752001,
-    },
-]
-VQA_ANNOTATIONS = [
-    {
-        "question_type": "what", "multiple_choice_answer": "pitcher", "image_id": 458752,
-        "answers": vqa_answers("pitcher", "catcher", *["pitcher"] * 8),
-        "answer_type": "other", "question_id": 458752001,
-    },
-    {
-        "question_type": "what is this", "multiple_choice_answer": "net", "image_id": 458752,
-        "answers": vqa_answers(*["net"] * 6, "netting", "net", "mesh", "net"),
-        "answer_type": "other", "question_id": 458752000,
-    },
-]  # fmt: skip
-
-
-def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path) -> None:
-    picture(tmp_path / "train2014" / "COCO_train2014_000000458752.jpg")
-    questions = {"task_type": "Open-Ended", **VQA_HEAD, "questions": VQA_QUESTIONS}
-    dump(tmp_path / "v2_OpenEnded_mscoco_train2014_questions.json", questions)
-    annotations = {**VQA_HEAD, "annotations": VQA_ANNOTATIONS}
-    path = dump(tmp_path / "v2_mscoco_train2014_annotations.json", annotations)
-    dataset = SampleDataset(path)
-    assert dataset.format == "vqa"
-    assert [shown(dataset[row]) for row in range(2)] == [
-        [
-            "user: [COCO_train2014_000000458752.jpg]\nWhat position is this man playing?" + SHORT,
-            "assistant: pitcher",
-        ],
-        [
-            "user: [COCO_train2014_000000458752.jpg]\nWhat is this photo taken looking through?"
-            + SHORT,
-            "assistant: net",
-        ],
-    ]
-    assert dataset[0].id == "458752001"
-    names = ["v2_mscoco_train2014_annotations.json", "v2_OpenEnded_mscoco_train2014_questions.json"]
-    assert [path.name for path in dataset.paths] == names
-
-
 GQA = {
     "02930152": {
         "semantic": [{"operation": "select", "dependencies": [], "argument": "sky (2486325)"}],
@@ -196,25 +133,10 @@ def test_scienceqa_reads_one_split(tmp_path: Path, splits: bool) -> None:
         SampleDataset(f"{path}#dev")
 
 
-def test_coco_captions_and_instances(tmp_path: Path) -> None:
-    picture(tmp_path / "train2017" / "000000203564.jpg")
-    image = {
-        "license": 4, "file_name": "000000203564.jpg", "height": 400, "width": 600, "id": 203564,
-        "coco_url": "http://images.cocodataset.org/train2017/000000203564.jpg",
-        "date_captured": "2013-11-14 16:28:13", "flickr_url": "http://farm8.staticflickr.com/a.jpg",
-    }  # fmt: skip
-    head = {"info": {"year": 2017}, "licenses": [{"id": 1, "name": "by"}], "images": [image]}
-    caption = {"image_id": 203564, "id": 37, "caption": "A bicycle replica with a clock."}
-    path = dump(tmp_path / "captions_train2017.json", {**head, "annotations": [caption]})
-    dataset = SampleDataset(path, tmp_path / "train2017")
-    assert shown(dataset[0]) == [
-        "user: [000000203564.jpg]",
-        "assistant: A bicycle replica with a clock.",
-    ]
-    boxes = {"segmentation": [], "area": 1.0, "image_id": 203564, "bbox": [1, 2, 3, 4], "id": 9}
-    instances = dump(tmp_path / "instances.json", {**head, "annotations": [boxes]})
-    with pytest.raises(DataError, match="the format of the rows is unknown"):
-        SampleDataset(instances, tmp_path / "train2017")
+def test_lists_that_have_to_be_joined_are_refused(tmp_path: Path) -> None:
+    coco = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1}]}
+    with pytest.raises(DataError, match="list of images has to be joined with another list"):
+        SampleDataset(dump(tmp_path / "captions_train2017.json", coco))
 
 
 def test_obelics_keeps_the_order_of_images_and_texts(tmp_path: Path) -> None:

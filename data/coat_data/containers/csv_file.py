@@ -1,30 +1,16 @@
-"""Rows of a CSV or TSV file with a header line, read by byte offsets.
+"""Rows of a CSV or TSV file with a header line, read by byte offsets."""
 
-A CSV whose records list several clips of one video each (Panda-70M) has one row per clip.
-"""
-
-import ast
 import csv
 import io
 import sys
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from coat_data.containers.rows import IndexedFiles, Rows, locate
+from coat_data.containers.rows import IndexedFiles
 from coat_data.sample import DataError
 
 _BOM = "\ufeff"
-
-
-CLIP = "__clip__"
-"""Field that is added to a record: number of the clip, (start, end), caption."""
-
-COLUMNS = frozenset({"videoID", "timestamp", "caption"})
-"""Columns by which the format is recognized (snap-research/Panda-70M, README)."""
 
 
 class CsvRows(IndexedFiles):
@@ -92,52 +78,3 @@ class CsvRows(IndexedFiles):
             if record:
                 yield start, taken
             start = taken
-
-
-class ClipRows(Rows):
-    """One row per clip of all records."""
-
-    def __init__(self, path: Path) -> None:
-        self._records = CsvRows(path)
-        self.media_root = path.parent
-        counts = array("q")
-        for row in self._records.stream():
-            try:
-                counts.append(1 if isinstance(row, DataError) else len(_clips(row, "")))
-            except DataError:
-                counts.append(1)  # a record that does not parse is one row, whose error says why
-        self._ends = np.cumsum(np.array(counts, dtype=np.int64), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        record, number = locate(self._ends, index)
-        row = self._records[record]
-        clips = _clips(row, self._records.where(record))
-        return {**row, CLIP: clips[number]}
-
-    def place(self, index: int) -> tuple[str, int]:
-        """Return the file, and the record."""
-        path, record = self._records.place(locate(self._ends, index)[0])
-        return self.name(Path(path)), record
-
-
-def _clips(row: dict[str, Any], where: str) -> list[tuple[int, tuple[str, str], str]]:
-    """Parse number, (start, end) and caption of every clip of a record.
-
-    Both columns are lists in Python syntax, the first of pairs of times.
-    """
-    try:
-        times, captions = ast.literal_eval(row["timestamp"]), ast.literal_eval(row["caption"])
-        pairs = [
-            (number, (str(start), str(end)), str(caption))
-            for number, ((start, end), caption) in enumerate(zip(times, captions, strict=True))
-        ]
-    except (ValueError, TypeError, SyntaxError, KeyError, MemoryError, RecursionError) as error:
-        problem = f"timestamp and caption are not lists of equal length: {error}"
-        remedy = "write [['0:00:01.0', '0:00:02.5'], ...] and ['caption', ...]"
-        raise DataError(where, problem, remedy) from error
-    if not pairs:
-        raise DataError(where, "the record lists no clip", "remove it")
-    return pairs

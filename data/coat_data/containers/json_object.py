@@ -1,15 +1,11 @@
 """Rows of JSON files that are one object, as data sets are published.
 
-- ``annotations`` with ``question_id`` (VQA v2, OK-VQA): the annotations, each with the fields of
-  its question from the file of questions in the same folder.
-- ``images`` and ``annotations`` (COCO): the annotations, each with the fields of its image.
 - ``data`` (TextVQA): the elements of the list.
 - ``{id: {..., "split": "train"}, ...}`` (ScienceQA): the values of one split, with their key as
   ``id``; the splits may also be in ``pid_splits.json`` next to the file.
 
 Other objects of rows, such as GQA's questions, are read by :mod:`coat_data.containers.json_file`.
-Sources: GT-Vision-Lab/VQA, README; cocodataset.org, format-data; TextVQA 0.5.1;
-lupantech/ScienceQA, README.
+Sources: TextVQA 0.5.1; lupantech/ScienceQA, README.
 """
 
 import json
@@ -18,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from coat_data.containers.json_file import BOM, JsonRows, Window
 from coat_data.containers.rows import Rows
@@ -38,7 +32,7 @@ def open_object(path: Path, split: str | None = None) -> Rows | None:
     """Open the rows of a file that starts with a brace; None if it is JSONL or in another layout.
 
     Raises:
-        DataError: the file of questions is missing, or there is no such split.
+        DataError: its lists have to be joined (VQA v2, COCO), or there is no such split.
     """
     if _is_jsonl(path):
         return None
@@ -54,21 +48,11 @@ def open_object(path: Path, split: str | None = None) -> Rows | None:
         return None
     if name == "data":
         return ObjectRows(path, "data")
-    if "question_id" in first:
-        return _open_annotations(path, name)
-    if {"file_name", "image_id"} & set(first):
-        images = ObjectRows(path, "images", "id")
-        return JoinedRows(ObjectRows(path, "annotations"), images, "image_id")
-    return None
-
-
-def _open_annotations(path: Path, name: str) -> Rows:
-    if name == "questions":
-        problem = "holds questions without their answers"
-        remedy = "give the file of annotations, which reads the questions from this file"
-        raise DataError(str(path), problem, remedy)
-    questions = ObjectRows(_questions_of(path), "questions", "question_id")
-    return JoinedRows(ObjectRows(path, "annotations"), questions, "question_id")
+    if not {"question_id", "file_name", "image_id"} & set(first):
+        return None
+    problem = f"is one object, whose list of {name} has to be joined with another list"
+    remedy = "write one row per line with its image and texts, or use Parquet files from the Hub"
+    raise DataError(str(path), problem, remedy)
 
 
 def _open_values(path: Path, split: str | None) -> Rows | None:
@@ -123,30 +107,13 @@ def _first_row(path: Path) -> tuple[str, Mapping[str, Any]]:
     return "", {}
 
 
-def _questions_of(path: Path) -> Path:
-    name = path.name.replace("annotations", "questions")
-    for other in sorted(path.parent.glob("*questions*.json")):
-        if other != path and other.name.replace("OpenEnded_", "") == name:
-            return other
-    expected = name.replace("mscoco_", "OpenEnded_mscoco_")
-    raise DataError(
-        str(path),
-        f"the questions of these annotations are missing: there is no {expected} in the folder",
-        "copy both files into one folder under their published names",
-    )
-
-
 class ObjectRows(JsonRows):
-    """The elements of list ``name`` of an object, or its values; rows refer to field ``key``."""
+    """The elements of list ``name`` of an object, or its values that are in ``split``."""
 
     reuses_index = False
 
-    def __init__(
-        self, path: Path, name: str | None, key: str | None = None, split: str | None = None
-    ) -> None:
-        self._name, self._key, self._split = name, key, split
-        self.keys: list[Any] = []  # value of ``key`` of each row
-        self.head: dict[str, Any] = {}  # texts and numbers of the object
+    def __init__(self, path: Path, name: str | None, split: str | None = None) -> None:
+        self._name, self._split = name, split
         self.splits: Counter[str] = Counter()  # rows of each split
         self.only_objects = True  # whether all values are objects
         self._members = _split_members(path) if name is None else {}
@@ -158,30 +125,20 @@ class ObjectRows(JsonRows):
         with _window(path) as window:
             for start, name in window.members():
                 if window.mark() == "[":
-                    for begin, end, value in window.elements():
+                    for begin, end, _ in window.elements():
                         if name == self._name:
-                            self._add_key(value, begin)
                             yield begin, end
                     self.only_objects = self.only_objects and name in _ABOUT
                     continue
                 value = window.value()
                 if self._name is not None or name in _ABOUT:
-                    self.head |= {name: value} if isinstance(value, str | int | float) else {}
-                elif not isinstance(value, Mapping):
+                    continue
+                if not isinstance(value, Mapping):
                     self.only_objects = False
                 elif self._is_wanted(name, value):
                     yield start, window.offset
             if window.mark():
                 raise window.error("Extra data")
-
-    def _add_key(self, value: Any, begin: int) -> None:
-        if self._key is None:
-            return
-        key = value.get(self._key) if isinstance(value, Mapping) else None
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            where = f"{self.files[0]}:{len(self.keys)}"
-            raise DataError(where, f"{self._key} is {key!r}, at byte {begin}", "give it an id")
-        self.keys.append(key)
 
     def _is_wanted(self, name: str, value: Mapping[str, Any]) -> bool:
         """Count the splits of a row; return whether the row is in the requested one or in none."""
@@ -204,38 +161,3 @@ def _split_members(path: Path) -> dict[str, list[str]]:
             problem = f"is not a list of splits: {error}"
             raise DataError(str(listing), problem, "copy it again") from error
     return members
-
-
-class JoinedRows(Rows):
-    """Rows, each with the fields of the row of ``others`` that its field ``key`` refers to."""
-
-    def __init__(self, rows: ObjectRows, others: ObjectRows, key: str) -> None:
-        self._rows, self._others, self._key = rows, others, key
-        self.media_root = rows.media_root
-        self.damage = rows.damage or others.damage
-        self.files = [*rows.files, *others.files]
-        keys = np.array(others.keys)
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-        others.keys = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self._rows[index]
-        if not isinstance(row, Mapping):
-            return row
-        key = row.get(self._key)
-        same = isinstance(key, int if self._sorted.dtype.kind == "i" else str)
-        found = int(np.searchsorted(self._sorted, key)) if same else len(self._sorted)
-        if found == len(self._sorted) or self._sorted[found] != key:
-            problem = f"{self._key} is {key!r}, which is not in {self._others.files[0]}"
-            raise DataError(self._rows.where(index), problem, "copy files of the same version")
-        other = self._others[int(self._order[found])]
-        return {**self._others.head, **other, **row}
-
-    def place(self, index: int) -> tuple[str, int]:
-        """Return the file of the rows, and the row in it."""
-        path, row = self._rows.place(index)
-        return self.name(Path(path)), row

@@ -1,7 +1,6 @@
 """Recognizes by content how the rows of a path are stored, and opens them."""
 
 import glob
-import json
 import re
 from collections.abc import Mapping
 from itertools import islice
@@ -9,11 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from coat_data.containers.compressed import unpack
-from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
+from coat_data.containers.csv_file import CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import BOM, JsonRows
-from coat_data.containers.json_object import JoinedRows, open_object
+from coat_data.containers.json_object import open_object
 from coat_data.containers.media_files import check_regular_file
 from coat_data.containers.remote_file import expand_braces, local_copies
 from coat_data.containers.rows import Rows
@@ -66,10 +65,7 @@ def open_rows(
     if path.is_dir():
         rows, paths = _open_folder(path, limits), [path]
     elif path.is_file():
-        rows = _open_files(path, [path], limits)
-        # A WIDS list has shards, and annotations of VQA v2 a file of questions.
-        paths = [path, *(rows.files if isinstance(rows, TarRows | JoinedRows) else [])]
-        paths = [file for file in paths if file not in rows.names]
+        rows, paths = _open_files(path, [path], limits), [path]
     elif split and base.is_file() and (rows := open_object(base, split)):
         paths = [base]
     else:
@@ -97,8 +93,6 @@ def _open_folder(folder: Path, limits: Limits) -> Rows:
         return ShardRows(folder)
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return TableRows(folder, [])
-    if (folder / "wids-meta.json").is_file():
-        return _open_wids(folder / "wids-meta.json")
     for name in _METADATA:
         if (folder / name).is_file():
             return _open_files(folder / name, [folder / name], limits)
@@ -240,8 +234,6 @@ def _open_plain_files(path: Path, files: list[Path]) -> Rows:
         problem = f"matches {len(files)} files"
         remedy = "only JSON, JSONL, Parquet, Arrow, tar and .txt files go together"
         raise DataError(str(path), problem, remedy)
-    if first.name == "wids-meta.json":
-        return _open_wids(first)
     return _open_text(first, head.removeprefix(BOM).lstrip()[:1])
 
 
@@ -251,41 +243,7 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
         rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
         return JsonRows([path]) if rows is None else rows
     if suffix in (".csv", ".tsv"):
-        rows = CsvRows(path)
-        return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
+        return CsvRows(path)
     problem = "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt"
     remedy = "give a data file, or a folder written by coat-vlm data ingest"
     raise DataError(str(path), problem, remedy)
-
-
-def _open_wids(path: Path) -> Rows:
-    """Open the tars of a WIDS shard list (webdataset, wids; VILA's simple_vila_webdataset)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(str(path), f"cannot be read: {error}", "make it again") from error
-    shards = content.get("shardlist") if isinstance(content, dict) else None
-    if not isinstance(shards, list) or not shards:
-        raise DataError(str(path), "has no shardlist", "make the list again")
-    try:
-        names = [str(shard["url"]) for shard in shards]
-    except (TypeError, KeyError) as error:
-        raise DataError(str(path), f"a shard has no url: {error}", "make it again") from error
-    rows = TarRows([_shard_file(path, name) for name in names])
-    expected = [shard.get("nsamples") for shard in shards]
-    counted = sum(number for number in expected if isinstance(number, int))
-    if None not in expected and not rows.damage and len(rows) != counted:
-        problem = f"the shards hold {len(rows)} samples, the list says {counted}"
-        raise DataError(str(path), problem, "make the list again, or copy the shards again")
-    return rows
-
-
-def _shard_file(listing: Path, name: str) -> Path:
-    path = listing.parent / name
-    if not path.resolve().is_relative_to(listing.parent.resolve()):
-        raise DataError(
-            str(listing), f"the shard {name!r} lies outside of the folder", "move it there"
-        )
-    if not path.is_file():
-        raise DataError(str(path), "this shard is missing", "copy the whole folder")
-    return path

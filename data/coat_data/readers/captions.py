@@ -5,28 +5,23 @@ image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``, 
 precede the caption, or stand at the ``<image>`` in it. WebVid's columns (m-bain/webvid, README)
 stand for the file ``page_dir/videoid.mp4``, or ``videoid.mp4``.
 
-Two data sets have fields of their own. ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card):
-the caption with ``idx`` -1 is the summary::
+ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card) has fields of its own; the caption with
+``idx`` -1 is the summary::
 
     {"video_id": "a", "video_path": "a.mp4", "captions": [{"idx": "-1", "content": "..."}]}
-
-Panda-70M (snap-research/Panda-70M, README): a CSV of ``videoID, url, timestamp, caption`` whose
-records list several clips; each clip is a row here (:mod:`coat_data.containers.csv_file`).
 
 For a file in a folder, the text file with its name is the caption; without one, the folder's name
 is its class.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from coat_data.containers.csv_file import CLIP
 from coat_data.containers.media_files import VIDEO_SUFFIXES
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
-from coat_data.readers.row_media import MEDIA_FIELDS, media_path, to_media, with_span
+from coat_data.readers.row_media import MEDIA_FIELDS, existing_path, media_path, to_media, with_span
 from coat_data.readers.turns import (
     PLACEHOLDERS,
     Said,
@@ -56,7 +51,6 @@ _NOT_ALONE = {"images", "videos", "image_url", "image_name", "image_file"}
 """Columns that are often null beside the text of a document."""
 _CAPTION_FIELDS = ("caption", "text", "title", "description", "txt", "captions")
 _WEBVID = {"videoid", "name", "page_dir"}
-_TIME = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
 
 def _kind_by_ending(name: str) -> MediaKind:
@@ -86,7 +80,7 @@ def _from_columns(row: Any, place: Place) -> Sample:
     names = {str(name).lower(): name for name in row}
     if names.keys() >= _WEBVID:
         page, video = str(row[names["page_dir"]]), str(row[names["videoid"]])
-        path = _first_file([f"{page}/{video}.mp4", f"{video}.mp4"], "videoid", place)
+        path = existing_path([f"{page}/{video}.mp4", f"{video}.mp4"], "videoid", place)
         media = [Media(kind="video", path=path)]
         caption = place.as_string(row[names["name"]], "name")
     else:
@@ -130,30 +124,14 @@ def _column(
     )
 
 
-def _first_file(candidates: list[str], field: str, place: Place) -> str:
-    """Return the absolute path of the first candidate that exists; else the first candidate."""
-    paths = [media_path(name, field, place) for name in candidates]
-    return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
-
-
 def _is_video_set(row: Any) -> bool:
-    """Whether the row has the fields of ShareGPT4Video or Panda-70M."""
-    return isinstance(row, Mapping) and (
-        isinstance(row.get(CLIP), tuple)
-        or ({"captions", "video_path"} <= set(row) and isinstance(row["captions"], list))
-    )
+    """Whether the row has the fields of ShareGPT4Video."""
+    return has_fields("captions", "video_path")(row) and isinstance(row["captions"], list)
 
 
 def _from_video_set(row: Any, place: Place) -> Sample:
     """Convert a video and its caption."""
     row = place.as_object(row)
-    is_panda = isinstance(row.get(CLIP), tuple)
-    media, caption = _panda(row, place) if is_panda else _share_gpt(row, place)
-    name = place.row_id({**row, "id": row.get("video_id", row.get("id"))})
-    return place.sample(name, caption_turns([media], caption), [media])
-
-
-def _share_gpt(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
     captions = [
         place.as_object(entry, f"captions[{number}]", "give it idx and content")
         for number, entry in enumerate(place.as_list(row.get("captions"), "captions"))
@@ -164,25 +142,9 @@ def _share_gpt(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
         place.notes.append("later_captions")
     summary = next((entry for entry in captions if str(entry.get("idx")) == "-1"), captions[-1])
     caption = place.as_string(summary.get("content"), "the summary's content")
-    return to_media(row.get("video_path"), "video", "video_path", place), caption
-
-
-def _panda(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
-    number, times, caption = row[CLIP]
-    name = place.as_string(row.get("videoID"), "videoID")
-    cut = [f"{name}_{number}.mp4", f"{name}/{number}.mp4", f"{name}_{number:05d}.mp4"]
-    path = _first_file([f"{name}.mp4", *cut], "videoID", place)
-    is_cut = not path.endswith(f"{name}.mp4")
-    start, end = (None, None) if is_cut else (_seconds(time, place) for time in times)
-    media = Media(kind="video", path=path, start=start, end=end)
-    return media, place.as_string(caption, "caption")
-
-
-def _seconds(time: str, place: Place) -> float:
-    found = _TIME.fullmatch(time)
-    if found is None:
-        raise place.error(f"the timestamp {time!r} is no time", "write hours:minutes:seconds")
-    return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3])
+    media = to_media(row.get("video_path"), "video", "video_path", place)
+    name = place.row_id({**row, "id": row.get("video_id", row.get("id"))})
+    return place.sample(name, caption_turns([media], caption), [media])
 
 
 def _from_file(row: Any, place: Place) -> Sample:
@@ -212,9 +174,7 @@ COLUMNS = Reader(
     _has_columns,
     _from_columns,
 )
-VIDEO_SETS = Reader(
-    "clips", "video captions: ShareGPT4Video JSONL, Panda-70M CSV", _is_video_set, _from_video_set
-)
+VIDEO_SETS = Reader("clips", "video captions: ShareGPT4Video JSONL", _is_video_set, _from_video_set)
 FILES = Reader(
     "folder",
     "a folder of images or videos: one folder per class, or NAME.txt beside NAME.jpg",

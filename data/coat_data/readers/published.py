@@ -13,7 +13,6 @@ table, which are tried in order below the media root.
   training reads them (``point_scale=100``); PixMo-Count asks for the number.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 from coat_data.readers.boxes import write_box
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader
-from coat_data.readers.row_media import media_path, to_media
+from coat_data.readers.row_media import existing_path, to_media
 from coat_data.readers.turns import Said, caption_turns, media_first
 from coat_data.sample import Media, Sample
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
@@ -32,6 +31,7 @@ Row = Mapping[str, Any]
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _PERCENT = (100.0, 100.0)
 _SPEAKERS = re.compile(r"\[(USER|ASSISTANT)\]")
+_OTHER_CLIPS = "write one row per clip, with video, start, end and caption"  # Panda-70M
 _OTHER_CHOICES = "rename them to choices, a list of texts, with answer the letter or number"
 
 
@@ -122,15 +122,7 @@ class _Layout:
     """Paths of the image, with fields of the row in braces; empty: the row has the image."""
 
 
-_VQA = (  # VQA v2 and OK-VQA, TextVQA, GQA, and rows with the image (VizWiz)
-    _Layout(
-        has=frozenset({"question", "answers", "image_id", "data_subtype"}),
-        said=_short_answer,
-        images=(
-            "COCO_{data_subtype}_{image_id:012d}.jpg",
-            "{data_subtype}/COCO_{data_subtype}_{image_id:012d}.jpg",
-        ),
-    ),
+_VQA = (  # TextVQA, GQA, and rows with the image (VQA v2, OK-VQA and VizWiz from the Hub)
     _Layout(
         has=frozenset({"question", "answers", "image_id", "set_name"}),
         said=_short_answer,
@@ -192,9 +184,7 @@ def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
         except (ValueError, TypeError) as error:
             problem = f"the fields of {pattern!r} are wrong: {error}"
             raise place.error(problem, "give the published ids") from error
-    paths = [media_path(name, "the image", place) for name in names]
-    path = next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
-    return [Media(kind="image", path=path)]
+    return [Media(kind="image", path=existing_path(names, "the image", place))]
 
 
 def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
@@ -205,7 +195,7 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
             known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
             problem = f"the row has not the fields of {name} (fields: {', '.join(map(str, row))})"
             raise place.error(problem, f"give it {known}")
-        place.refuse(row, {"options": _OTHER_CHOICES})
+        place.refuse(row, {"options": _OTHER_CHOICES, "videoID": _OTHER_CLIPS})
         media = _image(row, layout, place)
         said = layout.said(row, place)
         if layout.said is _caption:

@@ -141,6 +141,12 @@ def media_path(text: str, field: str, place: Place) -> str:
     return place.root.file(text, place.where)
 
 
+def existing_path(names: Sequence[str], field: str, place: Place) -> str:
+    """Return the path of the first of several possible names that exists, else of the first."""
+    paths = [media_path(name, field, place) for name in names]
+    return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
+
+
 def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
     for name in ("bytes", "base64", "data"):
         value = item.get(name)

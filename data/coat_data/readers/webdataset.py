@@ -6,7 +6,7 @@
   and the media of the tar are the row's media: those that the row names, in its order and with its
   ``start`` and ``end`` (``{"path": "0001.mp4", "start": 1.5}``), or all if it names none.
 - Otherwise the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in
-  ``json`` (img2dataset; VILA's WIDS folders).
+  ``json`` (img2dataset).
 """
 
 import json
@@ -191,7 +191,7 @@ def _text(value: Any, name: str, place: Place) -> str:
 
 READER = Reader(
     "webdataset",
-    "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS",
+    "WebDataset tars: caption pairs, conversations in .json, img2dataset",
     _matches,
     _to_sample,
 )
