@@ -25,7 +25,7 @@ class SavedStep:
     spike: bool = False
     """Whether loss or gradient norm had diverged when the checkpoint was saved."""
     discarded: bool = False
-    """Whether this run found it damaged or went back to an earlier one."""
+    """Whether this run found it damaged."""
 
 
 def choose_deletions(

@@ -128,7 +128,7 @@ def load_checkpoint(
 
 @torch.no_grad()
 def load_engine_state(engine: DeepSpeedEngine, shards: Shards) -> None:
-    """Load weights and optimizer states into an engine: of a new stage, or after a rollback."""
+    """Load weights and optimizer states into an engine."""
     model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
     if engine.zero_optimization_stage() == 3:  # discard gathered copies of parameters

@@ -75,8 +75,8 @@ class CheckpointSaver:
         losses: Callable[[], Mapping[int, float]] | None = None,
         check: Check | None = None,
     ) -> None:
-        self.discarded = set(discarded)
-        self._folder = folder
+        self.folder = folder
+        self._discarded = set(discarded)
         self._engine = engine
         self._world = world
         self._keep = keep
@@ -94,7 +94,7 @@ class CheckpointSaver:
         ones are unchanged.
         """
         self.finish()
-        target = self._folder / f"step-{progress.step:08d}"
+        target = self.folder / f"step-{progress.step:08d}"
         temporary = self._world.run_on_rank0(partial(self._begin, target))
         save = self._pending = FolderSave(temporary, target, self._world, self._check)
         try:
@@ -172,7 +172,7 @@ class CheckpointSaver:
         if self._description is None:
             self._description = {}
             if self._describe is not None:
-                with tempfile.TemporaryDirectory(dir=self._folder, prefix=".tmp-model.") as name:
+                with tempfile.TemporaryDirectory(dir=self.folder, prefix=".tmp-model.") as name:
                     self._describe(Path(name))
                     for file in list_files(Path(name)):
                         self._description[file] = (Path(name) / file).read_bytes()
@@ -180,10 +180,10 @@ class CheckpointSaver:
 
     def _delete_old(self, target: Path) -> None:
         """Delete the checkpoints that the rule does not keep; ``target`` is the newest one."""
-        self.discarded.discard(target.name)
-        paths = {path_step(path): path for path in list_checkpoints(self._folder)}
+        self._discarded.discard(target.name)
+        paths = {path_step(path): path for path in list_checkpoints(self.folder)}
         steps = [
-            SavedStep(step=step, spike=is_spike(path), discarded=path.name in self.discarded)
+            SavedStep(step=step, spike=is_spike(path), discarded=path.name in self._discarded)
             for step, path in paths.items()
         ]
         losses = self._losses() if self._losses is not None else {}

@@ -52,6 +52,8 @@ REMOVED = {
     "stages.*.max_bad_fraction": "set max_bad_samples, a number of samples",
     "stages.*.packing.align": "rows are padded to a multiple of 128 tokens",
     "stages.*.data.*.seed": "select: random uses the recipe's seed",
+    "rollback": "set action to stop; --resume auto then continues from before the spike",
+    "divergence.max_rollbacks": "a run stops and continues from before the spike at --resume auto",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }

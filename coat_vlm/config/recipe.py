@@ -33,19 +33,15 @@ class TrackingConfig:
 class DivergenceConfig:
     """What happens when loss or gradient norm leave their usual range, or are not finite."""
 
-    action: Literal["warn", "stop", "rollback"] = "warn"
+    action: Literal["warn", "stop"] = "warn"
     """``warn``: print a warning and mark checkpoints, which then do not push out good ones.
-    ``stop``: end the run. ``rollback``: go back to the last checkpoint from before the spike and
-    skip the batches in between. With the last two, ``--resume auto`` also continues from before a
-    spike."""
+    ``stop``: end the run; ``--resume auto`` continues from before the spike."""
     window: Annotated[int, Field(ge=16)] = 128
     """Number of past steps that define the usual range."""
     threshold: Annotated[float, Field(gt=0.0)] = 10.0
     """Robust standard deviations above the median of the window at which a step is out of range."""
     patience: Positive = 5
-    """Consecutive steps out of range after which ``stop`` and ``rollback`` act."""
-    max_rollbacks: Positive = 3
-    """Rollbacks per stage after which ``rollback`` stops."""
+    """Consecutive steps out of range after which ``stop`` acts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -340,7 +340,7 @@ def take_steps(
     ``step`` is a :class:`TrainStep`, or has its ``on_entry`` and ``__call__``.
     """
     entries: list[dict[str, Any]] = []
-    step.on_entry = lambda entry, _: entries.append(entry)
+    step.on_entry = entries.append
     for number in tqdm(range(warmup + steps), title, unit="step", disable=not world.is_main):
         if number == warmup:
             world.barrier()

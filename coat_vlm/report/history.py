@@ -73,8 +73,6 @@ def _judge_stage(stage: StageLog) -> Iterator[tuple[str, str]]:
     if "divergence" in kinds:
         number = kinds.count("divergence")
         yield f"loss or gradient norm left the usual range {number} times", "history"
-    if "rollback" in kinds:
-        yield f"training went back to a checkpoint {kinds.count('rollback')} times", "history"
     if last.get("bad_samples"):
         yield f"{last['bad_samples']} bad samples were replaced by others", "data"
     wait = average_rates(stage.steady, stage.ranks).get("wait", 0.0)
@@ -148,8 +146,3 @@ def _describe(event: dict[str, Any]) -> Iterator[str]:
             yield from (f"changed data: {change}" for change in event.get("changed_data") or [])
         case "divergence", _:
             yield f"out of the usual range: {event.get('problem')}"
-        case "rollback", _:
-            yield (
-                f"went back from step {event.get('from')} to step {event.get('step')} and skipped "
-                f"the batches between: {event.get('problem')}"
-            )

@@ -41,9 +41,9 @@ class StageLog:
     """Comparisons of FP8 blocks with BF16."""
     saves: list[dict[str, Any]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
-    """The first steps after a start, a resume or a rollback."""
+    """The first steps after a start or a resume."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Starts, resumes, divergence, rollbacks and the end, each with ``after``, the steps before."""
+    """Starts, resumes, divergence and the end, each with ``after``, the steps before."""
 
     @property
     def ranks(self) -> int:
@@ -143,7 +143,7 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
         unreadable = lines - len(rows)
         missing.append(f"metrics.jsonl has {unreadable} unreadable lines (truncated by a crash?)")
     numbered: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    fresh: set[str] = {*STAGES}  # whose next step is the first after a start or a rollback
+    fresh: set[str] = {*STAGES}  # whose next step is the first after a start
     for row in rows:
         name, kind = str(row["stage"]), row.get("kind")
         log = logs.setdefault(name, StageLog(name=name))
@@ -155,9 +155,9 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
             fresh.discard(name)
         elif kind == "fp8":
             log.fp8.append(row)
-        elif kind in ("stage", "resume", "divergence", "rollback"):
+        elif kind in ("stage", "resume", "divergence"):
             _add_event(log, row, after=max(steps, default=0))
-            if row.get("status") == "start" or kind == "rollback":
+            if row.get("status") == "start":
                 fresh.add(name)
     for name, log in logs.items():
         log.steps, log.validations, log.evaluations, log.monitor, log.saves = (

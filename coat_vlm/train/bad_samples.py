@@ -44,10 +44,6 @@ class BadSamples:
         self._name = name
         self._stage = stage
         self._sources = sources
-        self.count_again(total)
-
-    def count_again(self, total: int) -> None:
-        """Count the listed samples by source, at the start or after going back."""
         self.total = total
         self.transient = 0
         self._counts = dict.fromkeys((source.name for source in self._sources), 0)

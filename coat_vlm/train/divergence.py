@@ -1,37 +1,28 @@
-"""Watches loss and gradient norm of a stage, and warns, stops or goes back when they diverge.
+"""Watches loss and gradient norm of a stage, and warns or stops when they diverge.
 
 Steps out of range do not enter the window, so a run that stays diverged stays out of range.
-
-``rollback`` follows PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) and OLMo 2
-(arXiv:2501.00656): it loads a checkpoint from before the spike and skips the batches in between.
-The skips are in ``rollbacks.json`` of the stage, so that a resumed run skips the same batches.
 """
 
-import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from coat_data.mixture.sampler import SamplerState
-from coat_data.saved_files import write_text
-from coat_vlm.checkpoint.atomic_folder import read_json, remove_folder
+from coat_vlm.checkpoint.atomic_folder import remove_folder
 from coat_vlm.checkpoint.load import FoundCheckpoint, find_checkpoint, list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import read_progress
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config.recipe import DivergenceConfig
 from coat_vlm.distributed import World
-from coat_vlm.train.tracking import Metrics, read_entries
-
-ROLLBACKS = "rollbacks.json"
-"""File in a stage's folder."""
+from coat_vlm.train.tracking import Metrics, print_on_main, read_entries
 
 MIN_STEPS = 32
 """Steps in the window before deviations from its median count."""
@@ -58,7 +49,7 @@ class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
     The same entries give the same result, so all ranks and a resumed run agree without
-    communication.
+    communication. ``entries`` are those of the finished steps.
 
     Attributes:
         first: first step of the present spike; None if the last step was in range.
@@ -66,7 +57,12 @@ class Detector:
         skipped: number of steps that were skipped because of non-finite gradients.
     """
 
-    def __init__(self, config: DivergenceConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: DivergenceConfig,
+        vocab_size: int,
+        entries: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         self.first: int | None = None
         self.applied = 0
         self.skipped = 0
@@ -75,6 +71,8 @@ class Detector:
         self._limit: float | None = None
         self._losses: deque[float] = deque(maxlen=config.window)
         self._norms: deque[float] = deque(maxlen=config.window)
+        for entry in entries:
+            self.add(entry)
 
     def add(self, entry: Mapping[str, Any]) -> str | None:
         """Add a step's entry of metrics.jsonl; return what is out of range, None if nothing is."""
@@ -122,136 +120,70 @@ def _range(window: Iterable[float], floor: float, threshold: float) -> tuple[flo
     return middle - reach, middle + reach
 
 
+@dataclass(slots=True, kw_only=True)
 class Watchdog:
-    """Acts on what :class:`Detector` finds in a stage.
+    """Acts on what :class:`Detector` finds in a stage."""
 
-    ``entries`` are the stage's of metrics.jsonl (:func:`read_step_entries`), on all ranks; those
-    after the finished steps are not used.
+    detector: Detector
+    """With the finished steps."""
+    action: Literal["warn", "stop"]
+    patience: int
+    saver: CheckpointSaver
+    metrics: Metrics
+    world: World
 
-    Attributes:
-        skips: finished steps -> where the sampler continues after them, because of a rollback.
-        finish_save: waits on all ranks for a checkpoint that is being written; called before
-            training goes back.
-    """
-
-    def __init__(
-        self,
-        config: DivergenceConfig,
-        folder: Path,
-        world: World,
-        vocab_size: int,
-        entries: Sequence[Mapping[str, Any]],
-        finished: int,
-    ) -> None:
-        self.skips: dict[int, SamplerState] = {}
-        self.finish_save: Callable[[], None] = lambda: None
-        self._config = config
-        self._folder = folder
-        self._world = world
-        self._vocab_size = vocab_size
-        self._rollbacks: list[dict[str, Any]] = world.gather(_read_rollbacks(folder))[0]
-        for rollback in self._rollbacks:
-            self._skip(rollback)
-        self._entries = [_shorten(entry) for entry in entries if entry["step"] <= finished]
-        self._detector = self._replay(self._entries)
-
-    @property
-    def spiking(self) -> bool:
-        """Whether the last step was out of range; a checkpoint written now is marked."""
-        return self._detector.first is not None
-
-    def check(self, entry: Mapping[str, Any], state: SamplerState, metrics: Metrics) -> Path | None:
-        """Check a step; return the checkpoint to which training goes back, if it must.
-
-        Raises ValueError: ``stop``, too many rollbacks, or no checkpoint to go back to.
-        """
-        before = self._detector.first
-        problem = self._detector.add(entry)
-        self._entries.append(_shorten(entry))
-        first, step = self._detector.first, int(entry["step"])
+    def check(self, entry: Mapping[str, Any]) -> None:
+        """Check a step; ValueError if the run has diverged and must stop."""
+        before, step = self.detector.first, int(entry["step"])
+        problem, first = self.detector.add(entry), self.detector.first
         if problem is None or first is None:
-            return None
+            return
+        where = f"stage {entry['stage']}, step {step}"
         if before is None:
-            metrics.write(
+            self.metrics.write(
                 {"kind": "divergence", "stage": entry["stage"], "step": step, "problem": problem}
             )
-            self._print(f"WARNING stage {entry['stage']}, step {step}: {problem}")
-        if self._config.action == "warn" or step < first + self._config.patience - 1:
-            return None
-        words = (
-            f"stage {entry['stage']}, step {step}: the run has been diverging since step {first} "
-            f"({problem})"
+            print_on_main(self.world, f"WARNING {where}: {problem}")
+        if self.action == "warn" or step < first + self.patience - 1:
+            return
+        self.saver.finish()
+        good = find_good_checkpoint(self.saver.folder, first - 1, self.world)
+        remedy = (
+            "lower the learning rates or raise warmup_ratio, and continue from "
+            f"{good.name}, saved before that, with --resume auto"
+            if good is not None
+            else "there is no earlier good checkpoint: lower the learning rates or raise "
+            "warmup_ratio, and start over with --overwrite"
         )
-        self.finish_save()
-        good = find_good_checkpoint(self._folder / "checkpoints", first - 1, self._world)
-        number = len(self._rollbacks)
-        if good is None:
-            raise ValueError(
-                f"{words}, and there is no earlier good checkpoint; lower the learning rates or "
-                "raise warmup_ratio, and start over with --overwrite"
-            )
-        if self._config.action == "stop" or number >= self._config.max_rollbacks:
-            done = f", after {number} rollbacks" if number else ""
-            raise ValueError(
-                f"{words}{done}; lower the learning rates or raise warmup_ratio, and continue from "
-                f"{good.name}, saved before that, with --resume auto"
-            )
-        rollback = {
-            "step": read_progress(good).step,
-            "from": step,
-            "sampler_state": list(state),
-            "problem": problem,
-        }
-        self._rollbacks.append(rollback)
-        self._skip(rollback)
-        if self._world.is_main:
-            write_text(self._folder / ROLLBACKS, json.dumps(self._rollbacks, indent=1))
-        _remove_later(good, self._world)
-        metrics.write({"kind": "rollback", "stage": entry["stage"], **rollback})
-        self._print(f"{words}; back to {good.name}, skipping the batches up to step {step}")
-        self._entries = [one for one in self._entries if one["step"] <= rollback["step"]]
-        self._detector = self._replay(self._entries)
-        return good
+        raise ValueError(
+            f"{where}: the run has been diverging since step {first} ({problem}); {remedy}"
+        )
 
-    def check_weights(self, model: nn.Module, stage: str) -> None:
-        """Check the result of the stage before it is saved; all ranks must call this.
 
-        Raises ValueError if every step was skipped, or weights are not finite.
-        """
-        bad = _find_bad_weight(model, self._world)
-        where = f"; {bad} is NaN or infinite" if bad else ""
-        if self._detector.skipped and not self._detector.applied:
-            raise ValueError(
-                f"stage {stage}: no model is saved, because gradients were NaN or infinite in "
-                f"every step{where}; check the weights that the stage starts from, or lower the "
-                "learning rates, and start over with --overwrite"
-            )
-        if bad:
-            raise ValueError(
-                f"stage {stage}: no model is saved{where}; lower the learning rates, and continue "
-                "from before the spike with --resume auto divergence.action=stop"
-            )
+def check_weights(model: nn.Module, detector: Detector, stage: str, world: World) -> None:
+    """Check the result of a stage before it is saved; all ranks must call this.
 
-    def _replay(self, entries: Iterable[Mapping[str, Any]]) -> Detector:
-        detector = Detector(self._config, self._vocab_size)
-        for entry in entries:
-            detector.add(entry)
-        return detector
-
-    def _skip(self, rollback: Mapping[str, Any]) -> None:
-        step = rollback["step"]
-        self.skips = {at: state for at, state in self.skips.items() if at < step}
-        self.skips[step] = SamplerState(*rollback["sampler_state"])
-
-    def _print(self, text: str) -> None:
-        if self._world.is_main:
-            tqdm.write(text)
+    Raises ValueError if every step was skipped, or weights are not finite.
+    """
+    bad = _find_bad_weight(model, world)
+    where = f"; {bad} is NaN or infinite" if bad else ""
+    if detector.skipped and not detector.applied:
+        raise ValueError(
+            f"stage {stage}: no model is saved, because gradients were NaN or infinite in "
+            f"every step{where}; check the weights that the stage starts from, or lower the "
+            "learning rates, and start over with --overwrite"
+        )
+    if bad:
+        raise ValueError(
+            f"stage {stage}: no model is saved{where}; lower the learning rates, and continue "
+            "from before the spike with --resume auto divergence.action=stop"
+        )
 
 
 def read_step_entries(path: Path, stage: str, world: World) -> list[dict[str, Any]]:
     """Return what :class:`Detector` needs of a stage's entries in metrics.jsonl, on all ranks."""
     entries = [
-        _shorten(entry)
+        {key: entry.get(key) for key in ("step", "loss", "grad_norm", "skipped_steps")}
         for entry in (read_entries(path) if world.is_main else ())
         if entry.get("kind") == "step" and entry.get("stage") == stage
     ]
@@ -260,17 +192,14 @@ def read_step_entries(path: Path, stage: str, world: World) -> list[dict[str, An
 
 def find_good_checkpoint(folder: Path, before: int, world: World) -> Path | None:
     """Return the newest intact checkpoint of an earlier step that is not marked."""
-    candidates: list[Path] = []
-    if world.is_main:
-        for path in list_checkpoints(folder):
-            if find_problem(path) is None:
-                progress = read_progress(path)
-                if progress.step < before and not progress.spike:
-                    candidates.append(path)
-    for path in world.gather(candidates)[0]:
-        if find_damage(path, world) is None:
-            return path
-    return None
+
+    def list_candidates() -> list[Path]:
+        intact = [path for path in list_checkpoints(folder) if find_problem(path) is None]
+        saved = [(path, read_progress(path)) for path in intact]
+        return [path for path, done in saved if done.step < before and not done.spike]
+
+    candidates = world.run_on_rank0(list_candidates)
+    return next((path for path in candidates if find_damage(path, world) is None), None)
 
 
 def choose_start(
@@ -282,36 +211,20 @@ def choose_start(
 ) -> FoundCheckpoint:
     """Find the checkpoint from which a resumed stage continues.
 
-    This is the newest one, unless the last step was out of range and ``action`` is not ``warn``:
-    then it is one from before the spike, and later ones are deleted. Raises ValueError if all
+    This is the newest one, unless the last step was out of range and ``action`` is ``stop``: then
+    it is one from before the spike, and later ones are deleted. Raises ValueError if all
     checkpoints are damaged.
     """
-    detector = Detector(config, vocab_size)
-    for entry in entries:
-        detector.add(entry)
-    if config.action != "warn" and detector.first is not None:
-        good = find_good_checkpoint(folder, detector.first - 1, world)
-        if good is not None:
-            _remove_later(good, world)
-            return FoundCheckpoint(path=good)
-    return find_checkpoint(folder, world)
-
-
-def _remove_later(checkpoint: Path, world: World) -> None:
-    """Delete the checkpoints after one to which training goes back."""
+    first = None if config.action == "warn" else Detector(config, vocab_size, entries).first
+    good = None if first is None else find_good_checkpoint(folder, first - 1, world)
+    if good is None:
+        return find_checkpoint(folder, world)
     world.barrier()  # all ranks have read what they compare
-    for path in list_checkpoints(checkpoint.parent) if world.is_main else ():
-        if path > checkpoint:
+    for path in list_checkpoints(folder) if world.is_main else ():
+        if path > good:
             remove_folder(path)
     world.barrier()
-
-
-def _shorten(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: entry.get(key) for key in ("step", "loss", "grad_norm", "skipped_steps")}
-
-
-def _read_rollbacks(folder: Path) -> list[dict[str, Any]]:
-    return read_json(folder / ROLLBACKS) if (folder / ROLLBACKS).is_file() else []
+    return FoundCheckpoint(path=good)
 
 
 def _find_bad_weight(model: nn.Module, world: World) -> str | None:

@@ -8,6 +8,7 @@ steps have no hooks.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim.state import LOW_BITS
+from coat_vlm.train.passes import Passes
+from coat_vlm.train.tracking import Metrics
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
 """Kinds of tensors with one scale each, whose rates are checked. Tensors with group scales are not:
@@ -262,6 +265,42 @@ class Fp8Record:
 
     def _write_entry(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Measures FP8 in some steps of one stage."""
+
+    name: str
+    """The stage's name."""
+    total_steps: int
+    record: Fp8Record | None
+    """Memory, saturation and states, in the first and the last step; None without FP8."""
+    monitor: BlockMonitor
+    """Compares FP8 blocks with BF16 at intervals."""
+    metrics: Metrics
+
+    def is_due(self, step: int) -> bool:
+        """Whether something is measured in this step."""
+        return self.monitor.is_due(step) or self._records(step)
+
+    @contextmanager
+    def watch(self, step: int, passes: Passes, batch: Batch) -> Iterator[None]:
+        """Measure the step in this context, whose first micro-batch is ``batch``."""
+        record = self.record if self._records(step) else None
+        with ExitStack() as measured:
+            if record is not None and step == 1:
+                passes.set_train_mode()
+                record.footprint(passes.model, batch, passes.stage.sequence_parallel)
+            if self.monitor.is_due(step):
+                watch = self.monitor.watch(self.name, step, self.metrics.write)
+                measured.enter_context(watch)
+            if record is not None:
+                measured.enter_context(record.watch(step, passes.engine.client_optimizer))
+            yield
+
+    def _records(self, step: int) -> bool:
+        return self.record is not None and step in (1, self.total_steps)
 
 
 def _without_images(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -1,18 +1,15 @@
-"""The training loop of one stage: steps, checkpoints, validation, evaluation and rollbacks."""
+"""The training loop of one stage: steps, checkpoints, validation and evaluation."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from coat_data.load.loader import LoadedBatch
-from coat_data.mixture.sampler import SamplerState
-from coat_vlm.checkpoint.load import load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.distributed import Stopped
@@ -25,14 +22,6 @@ from coat_vlm.train.step import TrainStep
 from coat_vlm.train.tracking import StepLine
 
 
-class _DivergedError(Exception):
-    """Training diverged and must go back to a checkpoint."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__(checkpoint)
-        self.checkpoint = checkpoint
-
-
 @dataclass(slots=True, kw_only=True)
 class StageLoop:
     """Runs the steps of one stage, and validates, evaluates and saves between them."""
@@ -42,8 +31,6 @@ class StageLoop:
     saver: CheckpointSaver
     progress: Progress
     """The stage's entries of trainer.json, at step 0."""
-    check: Callable[[], None]
-    """Raises an error if this run must write no more."""
     watchdog: Watchdog
     measured: frozenset[str] = frozenset()
     """Kinds of entries (``val``, ``eval``) that metrics.jsonl has for the step from which the stage
@@ -66,33 +53,20 @@ class StageLoop:
         # Killed between saving and measuring: the entries of this step are missing.
         if step.finished and not self._measure(self.measured):
             self._stop()
-        batches = self._open_batches()
+        batches = self.data.loader.steps(step.sampler_state)
         line = StepLine(
             step.name, step.total_steps, step.finished, self.log_every_steps, step.passes.world
         )
 
-        def handle(entry: dict[str, Any], sampler_state: SamplerState) -> None:
+        def handle(entry: dict[str, Any]) -> None:
             line.show(entry)
-            good = self.watchdog.check(entry, sampler_state, step.log.metrics)
-            if good is not None:
-                raise _DivergedError(good)
+            self.watchdog.check(entry)
 
         step.on_entry = handle
         with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"):
             try:
                 while step.finished < step.total_steps:
-                    try:
-                        stop = self._run_step(batches)
-                    except _DivergedError as diverged:
-                        self._roll_back(diverged.checkpoint)
-                        line.go_back(step.finished)
-                        batches.close()
-                        batches = self._open_batches()
-                        continue
-                    if step.finished in self.watchdog.skips:  # by an earlier rollback
-                        batches.close()
-                        batches = self._open_batches()
-                    self._save_and_measure(stop)
+                    self._save_and_measure(self._run_step(batches))
                 self.saver.finish()
             finally:
                 batches.close()
@@ -115,22 +89,9 @@ class StageLoop:
                 wait=self._is_due_after(step.finished + 1),
             )
         except Exception:  # of any kind: it is raised again
-            # The previous step is logged, if it was not. Its error, or going back, comes first.
+            # The previous step is logged, if it was not. Its error comes first.
             step.read()
             raise
-
-    def _open_batches(self) -> Generator[list[LoadedBatch]]:
-        """Load the batches after the finished steps; batches that a rollback skips are left out."""
-        step = self.step
-        step.sampler_state = self.watchdog.skips.get(step.finished, step.sampler_state)
-        return self.data.loader.steps(step.sampler_state)
-
-    def _roll_back(self, checkpoint: Path) -> None:
-        """Load a checkpoint into the model, the optimizer and the step."""
-        self.check()
-        passes = self.step.passes
-        self.step.go_back(load_checkpoint(checkpoint, passes.engine, self.progress, passes.world))
-        self.saved = self.step.finished
 
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
@@ -154,7 +115,7 @@ class StageLoop:
                     step=self.step.finished,
                     bad_samples=self.step.log.bad_samples.total,
                     sampler_state=self.step.sampler_state,
-                    spike=self.watchdog.spiking,
+                    spike=self.watchdog.detector.first is not None,
                 )
             )
             self.saved = self.step.finished
@@ -177,8 +138,7 @@ class StageLoop:
         validates = stage.eval_steps if self.data.validation else 0
         evaluates = 0 if self.evaluation is None else self.evaluation.every
         intervals = (stage.save_steps, validates, evaluates)
-        due = any(self._is_due(interval, step) for interval in intervals)
-        return due or step in self.watchdog.skips
+        return any(self._is_due(interval, step) for interval in intervals)
 
     def _measure(self, done: frozenset[str] = frozenset()) -> bool:
         """Validate and evaluate where due, unless that is done; return False after a signal."""

@@ -124,8 +124,7 @@ class Passes:
                 check = self._check_modules_get_gradients() if first else nullcontext()
                 with check, self.phases.measure("backward"):
                     self.engine.backward(loss * undo_averaging)
-                # No weight has changed since the previous step, so its passes can be repeated, and
-                # a rollback has nothing to undo.
+                # No weight has changed since the previous step, so its passes can be repeated.
                 read_previous()
                 with self.phases.measure("optimizer"):
                     if number == len(micro_batches):

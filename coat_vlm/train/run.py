@@ -41,13 +41,18 @@ from coat_vlm.run.signals import SIGNALS
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.data_record import SourceRecord
-from coat_vlm.train.divergence import Watchdog, choose_start, read_step_entries
+from coat_vlm.train.divergence import (
+    Detector,
+    Watchdog,
+    check_weights,
+    choose_start,
+    read_step_entries,
+)
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
-from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
+from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record, Measurements
 from coat_vlm.train.initial_model import load_initial_model
 from coat_vlm.train.loop import StageLoop
-from coat_vlm.train.measurements import Measurements
 from coat_vlm.train.model_setup import avoids_padding, prepare_model, select_stages
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
@@ -296,7 +301,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     vocab_size = len(opened.processor.tokenizer)
     entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
     done, damaged = _restore(stage, opened, passes, new, entries)
-    watchdog = Watchdog(recipe.divergence, stage.folder, world, vocab_size, entries, done.step)
+    finished_entries = [entry for entry in entries if entry["step"] <= done.step]
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
         stage.run_dir,
@@ -341,14 +346,19 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
         ),
     )
     saver = _build_saver(stage, opened, passes, damaged)
-    watchdog.finish_save = saver.finish
     return StageLoop(
         step=step,
         data=data,
         saver=saver,
         progress=new,
-        check=stage.lock.check,
-        watchdog=watchdog,
+        watchdog=Watchdog(
+            detector=Detector(recipe.divergence, vocab_size, finished_entries),
+            action=recipe.divergence.action,
+            patience=recipe.divergence.patience,
+            saver=saver,
+            metrics=metrics,
+            world=world,
+        ),
         heartbeat=Heartbeat(
             stage.run_dir, name, done.step, world, recipe.collective_timeout_s, stage.lock.check
         ),
@@ -424,7 +434,7 @@ def _load(checkpoint: Path, passes: Passes, new: Progress, total_steps: int) -> 
 def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     """Check and save the trained model."""
     name, finished = stage.name, loop.step.finished
-    loop.watchdog.check_weights(opened.model, name)
+    check_weights(opened.model, loop.watchdog.detector, name, stage.world)
     loop.heartbeat.enter("saving the model", finished)
     target = stage.folder / "model"
     with SIGNALS.hold(f"when {target} is complete"):

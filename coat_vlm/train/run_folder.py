@@ -10,7 +10,6 @@ from coat_vlm.config import STAGES, Recipe
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.run.lock import LOCK
 from coat_vlm.train.bad_samples import BAD_SAMPLES
-from coat_vlm.train.divergence import ROLLBACKS
 from coat_vlm.train.model_setup import check_run_folder
 from coat_vlm.train.resume import apply_changes, check_changes, find_changes, find_stage_states
 from coat_vlm.train.tracking import METRICS, rewind
@@ -64,7 +63,6 @@ def reset_stage(run_dir: Path, name: str, finished: int, *, fresh: bool) -> None
     for old in (run_dir / name / "model", *list_checkpoints(run_dir / name / "checkpoints")):
         if old.exists():
             remove_folder(old)
-    (run_dir / name / ROLLBACKS).unlink(missing_ok=True)
 
 
 def _empty_folder(folder: Path) -> None:

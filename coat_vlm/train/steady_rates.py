@@ -1,7 +1,7 @@
 """Rates of the steady steps of training.
 
-Shown apart are the first step after a start, a resume or a rollback (it compiles and fills queues),
-steps that measure FP8, and steps that capture CUDA graphs.
+Shown apart are the first step after a start or a resume (it compiles and fills queues), steps that
+measure FP8, and steps that capture CUDA graphs.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ def split_steps(
 ) -> tuple[list[Entry], dict[str, list[Entry]]]:
     """Split the steps of one stage into steady ones and others.
 
-    ``first`` are the numbers of the first steps after a start, a resume or a rollback. The others
-    are returned by kind: ``first``, ``measured``, ``capturing``.
+    ``first`` are the numbers of the first steps after a start or a resume. The others are returned
+    by kind: ``first``, ``measured``, ``capturing``.
     """
     steady: list[Entry] = []
     apart: dict[str, list[Entry]] = defaultdict(list)

@@ -19,9 +19,8 @@ import torch
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.packing import Sampler
 from coat_data.mixture.sampler import SamplerState
-from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.optim import lr_factor
-from coat_vlm.train.measurements import Measurements
+from coat_vlm.train.fp8_monitor import Measurements
 from coat_vlm.train.passes import Passes, Results
 from coat_vlm.train.step_log import StepLog
 
@@ -37,8 +36,6 @@ class _LaunchedStep:
     """Seconds of waiting for its micro-batches; 0 if they are in the previous step's entry."""
     micro_batches: list[LoadedBatch]
     divisor: float
-    sampler_state: SamplerState
-    """State of the sampler after the step."""
     results: Results
     entry: dict[str, Any]
     """What is known of the step's entry of metrics.jsonl."""
@@ -62,15 +59,13 @@ class TrainStep:
     """Whether a step's results may be read while the next step runs. A single process must train
     with CoatAdamW; see :func:`coat_vlm.train.engine.steps_overlap`."""
     measurements: Measurements | None = None
-    on_entry: Callable[[dict[str, Any], SamplerState], None] = lambda *_: None
-    """Called with a step's entry of metrics.jsonl and the state of the sampler after the step,
-    before the next step changes weights. An exception that it raises aborts the next step if that
-    was already launched."""
+    on_entry: Callable[[dict[str, Any]], None] = lambda _: None
+    """Called with a step's entry of metrics.jsonl, before the next step changes weights. An
+    exception that it raises aborts the next step if that was already launched."""
     finished: int = 0
     """Number of finished steps; the results of the latest may be unread."""
     skipped_steps: int = 0
-    """Number of steps skipped because of non-finite gradients, since this process started or went
-    back."""
+    """Number of steps skipped because of non-finite gradients, since this process started."""
     sampler_state: SamplerState = field(default_factory=SamplerState)
     """State of the sampler after the last step."""
     launched: _LaunchedStep | None = None
@@ -141,15 +136,7 @@ class TrainStep:
         if self.passes.preference is not None:  # such steps do not overlap
             entry |= self.passes.preference.metrics()
         self.log.finish_entry(entry, step.started, step.waited, step.results)
-        self.on_entry(entry, step.sampler_state)
-
-    def go_back(self, progress: Progress) -> None:
-        """Continue from an earlier step, whose checkpoint is loaded."""
-        self.log.go_back(self.name, progress.step, progress.bad_samples, self.passes.world)
-        self.finished = progress.step
-        self.sampler_state = SamplerState(*progress.sampler_state)
-        self.skipped_steps = 0
-        self.passes.model.zero_grad(set_to_none=True)  # of a launched step that is given up
+        self.on_entry(entry)
 
     def _count(
         self, micro_batches: list[LoadedBatch] | None, stop_requested: bool
@@ -199,7 +186,6 @@ class TrainStep:
             waited=self.log.launch(),
             micro_batches=micro_batches,
             divisor=divisor,
-            sampler_state=sampler_state,
             results=results,
             entry=entry,
         )

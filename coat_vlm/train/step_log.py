@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from coat_data.load.loader import LoadedBatch
-from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.passes import Results, record_event
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
-from coat_vlm.train.tracking import Metrics, rewind
+from coat_vlm.train.tracking import Metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,14 +65,6 @@ class StepLog:
             budget = batch_size * self.row_tokens
             entry["packing_fill"] = round(entry["tokens"] / budget, 4)
         return entry | {"bad_samples": self.bad_samples.total}
-
-    def go_back(self, stage: str, step: int, bad_samples: int, world: World) -> None:
-        """Delete the entries after a step to which training goes back."""
-        if world.is_main:
-            rewind(self.bad_samples.path, stage, step)
-        self.metrics.rewind(stage, step)
-        world.barrier()  # before another rank logs a bad sample
-        self.bad_samples.count_again(bad_samples)
 
     def launch(self) -> float:
         """Note that a step was launched; return the seconds of waiting for its micro-batches."""

@@ -54,8 +54,7 @@ class Metrics:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._check = check
-        self._path = run_dir / METRICS
-        self._file = self._path.open("a", encoding="utf-8") if enabled else None
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8") if enabled else None
         self._board = None
         self._wandb = None
         if enabled and tracking.tensorboard:
@@ -105,13 +104,6 @@ class Metrics:
                 image = wandb.Image(pictures[0]) if pictures else None
                 table.add_data(image, question.text, reference.text, one.prediction, one.correct)
             self._wandb.log({f"{stage}/samples/{name}": table, f"{stage}/step": step})
-
-    def rewind(self, stage: str, step: int) -> None:
-        """Delete the entries after ``step`` of ``stage``, and open the file again."""
-        if self._file is not None:
-            self._file.close()
-            rewind(self._path, stage, step)
-            self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Flush and close all loggers."""
@@ -181,12 +173,8 @@ def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
 def rewind(path: Path, stage: str, step: int) -> None:
     """Delete the entries after ``step`` of ``stage`` and of later stages, which a resume repeats.
 
-    Entries of kind ``resume`` stay, because the user's changes remain in effect, and those of kind
-    ``rollback``, which tell why batches were skipped.
-
-    Args:
-        path: metrics.jsonl or bad_samples.jsonl, whose entries contain stage and step; other lines
-            are deleted.
+    Entries of kind ``resume`` stay, because the user's changes remain in effect. ``path`` is
+    metrics.jsonl or bad_samples.jsonl; lines that are not entries of a stage are deleted.
     """
     if not path.is_file():
         return
@@ -199,7 +187,7 @@ def rewind(path: Path, stage: str, step: int) -> None:
     for entry in entries:
         order = STAGES.index(entry["stage"]) - STAGES.index(stage)
         of_stage = entry.get("step", 0) <= step and entry.get("status") != "end"
-        of_stage = of_stage or entry.get("kind") in ("resume", "rollback")
+        of_stage = of_stage or entry.get("kind") == "resume"
         if order < 0 or (order == 0 and of_stage):
             kept.append(json.dumps(entry) + "\n")
     write_text(path, "".join(kept))
@@ -238,11 +226,6 @@ class StepLine:
         self._entries: list[Mapping[str, Any]] = []
         self._first = {done + 1}
         self._step_s: float | None = None
-
-    def go_back(self, step: int) -> None:
-        """Continue from an earlier step."""
-        self._entries.clear()
-        self._first.add(step + 1)
 
     def show(self, entry: Mapping[str, Any]) -> None:
         """Add a step's entry of metrics.jsonl, and print a line if one is due."""

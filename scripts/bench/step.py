@@ -41,7 +41,6 @@ import torch
 import harness
 from coat_cli.command import at_least
 from coat_data.load.loader import LoadedBatch
-from coat_data.mixture.sampler import SamplerState
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.plan.measure import (
@@ -247,7 +246,7 @@ class Passes:
         self._model.zero_grad(set_to_none=True)
         self._spare_memory.after_step()
         entry = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
-        self.on_entry(entry | {"peak_memory_mb": self.memory.read()}, SamplerState())
+        self.on_entry(entry | {"peak_memory_mb": self.memory.read()})
         return False
 
 

@@ -326,7 +326,7 @@ def test_steps_are_waited_for_at_the_ends_of_a_measurement(world: World) -> None
 
         def __call__(self, batches: Any, started: float, *, wait: bool = True) -> bool:
             waits.append(wait)
-            self.on_entry({"step_s": float(len(waits))}, None)
+            self.on_entry({"step_s": float(len(waits))})
             return False
 
     timing = take_steps(Recorder(), [], "", world, 3, 2)

@@ -1,4 +1,4 @@
-"""Divergence is noticed, marks checkpoints, and can stop the run or send it back."""
+"""Divergence is noticed, marks checkpoints, and can stop the run."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_run
 from safetensors.torch import load_file, save_file
 
@@ -80,59 +79,6 @@ def test_stop_ends_the_run_and_names_the_good_checkpoint(tiny_data: Path, tmp_pa
     assert done.returncode == 2, done.stderr[-3000:]
     assert "step 43: the run has been diverging since step 42" in done.stderr
     assert "continue from step-00000040, saved before that, with --resume auto" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "ranks", "precision"),
-    [(0, 1, "fp32"), (0, 1, "coat"), (2, 2, "coat"), (3, 2, "fp32"), (1, 2, "fp32")],
-)
-def test_rollback_skips_batches_and_resumes_exactly(
-    tiny_data: Path, tmp_path: Path, zero_stage: int, ranks: int, precision: str
-) -> None:
-    """A threshold that the noise of the losses exceeds stands for divergence."""
-    rule = {"action": "rollback", "window": 16, "threshold": 1e-6, "patience": 1}
-    rule["max_rollbacks"] = 100
-    recipe = tiny(tiny_data, tmp_path, rule, max_steps=30)
-    recipe.update(zero_stage=zero_stage, precision=precision, save_total_limit=50)
-    for name in ("vision", "projector", "language"):
-        recipe["stages"]["sft"][name] = {"train": True, "lr": 2e-2}  # noisy
-    done = tiny_run.train(recipe, tmp_path, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "run"
-    jumps = json.loads((run / "sft/rollbacks.json").read_text())
-    assert len(jumps) == len(kinds(run, "rollback")) > 0
-    assert "skipping the batches up to step" in done.stdout
-    whole = [
-        {k: v for k, v in row.items() if k in ("step", "loss", "grad_norm", "samples")}
-        for row in tiny_run.steps(run)
-    ]
-    assert [row["step"] for row in whole] == [*range(1, 31)]
-    # As if killed after the last rollback, and once before it.
-    last = jumps[-1]["step"]
-    for start in (last, last - 2):
-        shutil.rmtree(run / "sft/model")
-        for path in (run / "sft/checkpoints").glob("step-*"):
-            if int(path.name[5:]) > start:
-                shutil.rmtree(path)
-        done = tiny_run.train(recipe, tmp_path, *RESUME, ranks=ranks)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"continues from {run}/sft/checkpoints/step-{start:08d}" in done.stdout
-        again = [{k: row[k] for k in whole[0]} for row in tiny_run.steps(run)]
-        assert again == whole
-
-
-def test_rollbacks_are_limited(tiny_data: Path, tmp_path: Path) -> None:
-    recipe = tiny(
-        tiny_data, tmp_path, {"action": "rollback", "patience": 1, "window": 16}, max_steps=40
-    )
-    assert tiny_run.train(recipe, tmp_path).returncode == 0
-    shutil.rmtree(tmp_path / "run/sft/model")
-    worse = exploding(recipe)
-    worse["stages"]["sft"]["max_steps"] = 48
-    done = tiny_run.train(worse, tmp_path, *RESUME)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert done.stdout.count("back to step-00000040") == 3
-    assert "after 3 rollbacks" in done.stderr
 
 
 def test_a_stage_of_skipped_steps_saves_no_model(tiny_data: Path, tmp_path: Path) -> None:

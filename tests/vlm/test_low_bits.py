@@ -76,7 +76,7 @@ def low_bits_run(
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     step = build_training_step(model, case, world, STEPS)
     rows: list[dict[str, Any]] = []
-    step.on_entry = lambda row, _: rows.append(row)
+    step.on_entry = rows.append
     for batch in batches_of(model, case, accumulation):
         step(batch, 0.0)
     return step, rows
@@ -155,7 +155,7 @@ def test_a_bad_gradient_changes_nothing(world: World) -> None:
     step = build_training_step(model, case, world, STEPS)
     batches = batches_of(model, case, 1)
     rows: list[dict[str, Any]] = []
-    step.on_entry = lambda row, _: rows.append(row)
+    step.on_entry = rows.append
     step(batches[0], 0.0)
     before = master_weights(step)
     hook = model.get_parameter(HEAD).register_hook(lambda grad: grad * math.nan)

@@ -188,15 +188,14 @@ def test_throughput_is_tokens_by_time_of_the_steady_steps(run: Path):
     assert "first steps measured steps saving validation" in text
 
 
-def test_steps_after_a_resume_and_a_rollback_are_not_steady(run: Path):
+def test_steps_after_a_resume_are_not_steady(run: Path):
     rows = [START, step(1, 1.0), step(2, 1.0), START, step(3, 1.0)]
-    rows.append({"kind": "rollback", "stage": "sft", "step": 3, "from": 5, "problem": "loss 9"})
-    rows += [step(4, 1.0), step(5, 1.0), step(6, 1.0) | {"captured": True}]
+    rows += [step(5, 1.0), step(6, 1.0) | {"captured": True}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (log,) = read_run_folder(run).stages
     assert [row["step"] for row in log.steady] == [2, 5]
     assert {kind: [row["step"] for row in own] for kind, own in log.apart.items()} == {
-        "first": [1, 3, 4],
+        "first": [1, 3],
         "capturing": [6],
     }
 
