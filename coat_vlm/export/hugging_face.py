@@ -33,7 +33,6 @@ from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
-from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coat_vlm.model.compressed import (
@@ -53,7 +52,7 @@ _BASE = "base"
 _ADAPTER = "adapter"
 """Name of the adapter folder next to a model's config.json."""
 
-Layout = Literal["coat", "llava", "vila", "language"]
+Layout = Literal["coat", "llava", "language"]
 """Layout of a model folder; determines the programs that can read it."""
 
 
@@ -128,7 +127,7 @@ def save_coat(
 
 
 _WRITERS: dict[Layout, Callable[..., None]]
-_WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
+_WRITERS = {"coat": save_coat, "llava": save_llava, "language": save_language}
 """Writer of each layout; all have the same signature."""
 
 
@@ -145,12 +144,12 @@ def export(
 
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
-            compared; or a VILA checkpoint with its three folders, or one in the layout ``llava``.
+            compared; or a folder in the layout ``llava``.
         target: the new folder; it must not exist or must be empty.
-        dtype: dtype of the written weights. Default: that of the weights in training, or BF16 with
-            compressed weights.
+        dtype: dtype of the written weights. Default: the dtype of training, or BF16 with compressed
+            weights.
         layout: ``coat`` for coat_vlm, ``llava`` for stock transformers, ``language`` for only the
-            language model in it, ``vila`` for VILA.
+            language model in it.
         weights: compression of the language model's linear layers
             (:mod:`coat_vlm.model.compressed`). Default: no compression.
 
@@ -160,12 +159,6 @@ def export(
         LockError: another process exports to the same folder.
     """
     if weights is not None:
-        if layout == "vila":
-            raise ValueError(
-                "--weights does not support --format vila: the config.json of VILA's folders names "
-                "one dtype (model_dtype), and VILA's loader cannot read compressed-tensors; "
-                "allowed: --format coat, llava or language"
-            )
         if read_compression(source) is not None:
             raise ValueError(
                 f"{source} is already compressed; export --weights from the checkpoint that it was "
@@ -177,9 +170,9 @@ def export(
         model, state, processor = _read(source, described, dtype)
         if not isinstance(model, CoatVlm):
             _check_family_export(layout, weights)
-        elif layout in ("llava", "vila") and not model.config.has_vision:
+        elif layout == "llava" and not model.config.has_vision:
             raise ValueError(
-                f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
+                "--format llava: the model has no vision tower (model.vision: null); allowed: "
                 "language, which stock transformers loads, and coat"
             )
         is_checkpoint = described != source
@@ -326,17 +319,15 @@ def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None
 def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, dict[str, Tensor], AnyProcessor]:
-    load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
-    if load is load_llava and (source / "training.json").is_file():
-        trained_as_it_is = read_json(source / "training.json").get("pretrained") is not None
-        load = None if trained_as_it_is else load
-    if load is not None:
-        model, processor = load(source, dtype)
+    training = source / "training.json"
+    is_family = training.is_file() and read_json(training).get("pretrained") is not None
+    if is_llava(source) and not is_family:
+        model, processor = load_llava(source, dtype)
         return model, model.state_dict(), processor
-    processor = load_processor(described)
     if source == described:
         model = load_model(source, dtype or "auto")
-        return model, model.state_dict(), processor
+        return model, model.state_dict(), load_processor(described)
+    processor = load_processor(described)
     contents = read_contents(source)
     model = _build_without_weights(described, contents, dtype)
     state = _read_weights(source, contents, dtype)

@@ -11,8 +11,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-_OTHER_LAYOUTS = ("llava", "llava_llama")  # llava-hf's and VILA's; ``coat-vlm export`` reads them
-
 
 def check_composed_folder(path: str) -> str:
     """Return a recipe's ``init_from``; ValueError if it has no model or must be converted."""
@@ -23,9 +21,9 @@ def check_composed_folder(path: str) -> str:
             "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
         )
     kind, _ = PretrainedConfig.get_config_dict(path)
-    if kind.get("model_type") in _OTHER_LAYOUTS:
+    if kind.get("model_type") == "llava":  # coat-vlm export reads it
         raise ValueError(
-            f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; convert it "
+            f"init_from={path!r} is a checkpoint of model_type 'llava'; convert it "
             f"first: coat-vlm export --model {path} --to FOLDER, then init_from=FOLDER"
         )
     return path

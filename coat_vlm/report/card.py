@@ -23,10 +23,7 @@ CARD = "README.md"
 """File in a model folder, which the Hub shows."""
 _PUBLISHED = "published"
 """Layout of a run of ``model.pretrained``: that in which the model was published."""
-_LIBRARIES = {
-    **dict.fromkeys(("llava", "language", _PUBLISHED), "transformers"),
-    "vila": "vila",
-}
+_LIBRARIES: dict[str, str] = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"hf:(?://)?datasets/([\w.-]+/[\w.-]+)")
 _AUTO_CLASSES = (

@@ -114,9 +114,9 @@ def test_checkpoints_export_merged(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "merged" / "adapter").exists()
     earlier = weights(exported(step(run, 2), tmp_path / "earlier"))
     assert any(not torch.equal(value, model[name]) for name, value in earlier.items())
-    exported(run / "sft" / "model", tmp_path / "vila", "--format", "vila")
+    exported(run / "sft" / "model", tmp_path / "language", "--format", "language")
     q = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(weights(tmp_path / "vila/llm")[q], model[f"language_model.{q}"])
+    assert torch.equal(weights(tmp_path / "language")[q], model[f"language_model.{q}"])
 
 
 @pytest.mark.parametrize("source", ["model", "checkpoint", "checkpoint without its base"])

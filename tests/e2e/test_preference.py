@@ -170,13 +170,8 @@ def test_the_model_is_exported_and_reported_as_those_of_other_stages(
         texts = [(run / at / "model" / name).read_text() for at in ("sft", "dpo")]
         assert texts[0] == texts[1], name
     load(run / "dpo" / "model")
-    out = tmp_path / "vila"
-    assert (
-        main(
-            ["export", "--model", str(run / "dpo" / "model"), "--to", str(out), "--format", "vila"]
-        )
-        == 0
-    )
+    out = ["--to", str(tmp_path / "language"), "--format", "language"]
+    assert main(["export", "--model", str(run / "dpo" / "model"), *out]) == 0
     text = write_report(run).read_text()
     assert "reward margin of the chosen answers" in text
     assert "share of pairs with the right order" in text
