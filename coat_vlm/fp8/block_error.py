@@ -1,4 +1,4 @@
-"""Compares FP8 blocks with the same blocks in BF16: errors, and bytes saved for backward.
+"""Compares FP8 blocks with the same blocks in BF16.
 
 A block returns x + f(x), which is mostly x. The error is relative to f(x). The input's gradient is
 g + (df/dx)^T g with the output's gradient g, and its error is relative to what the block adds to g:
@@ -11,17 +11,14 @@ Copies of the block without hooks run in evaluation mode: no dropout, weight gra
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.fp8.convert import back_to_bf16, fp8_blocks, original_class
+from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.fp8.cuda_graphs import FORWARD
 from coat_vlm.fp8.saturation import watching
 
@@ -144,63 +141,3 @@ def _run(block: nn.Module, live: LiveInput) -> tuple[Tensor, Tensor | None]:
 def _squares(fp8: Tensor, bf16: Tensor, through: Tensor) -> list[float]:
     difference, added = fp8.double() - bf16.double(), bf16.double() - through.double()
     return [difference.square().sum().item(), added.square().sum().item()]
-
-
-def measure_footprint(
-    model: nn.Module, forward: Callable[[], object]
-) -> list[tuple[str, float, float]]:
-    """Measure saved bytes in a forward pass with FP8 blocks and one with the original classes.
-
-    Returns, for each block that ran, its name and the bytes per token that autograd saves for
-    backward, in FP8 and in the original class: distinct storages without parameters.
-    """
-    blocks = fp8_blocks(model, adapted=False)
-    classes = [type(block) for _, block in blocks]
-    with torch.random.fork_rng(), torch.enable_grad():
-        fp8 = _saved_bytes(blocks, forward)
-        try:
-            for _, block in blocks:
-                block.__class__ = original_class(block)
-            original = _saved_bytes(blocks, forward)
-        finally:
-            for (_, block), kind in zip(blocks, classes, strict=True):
-                block.__class__ = kind
-    return [(name, fp8[name], original[name]) for name, _ in blocks if name in fp8]
-
-
-def _saved_bytes(
-    blocks: list[tuple[str, nn.Module]], forward: Callable[[], object]
-) -> dict[str, float]:
-    """Return bytes per token of the storages that autograd saves, for each block that ran."""
-    tokens, total = Counter[str](), Counter[str]()
-    storages: dict[int, int] = {}
-    saved: list[Tensor] = []  # alive until counted: addresses of freed storages are reused
-    inside = ExitStack()
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        saved.append(tensor)
-        return tensor
-
-    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        tokens[name] += hidden.shape[:-1].numel()
-        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
-
-    def leave(name: str, block: nn.Module, *_: object) -> None:
-        inside.close()
-        # ZeRO-3 gathers weights before the block and releases them afterwards.
-        parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
-        total[name] += sum(size for at, size in storages.items() if at not in parameters)
-        storages.clear()
-        saved.clear()
-
-    with inside, ExitStack() as hooks:
-        for name, block in blocks:
-            before = block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-            after = block.register_forward_hook(partial(leave, name), prepend=True)
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        forward()
-    return {name: total[name] / count for name, count in tokens.items() if count}

@@ -163,7 +163,6 @@ def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
             "stage": stage.name,
             "converted": list(modules.get("converted", {}).items()),
             "skipped": list(modules.get("skipped", {}).items()),
-            "blocks": [_block(block) for block in last.get("footprint", {}).get("blocks", [])],
             "states": _states(last.get("states", {})),
             "rates": [
                 (
@@ -195,12 +194,6 @@ def _largest(rows: list[dict[str, Any]], name: str, key: str) -> str:
     if not found:
         return ""
     return "not finite" if None in found else f"{max(found):.4f}"
-
-
-def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    fp8, original = row["fp8_bytes_per_token"], row["original_bytes_per_token"]
-    ratio = f"{original / fp8:.2f}x" if fp8 else "nothing is saved (frozen)"
-    return row["block"], f"{fp8:,.0f}", f"{original:,.0f}", ratio
 
 
 def _states(row: Mapping[str, Any]) -> str:

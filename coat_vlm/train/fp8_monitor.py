@@ -1,4 +1,4 @@
-"""Measures FP8 in a run: errors of blocks (the recipe's ``monitor``), memory, saturation.
+"""Measures FP8 in a run: errors of blocks (the recipe's ``monitor``), saturation, optimizer states.
 
 In a monitored step, hooks capture the first input of each selected block and the gradient of its
 output; after the step :mod:`coat_vlm.fp8.block_error` runs each block in both precisions. Other
@@ -15,16 +15,12 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from coat_data.load.collate import Batch
 from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
-from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error, measure_footprint
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.fp8 import Arithmetic, ConversionReport, watching
+from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
 from coat_vlm.optim.state import LOW_BITS
-from coat_vlm.train.passes import Passes
 from coat_vlm.train.tracking import Metrics
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
@@ -192,44 +188,6 @@ class Fp8Record:
         self._write = write
         self._write_entry("blocks", 0, converted=report.converted, skipped=report.skipped)
 
-    def footprint(self, model: PreTrainedModel, batch: Batch, ranks: int = 1) -> None:
-        """Measure the activations that each FP8 block saves, on the first row of ``batch``.
-
-        If ``ranks`` share a row, it may be too long for one of them: then only so many first tokens
-        as a rank has are used, as text. Of a published model, whose images are not separated by
-        rows, only the text is used: its tower's blocks are not measured.
-        """
-        if not fp8_blocks(model, adapted=False):  # only linear layers are converted
-            return
-        # Like the loss, this passes no mask: padding is on the right.
-        if not isinstance(model, CoatVlm):
-            self._measure(model, {"input_ids": _without_images(model, batch["input_ids"][:1])})
-            return
-        grids, groups = batch.get("image_grids"), batch.get("frame_groups")
-        ids = batch["input_ids"][:1]
-        if ranks > 1:
-            ids = ids[:, : -(-ids.shape[1] // ranks)]
-            ids = ids.masked_fill(ids == model.config.image_token_id, 0)
-        images, tiles = model.count_row_images(ids, grids, groups)[0]
-        row = {"input_ids": ids}
-        if images:
-            row["pixel_values"] = batch["pixel_values"][:tiles]
-            own = {"image_grids": grids, "frame_groups": groups}
-            row |= {name: values[:images] for name, values in own.items() if values is not None}
-        self._measure(model, row)
-
-    def _measure(self, model: PreTrainedModel, row: dict[str, Tensor]) -> None:
-        """Write the bytes that each FP8 block saves for these inputs."""
-        device = next(model.parameters()).device
-        inputs = {name: value.to(device) for name, value in row.items()}
-        # Only the blocks are measured: full logits are not needed.
-        footprint = measure_footprint(model, lambda: model(**inputs, logits_to_keep=1))
-        blocks = [
-            {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
-            for name, fp8, original in footprint
-        ]
-        self._write_entry("footprint", 1, blocks=blocks)
-
     @contextmanager
     def watch(self, step: int, optimizer: Any) -> Iterator[None]:
         """Count saturated and underflowed values in this context, then measure the states."""
@@ -275,7 +233,7 @@ class Measurements:
     """The stage's name."""
     total_steps: int
     record: Fp8Record | None
-    """Memory, saturation and states, in the first and the last step; None without FP8."""
+    """Saturation and states, in the first and the last step; None without FP8."""
     monitor: BlockMonitor
     """Compares FP8 blocks with BF16 at intervals."""
     metrics: Metrics
@@ -285,25 +243,16 @@ class Measurements:
         return self.monitor.is_due(step) or self._records(step)
 
     @contextmanager
-    def watch(self, step: int, passes: Passes, batch: Batch) -> Iterator[None]:
-        """Measure the step in this context, whose first micro-batch is ``batch``."""
+    def watch(self, step: int, optimizer: Any) -> Iterator[None]:
+        """Measure the step in this context."""
         record = self.record if self._records(step) else None
         with ExitStack() as measured:
-            if record is not None and step == 1:
-                passes.set_train_mode()
-                record.footprint(passes.model, batch, passes.stage.sequence_parallel)
             if self.monitor.is_due(step):
                 watch = self.monitor.watch(self.name, step, self.metrics.write)
                 measured.enter_context(watch)
             if record is not None:
-                measured.enter_context(record.watch(step, passes.engine.client_optimizer))
+                measured.enter_context(record.watch(step, optimizer))
             yield
 
     def _records(self, step: int) -> bool:
         return self.record is not None and step in (1, self.total_steps)
-
-
-def _without_images(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the ids with another token at the image tokens."""
-    config: Any = model.config
-    return ids.masked_fill(ids == config.image_token_id, 0)

@@ -106,7 +106,7 @@ class TrainStep:
         passes.phases.start()
         watch = nullcontext()
         if self.measurements is not None and measured:
-            watch = self.measurements.watch(number, passes, micro_batches[0].batch)
+            watch = self.measurements.watch(number, passes.engine.client_optimizer)
         with watch:
             launched = self._launch(micro_batches, counts, started)
             if measured:  # the passes are repeated in the blocks of this step if it has NaN

@@ -78,7 +78,6 @@ def test_the_model_reads_means_of_projected_frames(
     assert batch["frame_groups"].tolist() == [1, 2, 2, 1] * 2
     rows, groups = batch["input_ids"], batch["frame_groups"]
     assert model.count_row_images(rows, None, groups) == [(4, 6)] * 2
-    assert model.count_row_images(rows[:1], None, groups) == [(4, 6)]  # as FP8's record asks
     tower: Any = model.vision_tower
     projector: Any = model.projector
     with torch.no_grad():
