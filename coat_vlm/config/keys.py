@@ -54,6 +54,7 @@ REMOVED = {
     "stages.*.data.*.seed": "select: random uses the recipe's seed",
     "rollback": "set action to stop; --resume auto then continues from before the spike",
     "divergence.max_rollbacks": "a run stops and continues from before the spike at --resume auto",
+    "log_phases": "printed lines show the share of waiting for data as wait",
     "monitor.action": "the monitor reports blocks and does not change the run",
     "model.image.num_video_frames": "set model.video.num_frames",
 }

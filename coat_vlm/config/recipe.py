@@ -146,10 +146,6 @@ class Recipe:
     parameter, with FP8 moments about 6, and the weights of frozen modules, divided by the ranks."""
     log_every_steps: Positive = 10
     """Steps between two printed log lines; metrics.jsonl has every step."""
-    log_phases: bool = False
-    """Time the phases of every step on the main process: data, copy, forward, backward, optimizer
-    (``phases`` in metrics.jsonl). Steps then do not overlap, as they do otherwise on a single GPU
-    with CoatAdamW at ``zero_stage: 0``."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     network: Literal["allow", "deny"] = "allow"
     """``allow``: sources and media roots may be at addresses, and rows may name images and videos

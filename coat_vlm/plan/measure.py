@@ -45,7 +45,7 @@ from coat_vlm.train.model_setup import build_planned_model, prepare_model
 from coat_vlm.train.passes import build_passes
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import StepLog
-from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.throughput import PeakMemory, Throughput
 from coat_vlm.train.tracking import Metrics
 
 STEPS, WARMUP = 5, 3
@@ -287,17 +287,15 @@ def build_training_step(
     sampler: Any = SimpleNamespace(
         step=lambda state: ([], state), count_by_source=lambda _: np.zeros(0, dtype=np.int64)
     )
-    phases = PhaseClock(world.device, enabled=False)
     return TrainStep(
         name=case.name,
         total_steps=total_steps,
         sampler=sampler,
-        passes=build_passes(model, recipe, stage, arithmetic, world, phases),
+        passes=build_passes(model, recipe, stage, arithmetic, world),
         log=StepLog(
             metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
             throughput=throughput,
             bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
-            phases=phases,
             memory=PeakMemory(world.device),
             row_tokens=None if stage.packing is None else case.row.tokens,
         ),

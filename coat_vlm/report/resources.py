@@ -78,13 +78,11 @@ def build_throughput_rows(run: RunFolder) -> list[list[tuple[str, str]]]:
 
 
 def list_shares(run: RunFolder) -> list[str]:
-    """List the parts of the model's FLOPs and of a step's time, in words, by stage."""
-    kinds = (("model FLOPs", "tflop"), ("phases of a step", "phases"))
+    """List the parts of the model's FLOPs in words, by stage."""
     return [
-        f"{stage.name}, {what}: {shares}"
+        f"{stage.name}, model FLOPs: {shares}"
         for stage in run.stages
-        for what, key in kinds
-        if (shares := _format_shares(stage, key))
+        if (shares := _format_shares(stage))
     ]
 
 
@@ -113,10 +111,10 @@ def _build_throughput_row(stage: StageLog) -> list[tuple[str, str]]:
     return cells
 
 
-def _format_shares(stage: StageLog, key: str) -> str:
+def _format_shares(stage: StageLog) -> str:
     sums: dict[str, float] = {}
     for row in stage.steady:
-        for name, value in (row.get(key) or {}).items():
+        for name, value in (row.get("tflop") or {}).items():
             sums[name] = sums.get(name, 0.0) + value
     total = sum(sums.values())
     return ", ".join(f"{name} {_share(part, total)}" for name, part in sums.items() if total)

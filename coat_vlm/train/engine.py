@@ -115,10 +115,10 @@ def steps_overlap(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, wo
     """Whether the results of a step may be read while the next step runs.
 
     CoatAdamW must skip non-finite gradients by itself. A CPU gains nothing; several processes count
-    the tokens of a step on the GPU, and timing phases or the metrics of pairs waits for it, too.
+    the tokens of a step on the GPU, and the metrics of pairs wait for it.
     """
     skips = recipe.optimizer == "coat" and training_loop_clips(recipe, arithmetic)
-    waits = world.size > 1 or recipe.log_phases or stage.dpo is not None
+    waits = world.size > 1 or stage.dpo is not None
     return skips and world.device.type == "cuda" and not waits
 
 

@@ -17,7 +17,6 @@ from coat_vlm.distributed import World
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.run.signals import SIGNALS
-from coat_vlm.train.tracking import AnsweredSample
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 16
@@ -34,8 +33,6 @@ class EvalSubset:
     samples: Sequence[Sample]
     score: Callable[[Sequence[str]], Mapping[str, float]]
     """Computes metrics in percent from one answer per sample, in order."""
-    find_correct: Callable[[Sequence[str]], Sequence[bool]]
-    """Returns for one answer per sample, in order, whether it is right."""
 
 
 class LiveEvaluation:
@@ -73,16 +70,14 @@ class LiveEvaluation:
         if problems:
             raise ValueError(problems[0])
 
-    def __call__(
-        self, model: PreTrainedModel
-    ) -> tuple[dict[str, Any], dict[str, list[AnsweredSample]]] | None:
+    def __call__(self, model: PreTrainedModel) -> dict[str, Any] | None:
         """Generate answers to all questions with greedy decoding and score them.
 
-        Returns the entry for metrics.jsonl, with metrics in percent and without categories, and the
-        answered questions of each set; None on all ranks if one of them received a signal.
+        Returns the entry for metrics.jsonl, with metrics in percent and without categories; None on
+        all ranks if one of them received a signal.
         """
         started = time.perf_counter()
-        metrics, answered = {}, {}
+        metrics = {}
         for subset in self._subsets:
             answers = self._answers(model, subset)
             if answers is None:
@@ -90,16 +85,12 @@ class LiveEvaluation:
             values = subset.score(answers)
             names = dict.fromkeys([subset.headline, *values])
             metrics[subset.name] = {name: values[name] for name in names if "." not in name}
-            marks = subset.find_correct(answers)
-            rows = zip(subset.samples, answers, marks, strict=True)
-            answered[subset.name] = [AnsweredSample(*row) for row in rows]
-        row = {
+        return {
             "metrics": metrics,
             "headline": {subset.name: subset.headline for subset in self._subsets},
             "samples": {subset.name: len(subset.samples) for subset in self._subsets},
             "eval_s": round(time.perf_counter() - started, 2),
         }
-        return row, answered
 
     def _answers(self, model: PreTrainedModel, subset: EvalSubset) -> list[str] | None:
         """Return the answers to all questions, or None if a rank received a signal."""

@@ -154,11 +154,9 @@ class StageLoop:
         if evaluation is not None and self._is_due(evaluation.every) and "eval" not in done:
             self.heartbeat.enter("answering evaluation questions", self.step.finished)
             self.step.passes.engine.eval()
-            found = evaluation(self.step.passes.model)
-            if found is None:
+            values = evaluation(self.step.passes.model)
+            if values is None:
                 return False
-            values, answered = found
-            self.step.log.metrics.write_samples(self.step.name, self.step.finished, answered)
             self._write("eval", **values)
         return True
 

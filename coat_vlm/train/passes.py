@@ -37,7 +37,7 @@ from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.preference import Preference, count_pairs
-from coat_vlm.train.throughput import PhaseClock, count_supervised_tokens
+from coat_vlm.train.throughput import count_supervised_tokens
 
 _CPU_INPUTS = frozenset(
     (
@@ -76,7 +76,6 @@ class Passes:
     clips: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
     spare_memory: SpareMemory
-    phases: PhaseClock
     sequence: SequenceGroup | None = None
     """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
     preference: Preference | None = None
@@ -122,16 +121,15 @@ class Passes:
                 total_loss += loss.detach().double()
                 first = first_step and number == 1
                 check = self._check_modules_get_gradients() if first else nullcontext()
-                with check, self.phases.measure("backward"):
+                with check:
                     self.engine.backward(loss * undo_averaging)
                 # No weight has changed since the previous step, so its passes can be repeated.
                 read_previous()
-                with self.phases.measure("optimizer"):
-                    if number == len(micro_batches):
-                        if self.clips:
-                            norm = self._clip()
-                        shared_weights.close()  # the step changes weights and needs the memory
-                    self.engine.step()  # updates weights only after the last micro-batch
+                if number == len(micro_batches):
+                    if self.clips:
+                        norm = self._clip()
+                    shared_weights.close()  # the step changes weights and needs the memory
+                self.engine.step()  # updates weights only after the last micro-batch
         self.spare_memory.after_step()
         if not self.clips:
             norm = self.engine.get_global_grad_norm()
@@ -143,16 +141,14 @@ class Passes:
 
     def loss(self, batch: Batch, divisor: float) -> Tensor:
         """Run the forward pass; return the sum of this rank's token (or pair) losses / divisor."""
-        with self.phases.measure("to_device"):
-            own: Mapping[str, Any] = batch
-            if self.sequence is not None:
-                own = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
-            inputs = copy_batch_to_device(own, self.world.device)
-        with self.phases.measure("forward"):
-            if self.preference is not None:
-                return self.preference.loss(self.engine, inputs, divisor)
-            # Without skip_logits the model would also return logits in validation.
-            return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
+        shard: Mapping[str, Any] = batch
+        if self.sequence is not None:
+            shard = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
+        inputs = copy_batch_to_device(shard, self.world.device)
+        if self.preference is not None:
+            return self.preference.loss(self.engine, inputs, divisor)
+        # Without skip_logits the model would also return logits in validation.
+        return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
 
     def count_terms(self, batch: Batch) -> int:
         """Count the terms of the sum in :meth:`loss`: supervised tokens, or pairs."""
@@ -225,7 +221,6 @@ def build_passes(
     stage: StageConfig,
     arithmetic: Arithmetic,
     world: World,
-    phases: PhaseClock,
     preference: Preference | None = None,
 ) -> Passes:
     """Build the passes of a prepared model, with DeepSpeed's engine around it."""
@@ -237,7 +232,6 @@ def build_passes(
         world=world,
         clips=training_loop_clips(recipe, arithmetic),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
-        phases=phases,
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         preference=preference,
     )

@@ -27,7 +27,7 @@ _ROUNDING = "later losses differ by rounding"
 _SAME_DATA = "the rows themselves are compared with those of the start"
 
 MAY_CHANGE: Mapping[str, str] = {
-    **dict.fromkeys(("name", "output_dir", "num_workers", "log_every_steps", "log_phases"), ""),
+    **dict.fromkeys(("name", "output_dir", "num_workers", "log_every_steps"), ""),
     **dict.fromkeys(("tracking.**", "eval_sets.**", "eval_every", "eval_samples"), ""),
     **dict.fromkeys(("async_save", "keep_every_steps", "keep_best"), ""),
     **dict.fromkeys(("data_timeout_s", "collective_timeout_s"), ""),

@@ -62,7 +62,7 @@ from coat_vlm.train.run_folder import prepare_run_folder, reset_stage
 from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import StepLog
-from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.throughput import PeakMemory, Throughput
 from coat_vlm.train.tracking import (
     METRICS,
     Metrics,
@@ -281,9 +281,8 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     """Build the steps of a stage; continue from its checkpoint if there is one."""
     recipe, config, world, name = stage.recipe, stage.config, stage.world, stage.name
     model, data = opened.model, opened.data
-    phases = PhaseClock(world.device, recipe.log_phases)
     preference = build_preference(model, opened.processor, recipe, name, stage.run_dir, world)
-    passes = build_passes(model, recipe, config, opened.arithmetic, world, phases, preference)
+    passes = build_passes(model, recipe, config, opened.arithmetic, world, preference)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(
         model, opened.conversion, recipe.monitor, opened.arithmetic, world, split
@@ -328,7 +327,6 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
             bad_samples=BadSamples(
                 stage.run_dir, name, config, data.sources, done.bad_samples, stage.lock.check
             ),
-            phases=phases,
             memory=PeakMemory(world.device),
             row_tokens=data.row_tokens,
         ),

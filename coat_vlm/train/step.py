@@ -103,7 +103,6 @@ class TrainStep:
         counts = self._count(micro_batches, stop_requested)
         if micro_batches is None or counts["without_batch"]:
             return True
-        passes.phases.start()
         watch = nullcontext()
         if self.measurements is not None and measured:
             watch = self.measurements.watch(number, passes.engine.client_optimizer)

@@ -12,7 +12,7 @@ from coat_data.load.loader import LoadedBatch
 from coat_vlm.fp8 import captured_bytes
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.passes import Results, record_event
-from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.throughput import PeakMemory, Throughput
 from coat_vlm.train.tracking import Metrics
 
 
@@ -23,7 +23,6 @@ class StepLog:
     metrics: Metrics
     throughput: Throughput
     bad_samples: BadSamples
-    phases: PhaseClock
     memory: PeakMemory
     row_tokens: int | None
     """Token budget of a packed row; None without packing."""
@@ -91,6 +90,5 @@ class StepLog:
             **self.throughput.rates(entry, seconds),
             "step_s": round(seconds, 4),
             "data_wait_s": round(waited, 4),
-            **self.phases.entry(waited, seconds),
         }
         self.metrics.write(entry)

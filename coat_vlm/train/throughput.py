@@ -1,15 +1,9 @@
-"""Measures a step: tokens, throughput, peak memory, and the time of each phase.
-
-``log_phases`` times phases on a GPU between two CUDA events, since the CPU runs ahead. The events
-are read after the step's results, so steps whose phases are timed do not overlap.
-"""
+"""Measures a step: tokens, throughput and peak memory."""
 
 import resource
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +22,6 @@ from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.tracking import print_on_main
 
 _COUNTS = ("supervised_tokens", "tokens", "samples", "tiles", "vision_tokens")
-
-Phase = Literal["to_device", "forward", "backward", "optimizer"]
-
-PHASES = ("data_wait", "to_device", "forward", "backward", "optimizer", "rest")
-"""The phases of a step in order: wait for data; copy batches to the device; forward pass with the
-loss; backward pass with ZeRO's communication; clipping and optimizer step; the rest, such as sums
-over the ranks. Validation and saving happen between steps."""
 
 
 class Throughput:
@@ -202,49 +189,3 @@ class PeakMemory:
         """Restart the measurement."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-
-
-class PhaseClock:
-    """Times the phases of a step on this process, summed over micro-batches."""
-
-    def __init__(self, device: torch.device, enabled: bool) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._enabled = enabled
-        self._in_step = False
-        self._spans: list[tuple[Phase, Any, Any]] = []
-
-    def start(self) -> None:
-        """Start timing a step."""
-        self._in_step = True
-
-    @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
-        """Time a part of a phase; does nothing outside of steps, as in validation."""
-        if not (self._enabled and self._in_step):
-            yield
-            return
-        begin = self._now()
-        yield
-        self._spans.append((phase, begin, self._now()))
-
-    def entry(self, data_wait: float, seconds: float) -> dict[str, dict[str, float]]:
-        """Return the part ``phases`` of a step's entry, in seconds that add up to the whole step.
-
-        The loss of the step has been read.
-        """
-        if not self._enabled:
-            return {}
-        found = dict.fromkeys(PHASES, 0.0) | {"data_wait": data_wait}
-        for phase, begin, end in self._spans:
-            found[phase] += begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
-        self._spans.clear()
-        self._in_step = False
-        found["rest"] = max(0.0, seconds - sum(found.values()))
-        return {"phases": {phase: round(value, 5) for phase, value in found.items()}}
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

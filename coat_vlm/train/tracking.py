@@ -6,18 +6,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from coat_data.media.pictures import read_pictures
-from coat_data.sample import Sample
 from coat_data.saved_files import write_text
-from coat_data.tools.html_page import sample_evenly
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.train.steady_rates import average_rates, format_apart, split_steps
@@ -26,17 +22,6 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 """File in a run folder."""
-_TABLE_ROWS = 8
-"""Maximum rows of a table of answers in Weights & Biases, the same in every evaluation."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweredSample:
-    """A question, with the reference as the last turn, and the model's answer."""
-
-    sample: Sample
-    prediction: str
-    correct: bool
 
 
 class Metrics:
@@ -85,25 +70,6 @@ class Metrics:
             if self._wandb is not None:
                 # W&B's own step must increase, but the steps of every stage start at 1.
                 self._wandb.log({**numbers, f"{entry['stage']}/step": entry["step"]})
-
-    def write_samples(
-        self, stage: str, step: int, answered: Mapping[str, Sequence[AnsweredSample]]
-    ) -> None:
-        """Show some answered questions of each evaluation set, with an image, in W&B."""
-        if self._wandb is None:
-            return
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._check()
-        for name, questions in answered.items():
-            table = wandb.Table(columns=["image", "question", "reference", "prediction", "right"])
-            for index in sample_evenly(range(len(questions)), _TABLE_ROWS):
-                one = questions[index]
-                pictures, _ = read_pictures(one.sample.media, 1)
-                *_, question, reference = one.sample.turns
-                image = wandb.Image(pictures[0]) if pictures else None
-                table.add_data(image, question.text, reference.text, one.prediction, one.correct)
-            self._wandb.log({f"{stage}/samples/{name}": table, f"{stage}/step": step})
 
     def close(self) -> None:
         """Flush and close all loggers."""

@@ -400,7 +400,6 @@ def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
                 headline=task.headline[0],
                 samples=[one.details["sample"] for one in chosen],
                 score=partial(task.evaluate, chosen),
-                find_correct=partial(task.find_correct, chosen),
             )
         )
     return subsets

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
   coat-vlm train quickstart
   coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1
   coat-vlm train my_recipe.yaml --stage sft output_dir=runs/seed1 seed=1   # on align's model
-  coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64 log_phases=true
+  coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64
   coat-vlm train my_recipe.yaml --resume auto          # continue an interrupted run
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2
   deepspeed --num_gpus 8 "$(command -v coat-vlm)" train my_recipe.yaml zero_stage=2
@@ -31,8 +31,7 @@ def add(commands: Commands) -> None:
 Before a model is loaded, the recipe, the headers of the files and sixteen rows of every source are
 checked; all problems are listed with what to do (exit status 2).
 
-eval_every answers questions of the evaluation sets during training; log_phases logs where the time
-of a step goes.
+eval_every answers questions of the evaluation sets during training.
 """,
     )
     add_recipe(parser)

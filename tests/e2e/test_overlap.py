@@ -266,7 +266,6 @@ def test_the_loop_waits_for_steps_after_which_it_does_something() -> None:
         (False, ["master_weights=fp32"], "cuda", 1),
         (False, ["fp8.optimizer=adamw"], "cuda", 1),  # does not skip NaN by itself
         (False, ["precision=bf16"], "cuda", 1),
-        (False, ["log_phases=true"], "cuda", 1),
     ],
 )
 def test_which_steps_overlap(overlaps: bool, words: list[str], device: str, ranks: int) -> None:

@@ -71,7 +71,7 @@ def test_two_ranks_give_the_losses_of_one(
     small_run: Path, tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
-    recipe.update(log_every_steps=4, log_phases=True)
+    recipe.update(log_every_steps=4)
     recipe["stages"]["sft"]["balance"] = zero_stage == 1
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -84,9 +84,6 @@ def test_two_ranks_give_the_losses_of_one(
         assert (ours["vision_tokens"], list(ours["tflop"])) == (4 * ours["tiles"], [*MODULES])
         own_rate = sum(ours["tflop"].values()) / ours["step_s"] / 2
         assert ours["tflop_per_s_per_gpu"] == pytest.approx(own_rate, rel=0.05)
-        assert sum(ours["phases"].values()) == pytest.approx(ours["step_s"], abs=1e-3)
-        assert min(ours["phases"][name] for name in ("forward", "backward", "optimizer")) > 0
-        assert "phases" not in alone
     # No terminal: whole lines, at the interval and at the end, and no bar.
     shown = [line for line in done.stdout.splitlines() if line.startswith("sft step")]
     assert [line.split()[2] for line in shown] == ["4/6", "6/6"], done.stdout

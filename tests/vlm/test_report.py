@@ -38,7 +38,6 @@ def step(number: int, loss: float) -> dict:
         "tokens": 2000,
         "vision_tokens": 500,
         "tflop": {"vision": 10.0, "language": 40.0 * number},
-        "phases": {"data_wait": 0.5, "forward": 1.0, "rest": 0.5},
         "tflop_per_s_per_gpu": 12.5,
         "tokens_per_s": 1000.0,
         "samples_per_s": 10.0,

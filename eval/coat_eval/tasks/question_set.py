@@ -79,13 +79,6 @@ class QuestionSet(Benchmark):
         scored = self.score_all(zip(questions, texts, strict=True), Settings())
         return self.aggregate(scored, Settings())
 
-    def find_correct(
-        self, questions: Sequence[Question], texts: Sequence[str | None]
-    ) -> list[bool]:
-        """Return for one text per question whether it is right."""
-        scored = self.score_all(zip(questions, texts, strict=True), Settings())
-        return [one.score == 1.0 for one in scored]
-
     def open(self, folder: Path) -> DataFolder:
         """Read the folder's table."""
         path = Path(folder) / QUESTIONS_FILE
