@@ -26,8 +26,7 @@ LIMIT_S = 120.0
 """Seconds without a renewal after which the lock of another host is taken over."""
 
 _RENEW_S = 5.0
-_MISSING_S = 2.0
-"""Seconds for which the lock may be missing while another process puts it back."""
+_MISSING_S = 2.0  # seconds for which the lock may be missing while another process puts it back
 _WAIT_S = 0.2
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -81,13 +80,8 @@ def hold_lock(
 ) -> Iterator[FolderLock]:
     """Hold a lock inside this context; the folder of its file is created.
 
-    Args:
-        purpose: the command, for the message to others.
-        wait: wait while another process holds the lock, instead of raising LockError.
-
-    Raises:
-        LockError: another process holds the lock.
-        OSError: the lock could not be written.
+    ``purpose`` is the command, for the message to others. LockError if another process holds the
+    lock, unless ``wait``; OSError if it cannot be written.
     """
     lock = FolderLock(path, secrets.token_hex(8))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,10 +139,7 @@ def _link(own: Path, path: Path) -> bool:
 
 
 def _remove(path: Path, token: str | None) -> None:
-    """Delete the lock with this token; leave any other one.
-
-    It is renamed first, so that only one of two processes gets it; another lock is put back.
-    """
+    """Delete the lock with this token; renamed first, so that only one process gets it."""
     if (holder := _read(path)) is None or holder.get("token") != token:
         return
     aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}")

@@ -34,9 +34,7 @@ class Repository:
     repo: str
     """``owner/name``, or the address of a single file."""
     license: str
-    """License on the repository's card."""
     files: tuple[str, ...]
-    """Patterns of the files to download."""
     unpack: Mapping[str, str] = field(default_factory=dict)
     """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
     md5: str = ""
@@ -58,7 +56,6 @@ class KnownMixture:
     sources: tuple[Mapping[str, Any], ...]
     """Entries of a native mixture file, with paths relative to the download folder."""
     notes: tuple[str, ...]
-    """Further steps for the user."""
 
 
 def _read_benchmarks() -> dict[str, Repository]:

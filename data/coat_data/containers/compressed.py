@@ -17,8 +17,7 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb
 def unpack(path: Path, limits: Limits) -> Path:
     """Return a file, or the unpacked copy of a compressed one; a changed file has another copy.
 
-    Raises:
-        DataError: the file is damaged, or unpacks to more than ``limits.archive_bytes``.
+    DataError if it is damaged, or unpacks to more than ``limits.archive_bytes``.
     """
     with path.open("rb") as stream:
         head = stream.read(6)

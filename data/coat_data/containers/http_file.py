@@ -41,9 +41,8 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     ``trusted``, which the user named. The proxy of the environment (``https_proxy``) is not
     checked; the host behind it is, if this machine can resolve it.
 
-    Raises:
-        DataError: another scheme, a host with a private address, or a file above the limit.
-        OSError: the request failed; TimeoutError after ``limits.remote_s``.
+    DataError for another scheme, a private address or a file above the limit; OSError if the
+    request failed; TimeoutError after ``limits.remote_s``.
     """
     if not is_http(url):
         raise DataError(url, "is not an address of http or https", "download the file")

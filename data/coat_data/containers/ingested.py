@@ -33,7 +33,6 @@ class Shard:
     rows: int
     size: int
     """Bytes."""
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,13 @@ class Manifest:
     """Contents and origin of an ingested folder."""
 
     rows: int
-    """Rows in all shards."""
     shards: tuple[Shard, ...]
     bad_samples: int
     """Rows of the source that were left out; ``bad_samples.jsonl`` lists them."""
     source: str
     """Absolute path of the file that was ingested."""
-    source_sha256: str
     media_root: str
     """Absolute folder, or address, that relative media paths start from."""
-    embedded: bool
-    """Whether the shards hold the media files' bytes."""
 
     def write(self, folder: Path) -> Path:
         """Write ``manifest.json`` into ``folder``."""

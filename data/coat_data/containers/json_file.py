@@ -110,10 +110,8 @@ class Window:
         self._path = path
         self._text = ""
         self._position = 0
-        self._start = stream.tell()
-        """Offset of the window in the file."""
-        self._whole = False
-        """Whether the file ends with the window."""
+        self._start = stream.tell()  # offset of the window in the file
+        self._whole = False  # whether the file ends with the window
         self._lines = 1
 
     @property

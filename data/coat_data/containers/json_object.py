@@ -19,20 +19,17 @@ from coat_data.containers.json_file import BOM, JsonRows, Window
 from coat_data.containers.rows import Rows
 from coat_data.sample import DataError
 
-_ABOUT = ("info", "license", "licenses", "categories")
-"""Keys whose values describe the data set."""
+_ABOUT = ("info", "license", "licenses", "categories")  # keys whose values describe the data set
 _LISTS = ("questions", "annotations", "images", "data")
 _SPLITS = "pid_splits.json"
 _DEFAULT_SPLIT = "train"
-_FIRST_LINE = 16 << 20
-"""Maximum length in bytes of a first line that is tried as a row of JSONL."""
+_FIRST_LINE = 16 << 20  # maximum length in bytes of a first line that is tried as a row of JSONL
 
 
 def open_object(path: Path, split: str | None = None) -> Rows | None:
     """Open the rows of a file that starts with a brace; None if it is JSONL or in another layout.
 
-    Raises:
-        DataError: its lists have to be joined (VQA v2, COCO), or there is no such split.
+    DataError if its lists have to be joined (VQA v2, COCO), or there is no such split.
     """
     if _is_jsonl(path):
         return None
@@ -56,7 +53,6 @@ def open_object(path: Path, split: str | None = None) -> Rows | None:
 
 
 def _open_values(path: Path, split: str | None) -> Rows | None:
-    """Open the values of one split of an object; None if not all of them are objects."""
     rows = ObjectRows(path, None, split=split or _DEFAULT_SPLIT)
     if not rows.only_objects:
         return None
@@ -149,7 +145,6 @@ class ObjectRows(JsonRows):
 
 
 def _split_members(path: Path) -> dict[str, list[str]]:
-    """Return the splits of each row in ``pid_splits.json`` next to the file, if it is there."""
     listing = path.with_name(_SPLITS)
     members: dict[str, list[str]] = {}
     if listing.is_file():

@@ -34,8 +34,7 @@ _JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
 _SHARD_SUFFIXES = (".parquet", *_TAR_SUFFIXES, ".arrow", ".pkl")
 _MAPPED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 """Results of ``datasets``' map and filter, which are next to the data in its cache."""
-_IMG2DATASET = {"key", "status", "error_message"}
-"""Columns of img2dataset's metadata."""
+_IMG2DATASET = {"key", "status", "error_message"}  # columns of img2dataset's metadata
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -47,10 +46,8 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    An address is given as text. ``FILE#val`` opens a split of an object of rows.
-
-    Raises:
-        DataError: nothing is there, the format is unknown, or a folder has several splits.
+    An address is given as text. ``FILE#val`` opens a split of an object of rows. DataError if
+    nothing is there, the format is unknown, or a folder has several splits.
     """
     if isinstance(path, str):
         if network == "deny":
@@ -120,10 +117,7 @@ def _open_shards(folder: Path, limits: Limits) -> Rows:
 
 
 def _img2dataset_output(table: Path) -> str:
-    """Return the output format of img2dataset whose metadata a Parquet file is; empty for none.
-
-    It is next to ``00000.tar`` or the folder ``00000`` (rom1504/img2dataset, README).
-    """
+    """Return the output format of img2dataset whose metadata the table is; empty if it is not."""
     output = {table.with_suffix(".tar"): "tar", table.with_suffix(""): "files"}
     found = next((name for path, name in output.items() if path.exists()), "")
     return found if found and set(TableRows(table, [table]).columns) >= _IMG2DATASET else ""
@@ -140,10 +134,7 @@ def _open_captioned(folder: Path) -> Rows:
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Raise DataError if the file names belong to several splits, as the Hub recognizes them.
-
-    Source: huggingface/datasets, docs/source/repository_structure.mdx.
-    """
+    """Refuse files of several splits, by huggingface/datasets, repository_structure.mdx."""
     patterns: dict[str, str] = {}
     for file in files:
         name = file.relative_to(folder).as_posix()

@@ -37,8 +37,7 @@ T = TypeVar("T")
 
 _GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_DOWNLOADS = 8
-"""Files that are downloaded at the same time."""
+_DOWNLOADS = 8  # files that are downloaded at the same time
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
@@ -66,10 +65,7 @@ def local_copies(pattern: str) -> dict[Path, str]:
     """Copy the files of an address, or of a pattern with braces or ``*`` (not http), to the cache.
 
     Returns copy -> address. A file that changes by its ETag, date or size is downloaded again.
-
-    Raises:
-        DataError: a file is missing or cannot be read, or a pattern with ``*`` matches nothing.
-        OSError: the cache folder cannot be written.
+    DataError if a file is missing or cannot be read, or nothing matches; OSError for the cache.
     """
     urls: list[str] = []
     for url in expand_braces(pattern):
@@ -145,14 +141,10 @@ def retry(
     *,
     timeouts: bool = True,
 ) -> T:
-    """Call ``attempt``, and call it again after transient failures of the network or server.
+    """Call ``attempt``, and again after transient failures and pauses of ``waits_s`` seconds.
 
-    Args:
-        waits_s: pauses between attempts, in seconds; :data:`WAITS_S` by default.
-        timeouts: whether a host that sent nothing is asked again.
-
-    Raises:
-        DataError: the address cannot be read; UnreachableError if the failure is transient.
+    ``timeouts``: whether a host that sent nothing is asked again. DataError if the address cannot
+    be read; UnreachableError if the failure is transient.
     """
     for wait_s in (*(WAITS_S if waits_s is None else waits_s), None):
         try:

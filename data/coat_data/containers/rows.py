@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from coat_data.sample import DataError
 
-_MAX_OPEN = 64
-"""Maximum number of open files of a source per process."""
+_MAX_OPEN = 64  # maximum number of open files of a source per process
 
 
 class Rows:
@@ -75,8 +74,7 @@ class _Index(NamedTuple):
 
 _SCANNED: dict[tuple[type, Path, tuple[int, int]], _Index] = {}
 """Indices of the files that this process has scanned, by class, path and state of the file."""
-_MAX_REMEMBERED = 1 << 24
-"""Rows in :data:`_SCANNED` above which it is emptied; 256 MiB."""
+_MAX_REMEMBERED = 1 << 24  # rows in _SCANNED above which it is emptied; 256 MiB
 
 
 class IndexedFiles(Rows):
@@ -170,6 +168,5 @@ class IndexedFiles(Rows):
 
 
 def _state(file: Path | int) -> tuple[int, int]:
-    """Return size and modification time in nanoseconds; another file has other values."""
     status = os.stat(file)  # noqa: PTH116 - a descriptor has no path
     return status.st_size, status.st_mtime_ns

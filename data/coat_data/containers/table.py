@@ -17,18 +17,15 @@ from coat_data.sample import DataError
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-_ROWS_PER_BATCH = 32
-"""Rows held while reading in order; each may carry its images."""
-_PROBED = 16
-"""Rows that are read by number from Parquet itself."""
+_ROWS_PER_BATCH = 32  # rows held while reading in order; each may carry its images
+_PROBED = 16  # rows that are read by number from Parquet itself
 _ARROW_FILE = b"ARROW1"
 
 
 class TableRows(Rows):
     """The rows of one table in several files; no files for a folder written by ``save_to_disk``.
 
-    Raises:
-        DataError: a file is damaged, the columns of files differ, or a folder has several splits.
+    DataError if a file is damaged, the columns of files differ, or a folder has several splits.
     """
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:

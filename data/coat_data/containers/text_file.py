@@ -47,7 +47,6 @@ class TextRows(IndexedFiles):
 
 
 def _cut(data: bytes) -> int:
-    """Return the length of the block at the beginning of ``data``."""
     for end in _ENDS:
         found = data.rfind(end, len(data) // 2)
         if found >= 0:

@@ -14,8 +14,7 @@ from coat_data.text.tokens import SegmentTokenizer
 ROWS_PER_SOURCE = 16
 """Rows of each source that are checked when training starts."""
 
-_SHOWN = 200
-"""Maximum characters of a text in a message."""
+_SHOWN = 200  # maximum characters of a text in a message
 
 _ANSWERS = (
     "A dog.",
@@ -55,9 +54,8 @@ def synthetic_conversations(*, images: bool = True) -> list[Sample]:
 def verify_template(encoder: Encoder) -> None:
     """Check the encoder's template and tokenizer on :func:`synthetic_conversations`.
 
-    Raises:
-        DataError: other tokens than the answers and their ends are supervised; shows both.
-        ValueError: the template refuses such conversations.
+    DataError if other tokens than the answers and their ends are supervised (shows both);
+    ValueError if the template refuses such conversations.
     """
     for sample in synthetic_conversations(images=encoder.shows_media):
         encoder.template.render(sample.turns)  # an error of the template, not of a row

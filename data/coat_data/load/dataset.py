@@ -23,8 +23,7 @@ from coat_data.readers.fields import check_columns, rename
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
 
-_SEED = 0
-"""Seed of ``random`` selections without a seed, so that a list always selects the same rows."""
+_SEED = 0  # seed of random selections without a seed, so that a list always selects the same rows
 
 
 _ROWS_PROBED = 100
@@ -43,14 +42,9 @@ class SampleDataset:
         paths: the files of the rows, and the list itself; a folder stands for all files below it.
 
     Args:
-        ignore_fields: fields that may be left out although they look like media or loss weights.
         in_order: open for a full read by :meth:`stream` only: also accept truncated files, and
             ignore a list's weights.
         without_weights: ignore a list's weights, which are otherwise an error.
-
-    Raises:
-        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, or its rows
-            are of an unknown format.
     """
 
     def __init__(

@@ -17,10 +17,8 @@ from coat_data.mixture.selection import Rows, SelectedRows
 from coat_data.sample import DataError, Part, Sample
 
 _ROWS_PER_REQUEST = 16
-_PROBED_ROWS = 16
-"""Rows that are read to find out what a source contains."""
-_WHOLE = -1
-"""End of a row that is not split."""
+_PROBED_ROWS = 16  # rows that are read to find out what a source contains
+_WHOLE = -1  # end of a row that is not split
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +26,7 @@ class RowKinds:
     """Number of rows of each kind among the probed rows of a source."""
 
     documents: int
-    """Texts to train on as a whole."""
     others: int
-    """Conversations, captions, and other rows."""
     dropped_question: str | None
     """File and row of a question without media, if any: the template ``plain`` drops the question
     and would train only on the answer."""
@@ -89,8 +85,7 @@ def get_chunk(sample: Sample, start: int, end: int) -> Sample:
 def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     """Return first character and last character + 1 of each chunk of a document.
 
-    Raises:
-        DataError: the template by itself fills ``max_length``.
+    DataError if the template by itself fills ``max_length``.
     """
     text = sample.turns[1].text
     starts = encoder.tokenizer.starts(text)

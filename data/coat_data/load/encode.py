@@ -103,12 +103,9 @@ class Encoder:
         """Encode the whole conversation, with the answers as labels; ``rng`` augments.
 
         A preference pair is encoded twice, up to the end token of its last answer; only that
-        answer has labels.
-
-        Raises:
-            DataError: a medium cannot be read, the placeholders do not match the media, there is
-                no answer, the template refuses the conversation, the sequence is too long, or the
-                sample is not of the kind in :attr:`preferences`; names the row.
+        answer has labels. DataError, with the row, if a medium cannot be read, the placeholders do
+        not match the media, there is no answer, the template refuses the conversation, the
+        sequence is too long, or the sample is not of the kind in :attr:`preferences`.
         """
         self.check_kind(sample)
         segments = self.segments(sample)

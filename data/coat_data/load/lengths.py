@@ -30,10 +30,8 @@ def measure_rows(
 ) -> Iterator[np.ndarray]:
     """Yield tokens and images of ``rows``, int32 (rows, 2), several rows at a time.
 
-    Args:
-        max_images: a row with more images is bad.
-        skip_bad: give a bad row the size (0, 0), instead of raising its error; not after a
-            transient I/O error, as sizes are saved and the row may be good.
+    A row with more than ``max_images`` is bad. ``skip_bad`` gives bad rows the size (0, 0) instead
+    of raising, but not after a transient I/O error: sizes are saved, and the row may be good.
     """
     work = partial(_measure, dataset, measure, max_images, skip_bad)
     return in_workers(work, in_batches(rows, _ROWS_PER_REQUEST), num_workers)

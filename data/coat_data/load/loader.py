@@ -44,12 +44,10 @@ class BadSample:
     """A row that could not be used."""
 
     where: str
-    """File and row."""
     problem: str
     position: int
     """Position in the mixture at which the row was read."""
     source: int
-    """Index of the source."""
     row: int
     """Row in the source's file or folder."""
     transient: bool = False
@@ -62,9 +60,7 @@ class LoadedBatch:
 
     batch: Batch
     bad: list[BadSample]
-    """Bad rows found while the batch was loaded."""
     num_samples: int
-    """Samples in the batch."""
     counts: dict[str, int] = field(default_factory=dict)
     """Sums of ``EncodedSample.counts`` over the batch."""
 
@@ -74,15 +70,13 @@ class TrainLoader:
 
     :func:`coat_data.mixture.sampler.assign_to_ranks` assigns the ``batch_size`` batch rows of an
     optimizer step to ranks and micro-batches of ``micro_batch_size`` batch rows. A micro-batch has
-    one padded row per sample, or, with packing or ``unpad``, one row of all its samples. A bad
+    one padded row per sample, or, with ``packing`` or ``unpad``, one row of all its samples. A bad
     sample of a packed batch row is replaced by one that fits into that row.
 
     Args:
-        packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed.
         costs: estimated work of the rows of each source, by which rows that are not packed are
             assigned to ranks; None assigns them in order.
-        unpad: collate micro-batches that are not packed with
-            :func:`coat_data.load.collate.collate_unpadded`, aligned to this number of tokens.
+        unpad: :func:`coat_data.load.collate.collate_unpadded`'s ``align``; None pads.
     """
 
     def __init__(
@@ -124,11 +118,9 @@ class TrainLoader:
     def steps(self, start: SamplerState) -> Generator[list[LoadedBatch]]:
         """Yield the micro-batches of each optimizer step from ``start`` on, endlessly.
 
-        The state after a step is ``sampler.step(state)[1]``.
-
-        Raises:
-            DataError: a row is bad; with ``replace_bad``, all its replacements are bad as well; or
-                a worker process was killed, or exceeded the time limit.
+        The state after a step is ``sampler.step(state)[1]``. DataError for a bad row (with
+        ``replace_bad``, if all its replacements are bad as well) and for a worker process that was
+        killed or exceeded the time limit.
         """
         loaded = in_workers(
             self._load, self._requests(start), self._num_workers, self._timeout_s, self._describe

@@ -22,10 +22,8 @@ from typing import Any, TypeVar
 
 from coat_data.sample import DataError
 
-_AHEAD = 2
-"""Requests that are assigned to a worker process before its first result is taken."""
-_IDLE = -1
-"""Stands for the request of a worker that reads none."""
+_AHEAD = 2  # requests that are assigned to a worker process before its first result is taken
+_IDLE = -1  # stands for the request of a worker that reads none
 
 Request = TypeVar("Request")
 T = TypeVar("T")
@@ -40,11 +38,8 @@ def in_workers(
 ) -> Iterator[T]:
     """Yield ``work(request)`` for each request, in order; ``num_workers`` 0 works in this process.
 
-    ``describe`` names the rows of a request, for errors.
-
-    Raises:
-        DataError: raised by ``work``, unchanged; or a worker gave no result in ``timeout_s``
-            seconds, or was killed.
+    ``describe`` names the rows of a request, for errors: a DataError of ``work``, unchanged, or of
+    a worker that gave no result in ``timeout_s`` seconds or was killed.
     """
     if not num_workers:
         yield from map(work, requests)
@@ -121,11 +116,9 @@ class _Workers:
             self._pipes[index % len(self._pipes)].send((index, request))
 
     def take(self, index: int, timeout_s: float) -> Any:
-        """Return result and error of a request; its process is killed after ``timeout_s`` seconds.
+        """Return result and error of a request.
 
-        Raises:
-            TimeoutError: it was killed after this time.
-            OSError, EOFError: it has ended.
+        TimeoutError if its process was killed after ``timeout_s``; OSError or EOFError if it ended.
         """
         place = index % len(self._pipes)
         pipe, process = self._pipes[place], self._processes[place]

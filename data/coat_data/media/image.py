@@ -43,12 +43,8 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
     alpha channel and use the color stored under it). An animation gives its first frame. 16-bit
     channels give their upper 8 bits, as Pillow does for color images (it would clip gray at 255).
 
-    Args:
-        max_pixels: maximum pixels that a file may declare; default ``PIL.Image.MAX_IMAGE_PIXELS``.
-
-    Raises:
-        DataError: the file is missing or not an intact image, has floating point pixels, or more
-            pixels than allowed; names the path.
+    DataError if the file is missing or not an intact image, has floating point pixels, or declares
+    more than ``max_pixels`` (default ``PIL.Image.MAX_IMAGE_PIXELS``); names the path.
     """
     with _opened(media, max_pixels) as (image, where):
         ImageOps.exif_transpose(image, in_place=True)
@@ -205,16 +201,14 @@ ONE_TILE = TilePlan(num_tiles=1, rows=1, columns=1, num_token_tiles=1, separated
 class ImageTransform:
     """Scales an image to a square of ``size`` pixels, optionally augments it, and normalizes it.
 
+    ``mean`` and ``std`` are per channel, in 0..1. ValueError for a setting out of range or unknown.
+
     Args:
-        mean: mean of each channel, in 0..1; ``std`` alike.
         mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean color
             (``int(255 * mean)``; expand2square of haotian-liu/LLaVA, llava/mm_utils.py).
         augment: ``crop_flip`` shifts the scaled image by up to an eighth of its side in both
             directions (a random crop of the image padded with the mean color) and flips it with
             probability 1/2.
-
-    Raises:
-        ValueError: a setting is out of range or unknown.
     """
 
     modes: tuple[ImageMode, ...] = ("resize", "pad")

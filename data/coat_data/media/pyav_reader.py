@@ -43,8 +43,7 @@ _ONLY_VIDEO_FILES = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 
 _EXACT_IN_DECORD = ("h264", "vp9", "mpeg4")
 
-_MAX_READ_ERRORS = 100
-"""Reading errors after which the rest of a file is skipped."""
+_MAX_READ_ERRORS = 100  # reading errors after which the rest of a file is skipped
 
 _MAX_DECODED_FRAMES = 1 << 19
 """Maximum number of decoded frames, so that an endless file cannot block a loader; 4.8 hours at

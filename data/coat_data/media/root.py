@@ -18,10 +18,8 @@ class MediaRoot:
     """Converts the media paths of a data file to absolute paths below one folder or address.
 
     Data files come from third parties: with ``../../secret.png``, an absolute path or a link among
-    the unpacked images, a data set could contain the user's other files.
-
-    Args:
-        follow_links: allow links that lead out of the folder.
+    the unpacked images, a data set could contain the user's other files. ``follow_links`` allows
+    links that lead out of the folder.
     """
 
     def __init__(self, folder: str | Path, *, follow_links: bool = False) -> None:
@@ -33,9 +31,8 @@ class MediaRoot:
     def file(self, name: str, where: str) -> str:
         """Return the absolute path or the address of ``name``; the file need not exist.
 
-        Raises:
-            DataError: the path leaves the folder, directly or through a link, or is an address that
-                is neither below the folder nor one of http or https.
+        DataError if the path leaves the folder, directly or through a link, or is an address that
+        is neither below the folder nor one of http or https.
         """
         if is_url(name):
             return self._address(name, where)

@@ -15,8 +15,7 @@ from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media
 
-_BLOCK_BYTES = 33 << 20
-"""Bytes of a block of squares, at least; see :class:`_SquareStore`."""
+_BLOCK_BYTES = 33 << 20  # bytes of a block of squares, at least; see _SquareStore
 
 if TYPE_CHECKING:
     from coat_data.media.video import Clip, VideoReader
@@ -63,10 +62,7 @@ class MediaPlan:
 
 
 class _SquareStore:
-    """Stores squares of ``size`` pixels in blocks that return to the system when free.
-
-    Smaller blocks might stay with the C library, whose largest threshold for this is 32 MiB.
-    """
+    """Stores squares of ``size`` pixels in blocks above 32 MiB, which malloc returns when free."""
 
     def __init__(self, size: int) -> None:
         per_block = -(-_BLOCK_BYTES // (3 * size * size))

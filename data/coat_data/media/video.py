@@ -77,9 +77,8 @@ class VideoReader:
         a video if there is ``media.fps``, otherwise evenly by number: ``num_frames`` of them, or,
         unless the sampling is uniform, up to ``max_frames``.
 
-        Raises:
-            DataError: no frame can be decoded, ``start`` and ``end`` do not fit the video, or a
-                frame or all have more pixels than allowed; names the path.
+        DataError, with the path, if no frame can be decoded, ``start`` and ``end`` do not fit the
+        video, or a frame or all have more pixels than allowed.
         """
         if (paths := _frames_of(media)) is not None:
             self.counts["video_folder"] += 1

@@ -38,8 +38,7 @@ _SCARCE = 0.75
 filling bins only by tokens would use up the samples without images, and the last bins would be
 limited by images."""
 
-_CACHED_WINDOWS = 4
-"""Packed windows in memory: worker processes prefetch a few windows ahead."""
+_CACHED_WINDOWS = 4  # packed windows in memory: worker processes prefetch a few windows ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +166,8 @@ def _fullest(
 class PackedSampler:
     """Sampler whose batch rows are packed.
 
-    Args:
-        sizes: tokens and images of the rows of each source, (rows, 2); 0 tokens mark a bad row.
-        costs: estimated work of the rows of each source, (rows,); None balances ranks by images.
+    ``sizes``: tokens and images of the rows of each source, (rows, 2); 0 tokens mark a bad row.
+    ``costs``: estimated work of the rows, (rows,); None balances ranks by images.
     """
 
     def __init__(

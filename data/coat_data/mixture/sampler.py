@@ -55,11 +55,7 @@ class Mixture:
     many samples as all sources together, split by weight (largest remainder method); each source
     is then read in passes that continue over epochs, each newly shuffled, so that every row is
     read equally often. Weights are given for all sources or for none; without them a repeat of None
-    means 1.
-
-    Raises:
-        ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
-            positive number, only some sources have a weight, or a weight comes with a repeat.
+    means 1. ValueError for a source without rows or samples, and for impossible numbers.
     """
 
     def __init__(

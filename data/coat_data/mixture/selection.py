@@ -62,11 +62,8 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
     """Return the rows that ``select`` selects, in ascending order; None selects all.
 
     ``select`` is ``first``, ``last`` or ``random``, then a number of rows or a percentage. ``seed``
-    of ``random`` is combined with ``name``, so that sources differ.
-
-    Raises:
-        ValueError: ``select`` does not parse, or selects no row, a part of a row or more rows than
-            the source has.
+    of ``random`` is combined with ``name``, so that sources differ. ValueError if it does not
+    parse, or selects no row, a part of a row or more rows than there are.
     """
     if select is None:
         return np.arange(size)
@@ -105,10 +102,7 @@ def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int
     """Return the rows of one source that a bad_samples.jsonl, or a list of overlaps, lists.
 
     The list must name a file with the name of ``file``; rows of overlaps are those of this file.
-
-    Raises:
-        DataError: the list is missing or damaged, has no row of this source, or was written for
-            another file.
+    DataError if the list is missing or damaged, has no row of this source, or is of another file.
     """
     listed = read_bad_samples(path)
     if not lists_rows_of(listed, source, file):

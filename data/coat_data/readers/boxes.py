@@ -22,8 +22,7 @@ from coat_data.sample import DataError, Turn
 
 EDGES = {"norm1": (1.0, 1.0), "norm1000": (1000.0, 1000.0)}
 """Names of ms-swift's relative units -> numbers at the right and lower edge of the image."""
-_SLACK_PX = 1.0
-"""Pixels by which annotations may leave the image."""
+_SLACK_PX = 1.0  # pixels by which annotations may leave the image
 
 _BOX = re.compile(
     r"(\s?)(?:<box>|<\|box_start\|>)"

@@ -59,7 +59,6 @@ def _kind_by_ending(name: str) -> MediaKind:
 
 
 def _has_columns(row: Any) -> bool:
-    """Whether the row has a column of media and a column of text."""
     if not isinstance(row, Mapping):
         return False
     names = {str(name).lower() for name in row}
@@ -75,7 +74,6 @@ def _has_columns(row: Any) -> bool:
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
-    """Convert a row with media and a caption."""
     row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
     if names.keys() >= _WEBVID:
@@ -114,7 +112,6 @@ def _column(
     names: tuple[str, ...],
     place: Place,
 ) -> str:
-    """Return the column of the first of ``names`` that has a value."""
     for name in names:
         if name in by_lower and not is_missing(row.get(by_lower[name])):
             return by_lower[name]
@@ -125,12 +122,10 @@ def _column(
 
 
 def _is_video_set(row: Any) -> bool:
-    """Whether the row has the fields of ShareGPT4Video."""
     return has_fields("captions", "video_path")(row) and isinstance(row["captions"], list)
 
 
 def _from_video_set(row: Any, place: Place) -> Sample:
-    """Convert a video and its caption."""
     row = place.as_object(row)
     captions = [
         place.as_object(entry, f"captions[{number}]", "give it idx and content")

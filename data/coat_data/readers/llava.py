@@ -59,7 +59,6 @@ def to_sample(row: Any, place: Place) -> Sample:
 
 
 def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[bool]]:
-    """Return the conversation, and for each answer of the file whether it is supervised."""
     columns = place.columns
     name = columns.get("messages", "conversations")
     tags: dict[str, Role] = {columns[tag]: role for tag, role in _TAGS.items() if tag in columns}

@@ -206,7 +206,6 @@ def _by_parts(
 def _fill_objects(
     messages: Sequence[_Message], row: Mapping[str, Any], images: Sequence[Media], place: Place
 ) -> None:
-    """Replace ms-swift's placeholders in the texts by the names and boxes of ``objects``."""
     objects = row.get("objects")
     if is_missing(objects):
         return

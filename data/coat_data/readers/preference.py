@@ -43,7 +43,6 @@ class Pair(NamedTuple):
     """The row of the same format with only the chosen answer."""
     rejected: str
     fields: frozenset[str]
-    """The fields of the pair in the file."""
     added: str | None
     """The field of ``row`` that the file does not have."""
 
@@ -176,7 +175,6 @@ def _answer(rest: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
 
 
 def _turns(value: Any) -> list[Any]:
-    """Return the messages of an answer; none for a text."""
     return list(value) if isinstance(value, list | tuple) else [value] * isinstance(value, Mapping)
 
 

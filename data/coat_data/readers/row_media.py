@@ -21,10 +21,8 @@ MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
 
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
-_LONGEST_PATH = 4096
-"""PATH_MAX of Linux: a longer text is not a path."""
-_DEEPEST_STRUCT = 4
-"""Levels of nesting: a part, its image_url, its url, and the text."""
+_LONGEST_PATH = 4096  # PATH_MAX of Linux: a longer text is not a path
+_DEEPEST_STRUCT = 4  # levels of nesting: a part, its image_url, its url, and the text
 
 
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:

@@ -25,8 +25,7 @@ from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
-_LONGEST_NAME = 4096
-"""A longer text is the medium, not its name."""
+_LONGEST_NAME = 4096  # A longer text is the medium, not its name
 _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 
@@ -72,7 +71,6 @@ def _kind(field: str) -> MediaKind | None:
 
 
 def _natural(field: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that compares digits as numbers."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part)
         for part in re.findall(r"\d+|\D+", field)
@@ -100,7 +98,6 @@ def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
 
 
 def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """Return the JSON's row with the media of the tar instead of their names."""
     changed = {"id": str(row[KEY]), **value}
     members = _media_members(row)
     for kind, names in MEDIA_FIELDS.items() if members else ():

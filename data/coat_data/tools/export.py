@@ -27,8 +27,7 @@ from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
 from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
 
-_Name = str | list[str]
-"""Path of a medium, or of each frame of a list."""
+_Name = str | list[str]  # path of a medium, or of each frame of a list
 
 FOLDER = "media"
 """Name of the folder beside the exported rows."""
@@ -52,7 +51,6 @@ class ExportSummary:
     left_out: int
     """Bad samples, and samples that the format cannot represent; see ``left_out.jsonl``."""
     path: Path
-    """The data file."""
 
 
 def export(

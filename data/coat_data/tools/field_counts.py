@@ -16,9 +16,7 @@ class FieldCounts:
     pairs: int = 0
     """Good rows that are preference pairs."""
     used: Counter[str] = field(default_factory=Counter)
-    """Field -> rows of which the reader used it."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Field -> rows of which the reader did not use it."""
     notes: Counter[str] = field(default_factory=Counter)
     """Key of :data:`coat_data.sample.NOTES` -> rows."""
     first: dict[str, str] = field(default_factory=dict)

@@ -5,8 +5,7 @@ The folder is described in :mod:`coat_data.containers.ingested` and opened by
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -22,12 +21,11 @@ from coat_data.containers.ingested import (
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Sample
-from coat_data.saved_files import hash_file, sync
+from coat_data.saved_files import sync
 from coat_data.tools.source import decode, list_bad, media_bytes, new_folder
 from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
-_CHUNK_ROWS = 16
-"""Rows that one process reads at a time; their media may be in memory."""
+_CHUNK_ROWS = 16  # rows that one process reads at a time; their media may be in memory
 _ERRORS_SHOWN = 5
 _ROWS_IN_MEMORY = 200
 """Rows per Parquet row group; bounds the memory that embedded media need while writing."""
@@ -46,11 +44,9 @@ def ingest(
 ) -> Manifest:
     """Check every row of ``path`` and write the good ones to ``out_dir``, completely or not at all.
 
-    Args:
-        embed_media: store the media files' bytes in the shards. Media without files of their own
-            (in tars and Parquet) are always stored.
-        check_media: decode every image, and one frame of every video.
-        max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
+    ``embed_media`` stores the media files' bytes in the shards, as is always done for media without
+    files of their own. ``check_media`` decodes every image, and one frame of every video. Up to
+    ``max_bad_samples`` bad rows are left out and listed in ``bad_samples.jsonl``.
     """
     out_dir = Path(out_dir).absolute()
     if shard_rows < 1:
@@ -58,33 +54,26 @@ def ingest(
     with new_folder(out_dir) as folder:
         dataset = SampleDataset(path, in_order=True, **options)
         bad: list[DataError] = []
-        counts: Counter[str] = Counter()
         work = partial(_read_chunk, dataset.media_root, embed_media, check_media)
         chunks = map_chunks(dataset, work, "ingest", workers=workers, rows=_CHUNK_ROWS)
-        records = (
-            record
-            for record in _good_records(chunks, bad, counts)
-            if len(bad) <= max_bad_samples  # an ingest that will fail writes no more rows
-        )
+        records = _good_records(chain.from_iterable(chunks), bad, max_bad_samples)
         shards: list[Shard] = []
         for first in records:
             file = folder / f"part-{len(shards):05d}.parquet"
             rows = _write_shard(chain([first], islice(records, shard_rows - 1)), file)
-            size = file.stat().st_size
-            shards.append(Shard(name=file.name, rows=rows, size=size, sha256=hash_file(file)))
-        if not counts["rows"]:
+            shards.append(Shard(name=file.name, rows=rows, size=file.stat().st_size))
+        if not shards and not bad:
             raise DataError(str(path), "there are no rows", "give a file with at least one row")
         if len(bad) > max_bad_samples or not shards:
             shown = "".join(f"\n  {error}" for error in bad[:_ERRORS_SHOWN])
             hidden = len(bad) - _ERRORS_SHOWN
             more = f"\n  and {hidden} more" if hidden > 0 else ""
-            raise DataError(
-                str(path),
-                f"{len(bad)} of {counts['rows']} rows are bad, {max_bad_samples} allowed:"
-                f"{shown}{more}\n",
+            counts = f"{len(bad)} of {len(dataset)} rows are bad, {max_bad_samples} allowed"
+            remedy = (
                 "fix or remove these rows, or allow more with max_bad_samples (at least one must "
-                "be good)",
+                "be good)"
             )
+            raise DataError(str(path), f"{counts}:{shown}{more}\n", remedy)
         if bad:
             list_bad(folder / BAD_SAMPLES_NAME, bad)
         manifest = Manifest(
@@ -92,9 +81,7 @@ def ingest(
             shards=tuple(shards),
             bad_samples=len(bad),
             source=str(path if is_url(path) else Path(path).absolute()),
-            source_sha256=hash_file(Path(path)) if Path(path).is_file() else "",
             media_root=str(dataset.media_root),
-            embedded=embed_media or counts["stored"] > 0,
         )
         manifest.write(folder)
         for file in (*folder.iterdir(), folder):
@@ -104,26 +91,19 @@ def ingest(
 
 
 def _good_records(
-    chunks: Iterator[list[tuple[dict[str, Any], int] | DataError]],
-    bad: list[DataError],
-    counts: Counter[str],
+    results: Iterable[dict[str, Any] | DataError], bad: list[DataError], max_bad: int
 ) -> Iterator[dict[str, Any]]:
-    for result in chain.from_iterable(chunks):
-        counts["rows"] += 1
+    for result in results:
         if isinstance(result, DataError):
             bad.append(result)
-        else:
-            record, stored = result
-            counts["stored"] += stored
-            yield record
+        elif len(bad) <= max_bad:  # else the ingest fails, and writes no more rows
+            yield result
 
 
 def _read_chunk(
     media_root: Path | str, embed: bool, check: bool, samples: Chunk
-) -> list[tuple[dict[str, Any], int] | DataError]:
-    """Return record and number of stored media of each row, or the row's error."""
-
-    def convert(sample: Sample) -> tuple[dict[str, Any], int]:
+) -> list[dict[str, Any] | DataError]:
+    def convert(sample: Sample) -> dict[str, Any]:
         media: list[Media] = []
         try:
             for item in sample.media:
@@ -134,17 +114,16 @@ def _read_chunk(
                 media.append(item)
         except DataError as error:
             raise error.within(sample.where) from error
-        stored = sum(item.data is not None for item in sample.media)
-        return to_record(dataclasses.replace(sample, media=tuple(media)), media_root), stored
+        return to_record(dataclasses.replace(sample, media=tuple(media)), media_root)
 
     return map_samples(samples, convert)
 
 
 def _write_shard(records: Iterator[dict[str, Any]], path: Path) -> int:
-    """Write all records to one Parquet file in the schema of ``datasets``; returns their number.
+    """Write all records to one Parquet file; returns their number.
 
-    The writer of ``datasets`` splits pages by content, with which a full disk makes Arrow's C++
-    code abort the process instead of raising OSError (measured with pyarrow 26).
+    With the writer of ``datasets``, which splits pages by content, a full disk makes Arrow abort
+    the process instead of raising OSError (measured with pyarrow 26).
     """
     import pyarrow
     from pyarrow.parquet import ParquetWriter

@@ -76,7 +76,6 @@ def lint(
 def _check_chunk(
     check_media: MediaCheck, names: Mapping[str, str], other: str, samples: Chunk
 ) -> tuple[int, list[DataError], dict[str, FieldCounts]]:
-    """Return the number of rows, the problem of each bad one, and the fields of each source."""
     fields: dict[str, FieldCounts] = {}
 
     def counted() -> Chunk:

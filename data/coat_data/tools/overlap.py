@@ -44,11 +44,9 @@ MIN_CORRELATION = 0.9
 SHARED_LINES = 10
 """A line of more questions of a benchmark than this is no evidence."""
 
-_CROPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Sides of the centre crops, relative to the image."""
+_CROPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # sides of the centre crops, relative to the image
 _MIN_WORDS, _MAX_WORDS = 8, 13
-_FLAT_BITS = 16
-"""An image with fewer bits than this is nearly plain, as is any other such image."""
+_FLAT_BITS = 16  # an image with fewer bits than this is nearly plain, as is any other such image
 _CHUNK_ROWS = 64
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")
 """A word, or a character of a script without spaces."""
@@ -86,9 +84,7 @@ class OverlapCount:
     benchmark: str
     images: int = 0
     texts: int = 0
-    """Rows with a text of the benchmark."""
     rows: int = 0
-    """Rows with an image or a text of the benchmark."""
 
 
 def hash_image(image: Image.Image) -> Hashes:

@@ -24,8 +24,7 @@ LONGEST_SIDE = 320
 """Pixels; larger pictures are scaled down."""
 FRAMES_SHOWN = 8
 """Frames of a video without an encoder."""
-_MAX_PICTURES = 64
-"""Maximum pictures of one sample; the number of the others is written."""
+_MAX_PICTURES = 64  # maximum pictures of one sample; the number of the others is written
 _NEWLINE = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
 """Shown for a newline, which may be a token of its own."""
 
@@ -42,7 +41,6 @@ class ModelView:
     """Mean of each channel, in 0..1, as subtracted from the pixels."""
     std: Sequence[float]
     name: str
-    """Title of the model on the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,6 @@ class Card:
     pictures: list[str] = field(default_factory=list)
     """``data:`` URLs."""
     turns: list[tuple[str, list[Span]]] = field(default_factory=list)
-    """Role and text of each turn."""
     tokens: list[Span] = field(default_factory=list)
     problem: str = ""
     remedy: str = ""

@@ -12,8 +12,7 @@ SHOWN = 3
 
 _MAX_RANGES = 8
 _WHERE = re.compile(r"(?P<file>.*?):(?P<row>\d+)(?::\s.*)?$", re.DOTALL)
-_OWN = re.compile(r"'[^']*'|\d+")
-"""What differs between equal problems: quoted names, and numbers."""
+_OWN = re.compile(r"'[^']*'|\d+")  # what differs between equal problems: quoted names, and numbers
 
 
 class ProblemList:

@@ -65,10 +65,7 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
     """Create a temporary folder next to ``out_dir``, and rename it when the block succeeds.
 
     It is removed after an error or Ctrl-C, or, after a kill, by the next call for ``out_dir``.
-
-    Raises:
-        DataError: ``out_dir`` has files in it or is a file.
-        LockError: another process writes it.
+    DataError if ``out_dir`` has files in it or is a file; LockError if another process writes it.
     """
     target = Path(out_dir).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):

@@ -31,9 +31,7 @@ class SourceStats:
     """Good rows."""
     bad: int = 0
     media: Counter[str] = field(default_factory=Counter)
-    """Number of images and videos."""
     text_only: int = 0
-    """Rows without media."""
     unreadable_images: int = 0
     """Images whose header cannot be read; their sizes are not counted."""
     measured: "defaultdict[str, array[int]]" = field(

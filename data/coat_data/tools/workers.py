@@ -16,8 +16,7 @@ from coat_data.sample import DataError, Sample
 MAX_WORKERS = 8
 """Maximum number of worker processes by default."""
 
-_THREADS = 16
-"""Links that one process reads at the same time."""
+_THREADS = 16  # links that one process reads at the same time
 
 Chunk = Iterable[Sample | DataError]
 T = TypeVar("T")
@@ -43,10 +42,8 @@ def map_chunks(
     """Yield ``work(samples)`` for consecutive chunks of all rows, in order, with a progress bar.
 
     The results do not depend on the number of processes. A single chunk is read by this process.
-
-    Raises:
-        DataError: a worker process was killed; names the rows that it read.
-        RuntimeError: ``work`` raised an exception; names file and row.
+    DataError if a worker process was killed, RuntimeError if ``work`` raised another exception;
+    both name the rows.
     """
     workers = count_workers(workers)
     total = len(dataset)

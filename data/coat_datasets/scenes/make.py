@@ -109,7 +109,6 @@ def _draw_distinct(
     taken: set[frozenset[tuple[int, str, str]]],
     draw: Callable[[int], Scene],
 ) -> list[Scene]:
-    """Draw ``number`` scenes whose layouts are not in ``taken``; adds their layouts to it."""
     scenes: list[Scene] = []
     while len(scenes) < number:
         scene = draw(len(scenes))

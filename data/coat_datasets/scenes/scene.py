@@ -22,7 +22,6 @@ REPEAT_COLOR = 0.3
 """Probability that an object has the color of an earlier one, so that counts above one occur."""
 
 Pair = tuple[str, str]
-"""(color, shape)."""
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
@@ -79,7 +78,6 @@ class SceneObject:
     top: int
     """Top edge in pixels from the image's top edge."""
     size: int
-    """Width and height in pixels."""
 
     @property
     def pair(self) -> Pair:
@@ -147,8 +145,7 @@ _STAR = [
     )
     for corner, radius in enumerate([0.525, 0.21] * 5)
 ]
-_ARM = (0.32, 0.68)
-"""Start and end of the arms of the cross, relative to its width."""
+_ARM = (0.32, 0.68)  # start and end of the arms of the cross, relative to its width
 
 _CORNERS: dict[str, list[tuple[float, float]]] = {
     "square": [(0, 0), (1, 0), (1, 1), (0, 1)],
