@@ -1,8 +1,6 @@
 """Writes the model card (README.md) of an exported model from the files of its run.
 
-Nothing is measured: the card repeats what recipe.yaml, metrics.jsonl, eval.json and eval/<set>/
-say. Its metadata are those that the Hugging Face Hub reads:
-https://huggingface.co/docs/hub/model-cards#model-card-metadata
+Its metadata are described in https://huggingface.co/docs/hub/model-cards#model-card-metadata
 """
 
 import re
@@ -21,9 +19,8 @@ from coat_vlm.train.steady_rates import add_up
 
 CARD = "README.md"
 """File in a model folder, which the Hub shows."""
-_PUBLISHED = "published"
-"""Layout of a run of ``model.pretrained``: that in which the model was published."""
-_LIBRARIES: dict[str, str] = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers")
+_PUBLISHED = "published"  # layout of a run of model.pretrained
+_LIBRARIES = {"llava": "transformers", "language": "transformers", _PUBLISHED: "transformers"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"hf:(?://)?datasets/([\w.-]+/[\w.-]+)")
 _AUTO_CLASSES = (
@@ -53,31 +50,29 @@ def build_card(source: Path, layout: str, weights: str | None = None) -> str:
     """
     source = source.resolve()
     is_model = source.name == "model"
-    stage, folder = (source.parents[0 if is_model else 1]), source.parents[1 if is_model else 2]
-    if stage.name not in STAGES or not (folder / "recipe.yaml").is_file():
+    stage = source.parents[0 if is_model else 1]
+    if stage.name not in STAGES or not (stage.parent / "recipe.yaml").is_file():
         raise ValueError(
             f"--card describes the run of a model, and {source} is not in a run folder; give "
             "RUN/STAGE/model or RUN/STAGE/checkpoints/step-..., or remove --card"
         )
-    run = read_run_folder(folder)
+    run = read_run_folder(stage.parent)
     stages = [name for name in STAGES if name in (run.recipe.get("stages") or {})]
     if not stages:
-        raise ValueError(
-            f"--card describes the run of a model, and {folder / 'recipe.yaml'} has no stages; "
-            "restore the file, or remove --card"
-        )
+        raise ValueError(f"--card: {stage.parent / 'recipe.yaml'} is damaged; restore the file")
     if (run.recipe.get("model") or {}).get("pretrained"):
         layout = _PUBLISHED
     final = is_model and stage.name == stages[-1]
     done = STAGES[: STAGES.index(stage.name) + 1]
-    run.stages = [one for one in run.stages if one.name in done]
+    run.stages = [log for log in run.stages if log.name in done]
+    data = [row[:6] for row in build_data_rows(run)]
     parts = [
         _describe(run, source, stage.name),
         "## Training\n",
-        _list(list_header_facts(run)),
+        "".join(f"- {label}: {text}\n" for label, text in list_header_facts(run)),
         _stages(run),
         "## Data\n",
-        _data(run),
+        _table(("stage", "source", "rows", "epochs", "% of samples", "tokens per sample"), data),
         "## Results\n",
         _results(run, final=final, weights=weights),
         "## License\n",
@@ -132,7 +127,7 @@ def _stages(run: RunFolder) -> str:
         trained = ", ".join(
             f"{name} {count} (lr {lr})" if lr else f"{name} {count}"
             for name, count, _, lr in column["modules"]
-            if count not in ("frozen", "no")
+            if count != "frozen"
         )
         steps = dict(column["facts"]).get("steps", column["status"])
         batch = dict(column["facts"]).get("batch size", "-")
@@ -141,23 +136,17 @@ def _stages(run: RunFolder) -> str:
     return _table(("stage", "steps", "batch size", "tokens", "trained parameters"), rows)
 
 
-def _data(run: RunFolder) -> str:
-    heads = ("stage", "source", "rows", "epochs", "% of samples", "tokens per sample")
-    return _table(heads, [row[:6] for row in build_data_rows(run)])
-
-
 def _results(run: RunFolder, *, final: bool, weights: str | None) -> str:
     if not final:
         return "Not measured: the run's evaluation is that of the model of its last stage.\n"
     sets = run.recipe.get("eval_sets") or {}
-    found = build_evaluation_rows(run.eval_json, sets, run.reports)
     rows = [
         (
-            *(one.set_name, one.metric, format_percent(one.value), format_interval(one.interval)),
-            *(format_percent(one.chance), "-" if one.n is None else str(one.n)),
+            *(row.set_name, row.metric, format_percent(row.value), format_interval(row.interval)),
+            *(format_percent(row.chance), "-" if row.n is None else str(row.n)),
         )
-        for one in found
-        if one.value is not None
+        for row in build_evaluation_rows(run.eval_json, sets, run.reports)
+        if row.value is not None
     ]
     if not rows:
         return "Not measured: the run has no evaluation (`coat-vlm eval --model RUN`).\n"
@@ -169,10 +158,6 @@ def _results(run: RunFolder, *, final: bool, weights: str | None) -> str:
         + f".{note}\n\n"
         + _table(("set", "metric", "value", "95% interval", "chance", "questions"), rows)
     )
-
-
-def _list(facts: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"- {label}: {text}\n" for label, text in facts)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,9 +1,4 @@
-"""Builds the rows of evaluation results, and the cards of sample questions.
-
-A row contains the value with its 95% interval, the baselines and the required value of a metric,
-and the numbers of answers that could not be scored. A card contains a question with its images, the
-reference, the prediction, and whether the prediction is correct.
-"""
+"""Builds the rows of evaluation results, and the cards of sample questions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +7,6 @@ from typing import Any
 from coat_data.media.pictures import read_pictures
 from coat_data.sample import Media
 from coat_data.tools.html_page import data_address, sample_evenly
-
-BASELINES = ("chance", "majority")
 
 CARDS_PER_SET = 12
 LONGEST_SIDE = 256
@@ -35,10 +28,9 @@ _Z = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One metric of one evaluation set in percent; None for a missing number."""
+    """One metric of an evaluation set, in percent; None for a missing number."""
 
     set_name: str
-    task: str
     metric: str
     value: float | None
     chance: float | None
@@ -63,10 +55,10 @@ class EvaluationRow:
     @property
     def baseline(self) -> str:
         """The name of the highest baseline that the value does not exceed, else empty."""
-        known = {"chance": self.chance, "majority": self.majority}
-        reached = {name: v for name, v in known.items() if v is not None and self.value is not None}
-        name = max(reached, key=lambda one: reached[one], default="")
-        return name if name and self.value is not None and self.value <= reached[name] else ""
+        baselines = (("chance", self.chance), ("majority", self.majority))
+        known = [(name, value) for name, value in baselines if value is not None]
+        name, highest = max(known, key=lambda pair: pair[1], default=("", 0.0))
+        return name if self.value is not None and self.value <= highest else ""
 
 
 def build_evaluation_rows(
@@ -90,7 +82,6 @@ def build_evaluation_rows(
             rows.append(
                 EvaluationRow(
                     set_name=name,
-                    task=str(settings.get("task", "")),
                     metric=metric,
                     value=values.get(metric),
                     chance=baseline(values, metric, "chance"),
@@ -137,29 +128,6 @@ def count_problems(report: Mapping[str, Any]) -> dict[str, int]:
     return {kind: number for kind, number in counts.items() if number}
 
 
-def build_category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Build a table per set, with the metrics of all items and of each category.
-
-    Returns tables ``{"name", "headline", "columns", "rows"}`` with rows ``(category, n, interval of
-    the headline metric, values)``.
-    """
-    tables = []
-    for name, report in reports.items():
-        values, headline = report["metrics"], report.get("headline", "accuracy")
-        columns = [m for m in values if "." not in m and not m.endswith(BASELINES)]
-        columns = [metric for metric in columns if metric != "mean_f1"] + list(BASELINES)
-        rows = []
-        counts = [one for one in report.get("counts") or {} if one.startswith("category.")]
-        for category in ("", *(one.removeprefix("category.") for one in counts)):
-            prefix = f"{category}." if category else ""
-            own = prefix + headline
-            interval = find_interval(values, report, own)
-            cells = [values.get(prefix + metric) for metric in columns]
-            rows.append((category or "all", count_questions(report, own), interval, cells))
-        tables.append({"name": name, "headline": headline, "columns": columns, "rows": rows})
-    return tables
-
-
 def format_percent(value: float | None) -> str:
     """Format a percentage with two decimals; None as a dash."""
     return "-" if value is None else f"{value:.2f}"
@@ -171,29 +139,26 @@ def format_interval(interval: tuple[float, float] | None) -> str:
 
 
 def build_sample_cards(
-    rows: Sequence[Mapping[str, Any]], media_root: str = ""
+    items: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Build up to CARDS_PER_SET cards from the items of a set, half of them of wrong answers.
 
     Wrong answers come first, and both halves are evenly spaced over the set. A card is the item
-    with ``images`` and ``problems`` of :func:`render_media`.
+    with ``images`` and ``problems`` of :func:`render_media`; ``settings`` are those of the recipe.
     """
+    right = [item for item in items if item["score"] == 1.0]
+    wrong = [item for item in items if item["score"] != 1.0]
+    num_wrong = min(len(wrong), max(CARDS_PER_SET // 2, CARDS_PER_SET - len(right)))
     cards = []
-    correct = [row["score"] == 1.0 for row in rows]
-    for index in sorted(choose(correct, CARDS_PER_SET), key=lambda index: correct[index]):
-        images, problems = render_media(rows[index]["media"], media_root)
-        category = (rows[index].get("tables") or {}).get("category", "")
-        shown = {"images": images, "problems": problems, "correct": correct[index]}
-        cards.append({**rows[index], **shown, "category": category})
+    for item in (
+        *(wrong[index] for index in sample_evenly(range(len(wrong)), num_wrong)),
+        *(right[index] for index in sample_evenly(range(len(right)), CARDS_PER_SET - num_wrong)),
+    ):
+        images, problems = render_media(item["media"], settings.get("media_root") or "")
+        category = (item.get("tables") or {}).get("category", "")
+        shown = {"images": images, "problems": problems, "correct": item["score"] == 1.0}
+        cards.append({**item, **shown, "category": category})
     return cards
-
-
-def choose(correct: Sequence[bool], number: int) -> list[int]:
-    """Choose ``number`` items, half of them wrong if possible; returns ascending indices."""
-    right = [index for index, value in enumerate(correct) if value]
-    wrong = [index for index, value in enumerate(correct) if not value]
-    num_wrong = min(len(wrong), max(number // 2, number - len(right)))
-    return sorted(sample_evenly(wrong, num_wrong) + sample_evenly(right, number - num_wrong))
 
 
 def render_media(

@@ -8,7 +8,6 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -29,44 +28,27 @@ SMOOTHING_SHARE = 50
 """The window of the moving average is 1/50 of the stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One plot with its title."""
-
-    title: str
-    address: str
-    """``data:image/svg+xml;base64,...``"""
-    main: bool
-    """Whether the plot is one of those to look at first."""
-
-
 Draw = Callable[[Axes, StageLog], None]
 Value = Callable[[Mapping[str, Any]], float | None]
 """Function that reads one number from a row of metrics.jsonl."""
 
 
-def plot_stage(stage: StageLog) -> list[Plot]:
-    """Plot the curves of which the log has values: loss, evaluations in training, rates, ..."""
+def plot_stage(stage: StageLog) -> list[tuple[str, str]]:
+    """Plot the curves of which the log has values; return titles and addresses."""
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
         ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),
         ("share of pairs with the right order", _draw_reward("accuracies"), "rewards"),
-        ("learning rate", _draw_lr, "lr"),
         ("gradient norm", _draw_grad_norm, "grad_norm"),
-        ("tokens/s", _draw_rate("tokens_per_s"), "tokens_per_s"),
-        ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), "tflop_per_s_per_gpu"),
-        ("waiting for data, % of step", _draw_wait, "data_wait_s"),
-        ("peak memory, GiB", _draw_memory, "peak_memory_mb"),
+        ("tokens/s", _draw_tokens_per_s, "tokens_per_s"),
     ]
     plots = [
-        Plot(title, _render(stage, draw), main=key == "loss")
+        (title, _render(stage, draw))
         for title, draw, key in drawn
         if any(row.get(key) is not None for row in stage.steps)
-        and (stage.on_gpu or key != "tflop_per_s_per_gpu")
     ]
     if stage.evaluations:
-        title = "evaluations in training, %"
-        plots.insert(1, Plot(title, _render(stage, _draw_evaluations), main=True))
+        plots.insert(1, ("evaluations in training, %", _render(stage, _draw_evaluations)))
     return plots
 
 
@@ -86,33 +68,6 @@ def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
     axes.set_ylim(0, 105)
 
 
-def _draw_lr(axes: Axes, stage: StageLog) -> None:
-    names = dict.fromkeys(name for row in stage.steps for name in row.get("lr") or {})
-    for number, name in enumerate(names):
-        steps, values = _series(stage.steps, _at("lr", name))
-        # Modules often share a rate: different dashes keep overlapping lines visible.
-        style = ("-", (0, (5, 4)), (0, (1, 4)))[number % 3]
-        axes.plot(steps, values, color=COLORS[number % len(COLORS)], linestyle=style, label=name)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=False)
-    axes.yaxis.get_offset_text().set_color(GREY)
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
-
-
-def _draw_wait(axes: Axes, stage: StageLog) -> None:
-    timed = [row for row in stage.steps if row.get("step_s")]
-    steps, shares = _series(
-        timed, lambda row: 100 * row.get("data_wait_s", math.nan) / row["step_s"]
-    )
-    _plot_noisy(axes, steps, shares)
-    axes.set_ylim(bottom=0)
-
-
-def _draw_memory(axes: Axes, stage: StageLog) -> None:
-    steps, megabytes = _series(stage.steps, _at("peak_memory_mb"))
-    axes.plot(steps, megabytes * 1e6 / 2**30, color=COLORS[0], linewidth=1.4)
-    axes.set_ylim(bottom=0)
-
-
 def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
     steps, norms = _series(stage.steps, _at("grad_norm"))
     _plot_noisy(axes, steps, norms)
@@ -125,13 +80,10 @@ def _draw_reward(name: str) -> Draw:
     return lambda axes, stage: _plot_noisy(axes, *_series(stage.steps, _at("rewards", name)))
 
 
-def _draw_rate(key: str) -> Draw:
-    def draw(axes: Axes, stage: StageLog) -> None:
-        _plot_noisy(axes, *_series(stage.steps, _at(key)))
-        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-        axes.set_ylim(bottom=0)
-
-    return draw
+def _draw_tokens_per_s(axes: Axes, stage: StageLog) -> None:
+    _plot_noisy(axes, *_series(stage.steps, _at("tokens_per_s")))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.set_ylim(bottom=0)
 
 
 def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
@@ -154,7 +106,7 @@ def _plot_points(
 
 
 def _at(*keys: str) -> Value:
-    """Return a function that reads a value from nested mappings, None if a key is absent."""
+    """Return a function that reads a value from nested mappings."""
 
     def value(row: Any) -> float | None:
         for key in keys:

@@ -1,4 +1,4 @@
-"""Builds the tables of data, memory and throughput, and the FP8 section of each stage."""
+"""Builds the tables of data, speed and memory, and the FP8 section of each stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from coat_vlm.train.steady_rates import add_up, average_rates
 
 GIB = 2**30
 
-Plan = Mapping[str, Mapping[str, float]]
-"""Planned bytes of a GPU by part, for each stage; ``peak`` is the sum at the peak."""
+Plan = Mapping[str, float]
+"""Planned peak memory of a GPU in bytes, for each stage."""
 
 
 def build_data_rows(run: RunFolder) -> list[tuple[str, ...]]:
@@ -49,103 +49,44 @@ def build_data_rows(run: RunFolder) -> list[tuple[str, ...]]:
     return table
 
 
-def build_memory_rows(run: RunFolder, plan: Plan) -> list[tuple[str, ...]]:
-    """Build rows ``(stage, measured, planned, ratio, parts)`` in GiB; two cells without a plan."""
-    table = []
-    for stage in run.stages:
-        measured = max((float(row.get("peak_memory_mb") or 0) for row in stage.steps), default=0)
-        if not measured:
-            continue
-        parts = dict(plan.get(stage.name) or {})
-        planned = parts.pop("peak", None)
-        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
-        ratio = planned and measured * 1e6 / planned
-        planned_gib = planned and planned / GIB
-        row = (stage.name, f"{measured * 1e6 / GIB:.2f}", _shown(planned_gib, "{:.2f}"))
-        row = (*row, _shown(ratio, "{:.2f}"), listed or "-")
-        table.append(row if plan else row[:2])
-    return table
+def build_speed_rows(run: RunFolder, plan: Plan) -> list[tuple[str, ...]]:
+    """Build a row per stage: the rates of its steady steps, its memory, and its saves.
 
-
-def build_throughput_rows(run: RunFolder) -> list[list[tuple[str, str]]]:
-    """Build the cells ``(column, text)`` of each stage, with the rates of its steady steps.
-
-    Columns without any value are left out.
+    The template names the columns.
     """
-    table = [_build_throughput_row(stage) for stage in run.stages if stage.steps]
-    kept = [any(text != "-" for _, text in column) for column in zip(*table, strict=True)]
-    return [[cell for cell, keep in zip(row, kept, strict=True) if keep] for row in table]
+    return [_speed_row(stage, plan.get(stage.name)) for stage in run.stages if stage.steps]
 
 
-def list_shares(run: RunFolder) -> list[str]:
-    """List the parts of the model's FLOPs in words, by stage."""
-    return [
-        f"{stage.name}, model FLOPs: {shares}"
-        for stage in run.stages
-        if (shares := _format_shares(stage))
-    ]
-
-
-def _build_throughput_row(stage: StageLog) -> list[tuple[str, str]]:
-    steady, apart = stage.steady, stage.apart
-    rates = average_rates(steady, stage.ranks)
+def _speed_row(stage: StageLog, planned: float | None) -> tuple[str, ...]:
+    rates = average_rates(stage.steady, stage.ranks)
     tflop = rates.get("tflop_per_s_per_gpu") if stage.on_gpu else None
-    cells = [
-        ("stage", stage.name),
-        ("steady steps", f"{len(steady)} of {len(stage.steps)}"),
-        ("tokens/s", _shown(rates.get("tokens_per_s"), "{:,.0f}")),
-        ("of them vision", _share(rates.get("vision_tokens_per_s"), rates.get("tokens_per_s"))),
-        ("samples/s", _shown(rates.get("samples_per_s"), "{:.3g}")),
-        ("TFLOP/s per GPU", _shown(tflop, "{:.3g}")),
-        ("seconds per step", _shown(rates.get("step_s"), "{:.3g}")),
-        ("waiting for data", _share(rates.get("wait"), 1.0)),
-        ("imbalance of ranks", _share(rates.get("imbalance"), 1.0)),
-    ]
-    for kind in ("first", "measured", "capturing"):
-        cells.append((f"{kind} steps", _spent(apart.get(kind, []), "step_s")))
-    cells += [
-        ("saving", _spent(stage.saves, "save_s")),
-        ("validation", _spent(stage.validations, "val_s")),
-        ("evaluation", _spent(stage.evaluations, "eval_s")),
-    ]
-    return cells
+    measured = 1e6 * max(float(row.get("peak_memory_mb") or 0) for row in stage.steps)
+    return (
+        stage.name,
+        f"{len(stage.steady)} of {len(stage.steps)}",
+        _shown(rates.get("tokens_per_s"), "{:,.0f}"),
+        _shown(rates.get("samples_per_s"), "{:.3g}"),
+        _shown(tflop, "{:.3g}"),
+        _shown(rates.get("step_s"), "{:.3g}"),
+        _shown(rates.get("wait"), "{:.1%}"),
+        _shown(rates.get("imbalance"), "{:.1%}"),
+        f"{measured / GIB:.2f}" if measured else "-",
+        _shown(planned and planned / GIB, "{:.2f}"),
+        _spent(stage.saves, "save_s"),
+        _spent([*stage.validations, *stage.evaluations], "val_s", "eval_s"),
+    )
 
 
-def _format_shares(stage: StageLog) -> str:
-    sums: dict[str, float] = {}
-    for row in stage.steady:
-        for name, value in (row.get("tflop") or {}).items():
-            sums[name] = sums.get(name, 0.0) + value
-    total = sum(sums.values())
-    return ", ".join(f"{name} {_share(part, total)}" for name, part in sums.items() if total)
-
-
-def _spent(rows: list[Any], key: str) -> str:
+def _spent(rows: list[dict[str, Any]], *keys: str) -> str:
     """Format the number and the time of events."""
     if not rows:
         return "-"
-    seconds = add_up(rows, key)
+    seconds = sum(add_up(rows, key) for key in keys)
     return f"{len(rows)}, " + (format_duration(seconds) if seconds >= 10 else f"{seconds:.2g} s")
-
-
-def _share(part: float | None, total: float | None) -> str:
-    return f"{100 * part / total:.1f}%" if part is not None and total else "-"
 
 
 def _shown(value: float | None, text: str) -> str:
     return "-" if value is None else text.format(value)
-
-
-KINDS = {
-    "weight": "E4M3 per tensor",
-    "linear input": "E4M3 per tensor",
-    "norm output": "E4M3 per tensor",
-    "activation output": "E4M3 per tensor",
-    "gradient": "E5M2 per tensor",
-    "norm input": "E4M3 per group, saved",
-    "activation input": "E4M3 per group, saved",
-}
-"""FP8 format of each kind of tensor (:mod:`coat_vlm.fp8`)."""
 
 
 def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
@@ -155,17 +96,13 @@ def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
         if not stage.fp8:
             continue
         last: dict[str, Mapping[str, Any]] = {row["status"]: row for row in stage.fp8}
-        modules, rates = last.get("blocks", {}), last.get("rates", {})
-        warnings = [f"step {row['step']}: {w}" for row in stage.monitor for w in row["warnings"]]
+        rates = last.get("rates", {})
         section = {
             "stage": stage.name,
-            "converted": list(modules.get("converted", {}).items()),
-            "skipped": list(modules.get("skipped", {}).items()),
             "states": _states(last.get("states", {})),
             "rates": [
                 (
                     kind,
-                    KINDS.get(kind, ""),
                     f"{row['values']:,.0f}",
                     f"{100 * row['saturated']:.4f}",
                     f"{100 * row['underflowed']:.4f}",
@@ -174,7 +111,9 @@ def build_fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
             ],
             "rates_step": rates.get("step"),
             "compared": _compared(stage.monitor),
-            "warnings": warnings,
+            "warnings": [
+                f"step {row['step']}: {w}" for row in stage.monitor for w in row["warnings"]
+            ],
         }
         sections.append(section)
     return sections
@@ -188,10 +127,10 @@ def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _largest(rows: list[dict[str, Any]], name: str, key: str) -> str:
-    found = [row["layers"][name][key] for row in rows if key in row["layers"].get(name, {})]
-    if not found:
+    errors = [row["layers"][name][key] for row in rows if key in row["layers"].get(name, {})]
+    if not errors:
         return ""
-    return "not finite" if None in found else f"{max(found):.4f}"
+    return "not finite" if None in errors else f"{max(errors):.4f}"
 
 
 def _states(row: Mapping[str, Any]) -> str:
@@ -199,6 +138,6 @@ def _states(row: Mapping[str, Any]) -> str:
         return ""
     each, original = row["bytes"] / row["parameters"], row["original_bytes_per_parameter"]
     return (
-        f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured), against "
-        f"{original:.3f} of torch.optim.AdamW in BF16 runs (measured), {original / each:.2f}x"
+        f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank, against "
+        f"{original:.3f} of torch.optim.AdamW in BF16 runs, {original / each:.2f}x"
     )

@@ -1,7 +1,4 @@
-"""Reads a complete or partial run folder; lists absent and unreadable files without raising.
-
-:func:`describe_run` describes it in a few lines, for ``coat-vlm status``.
-"""
+"""Reads a complete or partial run folder; lists absent and unreadable files without raising."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +40,7 @@ class StageLog:
     first: set[int] = field(default_factory=set)
     """The first steps after a start or a resume."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Starts, resumes, divergence and the end, each with ``after``, the steps before."""
+    """Changes at resumes, and divergence."""
 
     @property
     def ranks(self) -> int:
@@ -56,9 +53,9 @@ class StageLog:
         return split_steps(self.steps, self.first)[0]
 
     @property
-    def apart(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The other steps by kind."""
-        return split_steps(self.steps, self.first)[1]
+    def status(self) -> str:
+        """``not started``, ``not finished`` or ``finished``."""
+        return "finished" if self.end else "not finished" if self.start else "not started"
 
     @property
     def on_gpu(self) -> bool:
@@ -68,7 +65,7 @@ class StageLog:
 
 @dataclass(slots=True, kw_only=True)
 class RunFolder:
-    """The files of a run; absent parts are empty and listed in ``missing``."""
+    """The files of a run; absent parts are empty, and files are listed in ``missing``."""
 
     folder: Path
     recipe: dict[str, Any]
@@ -95,16 +92,15 @@ def read_run_folder(folder: Path) -> RunFolder:
     stages = _read_metrics(folder / "metrics.jsonl", recipe, missing)
     if recipe.get("eval_sets") and not (folder / "eval.json").is_file():
         missing.append("eval.json does not exist: the evaluation sets were not evaluated yet")
-    eval_json = _read_json(folder / "eval.json", missing) or {}
-    sets: dict[str, Any] = {**(recipe.get("eval_sets") or {}), **eval_json}
-    sets.pop("precision", None)
+    eval_json = _read_json(folder / "eval.json", missing)
     reports = {
         name: report
-        for name in sets
-        if (report := _read_report(folder / "eval" / name / "report.json", missing)) is not None
+        for name in dict.fromkeys([*(recipe.get("eval_sets") or {}), *eval_json])
+        if (report := _read_json(folder / "eval" / name / "report.json", missing))
     }
-    trained = [folder / stage / "model" / "training.json" for stage in STAGES]
-    trained = [path for path in trained if path.is_file()]
+    training: dict[str, Any] = {}
+    for stage in STAGES:
+        training = _read_json(folder / stage / "model" / "training.json", missing) or training
     return RunFolder(
         folder=folder,
         recipe=recipe,
@@ -112,7 +108,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         stages=stages,
         eval_json=eval_json,
         reports=reports,
-        training=(_read_json(trained[-1], missing) if trained else None) or {},
+        training=training,
         missing=missing,
         running=any(state.runs for state in read_states(folder)),
     )
@@ -147,7 +143,6 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
     for row in rows:
         name, kind = str(row["stage"]), row.get("kind")
         log = logs.setdefault(name, StageLog(name=name))
-        steps = numbered.setdefault((name, "step"), {})
         if kind in _BY_STEP:
             numbered.setdefault((name, kind), {})[int(row["step"])] = row
         if kind == "step":
@@ -156,57 +151,37 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
         elif kind == "fp8":
             log.fp8.append(row)
         elif kind in ("stage", "resume", "divergence"):
-            _add_event(log, row, after=max(steps, default=0))
+            _add_event(log, row)
             if row.get("status") == "start":
                 fresh.add(name)
     for name, log in logs.items():
         log.steps, log.validations, log.evaluations, log.monitor, log.saves = (
             [row for _, row in sorted(numbered.get((name, kind), {}).items())] for kind in _BY_STEP
         )
-        _note_progress(log, missing)
     return list(logs.values())
 
 
-def _add_event(log: StageLog, row: dict[str, Any], after: int) -> None:
-    log.events.append({**row, "after": after})
-    if row.get("status") == "start":
+def _add_event(log: StageLog, row: dict[str, Any]) -> None:
+    if row["kind"] != "stage":
+        log.events.append(row)
+    elif row.get("status") == "start":
         log.start, log.end = row, None
     elif row.get("status") == "end":
         log.end = row
 
 
-def _note_progress(log: StageLog, missing: list[str]) -> None:
-    last = log.steps[-1] if log.steps else {"step": 0}
-    if not log.start and not log.steps:
-        missing.append(f"stage {log.name} has not started")
-    elif log.end is None:
-        done = f"{last['step']} of {last.get('total_steps', '?')}"
-        missing.append(f"stage {log.name} is not finished: the last logged step is {done}")
-
-
-def _read_json(path: Path, missing: list[str]) -> dict[str, Any] | None:
+def _read_json(path: Path, missing: list[str]) -> dict[str, Any]:
     if not path.is_file():
-        return None
+        return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also of text that is not UTF-8
         missing.append(f"{path.parent.name}/{path.name} cannot be read: {error}")
-        return None
-    if values is not None and not isinstance(values, dict):
+        return {}
+    if not isinstance(values, dict):
         missing.append(f"{path.parent.name}/{path.name} is a {type(values).__name__}, no object")
-        return None
+        return {}
     return values
-
-
-def _read_report(path: Path, missing: list[str]) -> dict[str, Any] | None:
-    report = _read_json(path, missing)
-    if report is not None and "headline" not in report:
-        missing.append(f"{path.parent.name}/{path.name} has no headline: evaluate the set again")
-        return None
-    return report
-
-
-_COLUMNS = ("stage", "state", "step", "loss", "newest checkpoint")
 
 
 def describe_run(run_dir: Path) -> tuple[str, bool]:
@@ -214,27 +189,18 @@ def describe_run(run_dir: Path) -> tuple[str, bool]:
 
     Returns the text, and whether all processes respond that have not ended in order.
     """
-    run = read_run_folder(run_dir)
     states = read_states(run_dir)
-    rows = [_COLUMNS, *(_describe_stage(run_dir, stage) for stage in run.stages)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [_describe_stage(run_dir, stage) for stage in read_run_folder(run_dir).stages]
     lines += [state.describe() for state in states] or ["no process trains in this folder"]
     return "\n".join(lines), all(state.runs for state in states)
 
 
-def _describe_stage(run_dir: Path, stage: StageLog) -> tuple[str, ...]:
-    last = stage.steps[-1] if stage.steps else {}
-    loss = last.get("loss")
+def _describe_stage(run_dir: Path, stage: StageLog) -> str:
+    parts = [f"stage {stage.name} is {stage.status}"]
+    if stage.steps:
+        last = stage.steps[-1]
+        parts.append(f"step {last['step']} of {last['total_steps']}")
+        if last.get("loss") is not None:
+            parts.append(f"loss {last['loss']:.4f}")
     checkpoints = list_checkpoints(run_dir / stage.name / "checkpoints")
-    state = "finished" if stage.end else "not finished" if stage.start else "not started"
-    return (
-        stage.name,
-        state,
-        f"{last['step']}/{last['total_steps']}" if last else "-",
-        "-" if loss is None else f"{loss:.4f}",
-        checkpoints[0].name if checkpoints else "-",
-    )
+    return ", ".join(parts + [f"newest checkpoint {path.name}" for path in checkpoints[:1]])

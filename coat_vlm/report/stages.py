@@ -12,11 +12,15 @@ Facts = list[tuple[str, str]]
 
 
 def list_header_facts(run: RunFolder) -> Facts:
-    """List the facts in the report's header."""
+    """List the facts about the whole run."""
     starts = [stage.start for stage in run.stages if stage.start]
     start = starts[-1] if starts else {}
     rows = [row for stage in run.stages for row in stage.steps]
-    times = [row["time"] for row in rows if "time" in row]
+    times = [
+        datetime.fromtimestamp(row["time"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        for row in rows[:: max(1, len(rows) - 1)]
+        if "time" in row
+    ]
     versions = start.get("versions") or {}
     ranks = start.get("world_size") or 1
     device = start.get("device") or ""
@@ -26,10 +30,7 @@ def list_header_facts(run: RunFolder) -> Facts:
             ("device", f"{ranks} x {device}" if device and ranks > 1 else device),
             ("ZeRO stage", start.get("zero_stage", run.recipe.get("zero_stage"))),
             ("seed", run.recipe.get("seed")),
-            (
-                "training",
-                " to ".join(format_time(time) for time in times[:: max(1, len(times) - 1)]),
-            ),
+            ("training", f"{times[0]} to {times[-1]}" if times else ""),
             ("training time", format_duration(add_up(rows, "step_s")) if rows else ""),
             ("commit", run.training.get("commit")),
             ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -67,43 +68,28 @@ def format_count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _lora(lora: dict[str, Any]) -> str:
-    facts = [f"{k} {lora[k]:g}" for k in ("rank", "alpha", "dropout") if k in lora]
-    return ", ".join(facts + [k for k in ("rslora", "dora") if lora.get(k)])
-
-
 def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
     last = stage.steps[-1] if stage.steps else {}
-    losses = stage.validations[-1].get("losses") or {} if stage.validations else {}
     wall_s = (stage.end or {}).get("wall_s")
-    final = _values(stage.steps[-20:], "loss")
-    answered = stage.evaluations[-1] if stage.evaluations else {"headline": {}}
-    headlines = [
-        f"{name} {metric} {answered['metrics'][name][metric]:.2f} of {answered['samples'][name]}"
-        for name, metric in answered["headline"].items()
-    ]
+    losses = [row["loss"] for row in stage.steps[-20:] if row.get("loss") is not None]
+    lora = config.get("lora") or {}
     facts = [
         ("steps", f"{last['step']} of {last.get('total_steps', '?')}" if last else ""),
         ("batch size", config.get("batch_size")),
-        ("data", ", ".join(_source(source) for source in config.get("data") or [])),
         ("template", config.get("template")),
-        ("LoRA", _lora(config.get("lora") or {})),
+        ("LoRA", ", ".join(f"{name} {value}" for name, value in lora.items() if value)),
         ("schedule", config.get("lr_scheduler_type")),
-        ("train loss, last 20 steps", f"{sum(final) / len(final):.4f}" if final else ""),
-        ("validation loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())),
-        ("last evaluation in training", ", ".join(headlines)),
+        ("train loss, last 20 steps", f"{sum(losses) / len(losses):.4f}" if losses else ""),
+        ("newest checkpoint", f"step {stage.saves[-1]['step']}" if stage.saves else ""),
         ("wall time", "" if wall_s is None else format_duration(wall_s)),
     ]
+    # A text-only run has only the language model.
+    names = [name for name in MODULES if name in (stage.start.get("total") or MODULES)]
     return {
         "name": stage.name,
-        "status": "finished" if stage.end else "not finished" if stage.steps else "not started",
+        "status": stage.status,
         "facts": _shown(facts),
-        "modules": [
-            _module(stage, config, name)
-            for name in MODULES
-            if name
-            in (stage.start.get("total") or MODULES)  # a text-only run has only the language model
-        ],
+        "modules": [_module(stage, config, name) for name in names],
     }
 
 
@@ -115,29 +101,11 @@ def _module(stage: StageLog, config: dict[str, Any], name: str) -> tuple[str, st
     trained = (stage.start.get("trainable") or {}).get(name)
     total = (stage.start.get("total") or {}).get(name)
     settings = config.get(name) or {}
-    if trained is None:
-        shown = "yes" if settings.get("train") else "no"
-    else:
-        shown = format_count(trained) if trained else "frozen"
+    shown = "frozen" if trained == 0 or not settings.get("train") else "yes"
+    if trained:
+        shown = format_count(trained)
     lr = settings.get("lr")
     return (
-        name,
-        shown,
-        "" if total is None else format_count(total),
+        *(name, shown, "" if total is None else format_count(total)),
         "" if lr is None else f"{lr:g}",
     )
-
-
-def _source(source: dict[str, Any]) -> str:
-    share = source.get("repeat") or source.get("weight")
-    kind = "x" if source.get("repeat") else "weight "
-    return f"{source.get('name')} ({kind}{share:g})" if share else str(source.get("name"))
-
-
-def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if row.get(key) is not None]
-
-
-def format_time(time: float) -> str:
-    """Format seconds since 1970 in the local time zone."""
-    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M")

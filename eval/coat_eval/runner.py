@@ -355,7 +355,8 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
     lines: list[tuple[str, ...]] = [COLUMNS]
     for row in build_evaluation_rows(eval_json, sets, reports):
         numbers = map(format_percent, (row.value, row.chance, row.majority, row.required))
-        lines.append((row.set_name, row.task, row.metric, *numbers, row.verdict))
+        task = sets.get(row.set_name, {}).get("task", "")
+        lines.append((row.set_name, task, row.metric, *numbers, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     # Names are left-aligned and numbers right-aligned; the last column is not padded.
     sides = (*("<" * 3), *(">" * 4), "<")

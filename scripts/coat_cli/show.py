@@ -1,7 +1,6 @@
 """``coat-vlm recipes``, ``report``, ``status`` and ``doctor``: the commands that only print."""
 
 import argparse
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
@@ -71,8 +70,8 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_memory(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
-    """Plan the memory of the stages that ran on GPUs; return also why there is no plan."""
+def _plan_memory(folder: Path) -> tuple[dict[str, float], str]:
+    """Plan the peak memory of the stages that ran on GPUs; return also why there is no plan."""
     from coat_vlm.report.run_folder import read_run_folder
 
     ranks = {stage.name: stage.ranks for stage in read_run_folder(folder).stages if stage.on_gpu}
@@ -82,15 +81,12 @@ def _plan_memory(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
     from coat_vlm.plan import plan_recipe
 
     say("planning the memory of a GPU, to compare it with the measured one")
-    planned: dict[str, dict[str, float]] = {}
+    planned: dict[str, float] = {}
     try:
         recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
         for name, number in ranks.items():
             (plan,) = plan_recipe(recipe, ranks=number, gpu_bytes=0.0, only_stage=name)
-            memory = plan.memory[plan.recipe_zero]
-            parts = {key.replace("_", " "): size for key, size in asdict(memory).items()}
-            del parts["backward peak"], parts["step peak"]
-            planned[name] = parts | {"peak": memory.peak}
+            planned[name] = plan.memory[plan.recipe_zero].peak
     except (ValueError, OSError) as error:
         return planned, f"not computed: {error}"
     return planned, ""

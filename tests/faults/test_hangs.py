@@ -58,5 +58,5 @@ def test_a_stopped_rank_ends_the_run_within_the_time_limit_and_is_named(
     assert re.search(r"rank 1 \(process \d+ on ", output)
     assert all(files[rank].is_file() for rank in range(2)), "they say where each rank was"
     text, _ = describe_run(run)
-    assert "sft    not finished" in text
+    assert "stage sft is not finished" in text
     assert "rank 1 (process " in text

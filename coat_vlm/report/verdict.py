@@ -1,20 +1,18 @@
-"""Builds the verdict on a run, what to look at, the command that continues it, and its history."""
+"""Builds the verdict on a run, what to look at, and the command that continues it."""
 
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from coat_vlm.report.evaluation import EvaluationRow
 from coat_vlm.report.run_folder import RunFolder, StageLog
-from coat_vlm.report.stages import format_duration, format_time
 from coat_vlm.train.steady_rates import average_rates
 
 WAIT_LIMIT = 0.2
 """Share of the time spent waiting for data from which the report says so."""
 
 Notes = list[tuple[str, str]]
-"""Texts, each with the anchor of the section that shows more."""
+"""Texts, each with the anchor of the section that shows more, or ``""``."""
 
 
 def judge(run: RunFolder, results: Sequence[EvaluationRow]) -> tuple[str, Notes]:
@@ -65,29 +63,30 @@ def _describe_progress(unfinished: Sequence[StageLog]) -> str:
 
 def _judge_stage(stage: StageLog) -> Iterator[tuple[str, str]]:
     last = stage.steps[-1] if stage.steps else {}
-    kinds = [event["kind"] for event in stage.events]
     if last and last.get("loss") is None:
         yield "the last loss is not finite", "curves"
-    if skipped := find_skipped(stage):
-        yield f"{len(skipped)} steps were skipped, because gradients were not finite", "history"
-    if "divergence" in kinds:
-        number = kinds.count("divergence")
-        yield f"loss or gradient norm left the usual range {number} times", "history"
+    if skipped := _count_skipped(stage):
+        yield f"{skipped} steps were skipped, because gradients were not finite", ""
+    for event in stage.events:
+        if event["kind"] == "divergence":
+            yield f"out of the usual range: {event.get('problem')}", "curves"
+        for label, key in (("changed key", "changes"), ("changed data", "changed_data")):
+            for change in event.get(key) or []:
+                yield f"{label}: {change}", ""
     if last.get("bad_samples"):
         yield f"{last['bad_samples']} bad samples were replaced by others", "data"
     wait = average_rates(stage.steady, stage.ranks).get("wait", 0.0)
     if wait > WAIT_LIMIT:
-        yield f"training waited for data {wait:.0%} of the time", "throughput"
+        yield f"training waited for data {wait:.0%} of the time", "speed"
 
 
-def find_skipped(stage: StageLog) -> list[int]:
-    """Return the steps that were skipped because of non-finite gradients."""
-    skipped, before = [], 0
+def _count_skipped(stage: StageLog) -> int:
+    """Count the steps that were skipped because of non-finite gradients."""
+    skipped = before = 0
     for row in stage.steps:
         count = row.get("skipped_steps") or 0
         # Counted by each process: a resume starts at 0 again.
-        if count > (0 if row["step"] in stage.first else before):
-            skipped.append(row["step"])
+        skipped += count > (0 if row["step"] in stage.first else before)
         before = count
     return skipped
 
@@ -109,40 +108,3 @@ def find_command(run: RunFolder) -> str:
     else:
         return ""
     return shlex.join(words)
-
-
-def build_history(run: RunFolder) -> list[tuple[str, str, str, str]]:
-    """Build the rows ``(stage, step, time, what happened)`` of the history, in order."""
-    return [row for stage in run.stages for row in _build_stage_history(stage)]
-
-
-def _build_stage_history(stage: StageLog) -> list[tuple[str, str, str, str]]:
-    rows: list[tuple[int, Any, str]] = []
-    for event in stage.events:
-        rows += [(event["after"], event.get("time"), text) for text in _describe(event)]
-    times = {row["step"]: row.get("time") for row in stage.steps}
-    rows += [
-        (step, times[step], "skipped: gradients were not finite") for step in find_skipped(stage)
-    ]
-    rows.sort(key=lambda row: (row[1] or 0.0, row[0]))
-    return [
-        (stage.name, str(step), format_time(time) if time else "", text)
-        for step, time, text in rows
-    ]
-
-
-def _describe(event: dict[str, Any]) -> Iterator[str]:
-    match event["kind"], event.get("status"):
-        case "stage", "start":
-            ranks, device = event.get("world_size") or 1, event.get("device") or "?"
-            what = f"continued after step {event['after']}" if event["after"] else "started"
-            yield f"{what}, {event.get('precision', '?')} on {ranks} x {device}"
-        case "stage", "end":
-            wall = event.get("wall_s")
-            since = "" if wall is None else f", {format_duration(wall)} since the last start"
-            yield f"finished{since}"
-        case "resume", _:
-            yield from (f"changed key: {change}" for change in event.get("changes") or [])
-            yield from (f"changed data: {change}" for change in event.get("changed_data") or [])
-        case "divergence", _:
-            yield f"out of the usual range: {event.get('problem')}"
