@@ -1,22 +1,9 @@
-"""FP8 training of transformers models after COAT (arXiv 2410.19313): :func:`convert`.
+"""FP8 training of transformers models following COAT (arXiv 2410.19313): :func:`convert`.
 
-A linear layer y = x W^T + b is three GEMMs. Both operands of each are FP8 with one FP32 scale per
-tensor, taken from the tensor's own largest magnitude just before (no delayed scaling); a tensor is
-dequantized as ``q * scale``. Hopper's FP8 tensor cores read both operands with the summed dimension
-contiguous, so each GEMM has its own layout of each tensor. M tokens, K inputs, N outputs, M' is M
-padded with zeros to a multiple of 16; K and N are multiples of 16.
-
-    GEMM          left operand                 right operand       result
-    forward       x       E4M3       [M, K]    W    E4M3  [N, K]   y       [M, N], x's dtype
-    grad-input    grad_y  E5M2       [M, N]    W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
-    grad-weight   grad_y^T E5M2      [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
-
-The GEMMs use fast accumulation. The bias gradient is summed from the high-precision grad_y, in
-FP32. All casts round to nearest (only the optimizer uses stochastic rounding). Parameters stay in
-the model's dtype (``weights.py``). The output layer computes only its gradients in FP8
-(``output_layer.py``).
-
-The two precisions differ in what is quantized, and in what is saved for backward, per token:
+A linear layer is three FP8 GEMMs (``gemm.py``). Their operands have one FP32 scale per tensor, from
+its largest magnitude just before (no delayed scaling). Casts round to nearest; only the optimizer
+uses stochastic rounding. Parameters stay in the model's dtype. The two precisions differ in what is
+quantized, and in what is saved for backward, per token:
 
 ``fp8_linear``: Each linear layer of a block by itself (``linear.py``). Saves x in E4M3: K bytes.
     Norms, activations, attention and residual sums are the model's own, in high precision.
@@ -33,23 +20,19 @@ The two precisions differ in what is quantized, and in what is saved for backwar
     Saved in FP32: one or two norm statistics per token, the per-tensor scales, attention's
     log-sum-exp. Saved in the model's dtype: q, k, v and attention's output. The forward pass
     itself uses the exact values; backward differentiates norm and activation at the saved ones,
-    and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs. With a mask or
-    an attention that is no fused kernel of torch, o8 is saved as well (``attention.py``).
+    and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs.
 
     With ``fp8.recompute_qkv`` a block computes the same, but saves x8 of the QKV GEMM instead of q,
-    k and v. Backward runs the QKV GEMM and the rotation again, then torch's fused kernel; with a
-    mask or another attention implementation it runs attention again.
+    k and v (``attention.py``).
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
 tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
-and save what ``coat`` saves; their other two GEMMs are FP8.
+and save what ``coat`` saves; their other two GEMMs are FP8. The output layer computes only its
+gradients in FP8 (``output_layer.py``).
 
-What differs from torchao's float8 (``Float8Linear``): it converts single linear layers and saves
-their input in high precision, to quantize it again in backward; its layers that read the same input
-do so separately; it offers one scale per row as well. What differs from the paper and its released
-code: group scales are powers of two (theirs are BF16); in the forward pass norms and activations
-read their exact inputs, not the saved FP8 data; their outputs are recomputed, not saved; QKV and
-gate-up weights are fused; ``fp8.recompute_qkv``.
+Differences from the paper and its released code: group scales are powers of two (theirs are BF16);
+in the forward pass norms and activations read their exact inputs, not the saved FP8 data; their
+outputs are recomputed, not saved; QKV and gate-up weights are fused; ``fp8.recompute_qkv``.
 
 An activation's way through the files:
 
@@ -63,9 +46,9 @@ An activation's way through the files:
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
     coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope, ...
 
-``convert.py`` converts models and applies a precision on a device, ``cuda_graphs.py``
-launches blocks as CUDA graphs, ``memory_choices.py`` decides where, ``saturation.py`` counts
-saturation, ``block_error.py`` compares blocks with BF16.
+``convert.py`` converts models, ``cuda_graphs.py`` launches blocks as CUDA graphs,
+``memory_choices.py`` decides where, ``saturation.py`` counts saturation, ``block_error.py``
+compares blocks with BF16.
 """
 
 from coat_vlm.fp8.convert import (

@@ -8,10 +8,10 @@ Function:
 It saves for backward, in the model's dtype, q, k, v and o, and attention's log-sum-exp. FP8(o) is
 not saved: backward quantizes o again, with the same scale.
 
-With ``fp8.recompute_qkv`` the Function does not save q, k and v: its backward pass computes them
-again, with the kernels of the forward pass and from the same FP8 operands, so that they are equal
-bit by bit. The input of the QKV GEMM in E4M3 (one byte per element) is saved instead; if each head
-has a norm, the projection's result, which that norm saves anyway.
+With ``fp8.recompute_qkv`` the backward pass computes q, k and v again, with the kernels of the
+forward pass and from the same FP8 operands, so that they are equal bit by bit. The input of the QKV
+GEMM in E4M3 is saved instead; if each head has a norm, the projection's result, which that norm
+saves anyway.
 
 o is not saved in FP8, because attention's backward pass computes the row sums of do * o from it: an
 error of o is an error of every score's gradient in that row, and training can diverge
@@ -50,7 +50,7 @@ class HeadsSource(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     """Saved for backward."""
-    compute: Callable[[Sequence[Tensor | None]], Heads]
+    compute: Callable[[Sequence[Any]], Heads]
     """Returns the heads of the forward pass, given ``tensors``."""
 
 
@@ -65,21 +65,14 @@ def attention_output(
     implementation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute attention, and its output projection in FP8.
+    """Compute attention, and its output projection in FP8: [B, T, hidden].
 
-    Args:
-        heads: query [B, H, T, D], key and value [B, H_kv, S, D], in the model's dtype.
-        source: what backward computes the heads from; they are saved when absent.
-        dropout: probability; 0 with ``source``.
-        implementation: the model's when absent.
-
-    Returns:
-        [B, T, hidden].
+    The heads are saved unless ``source``, which excludes dropout, says what backward computes them
+    from. The attention ``implementation`` is the model's when absent.
     """
     name = implementation or module.config._attn_implementation
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Call the attention implementation (sdpa, eager, flash, ...)."""
         function = ALL_ATTENTION_FUNCTIONS.get_interface(
             name, modeling_of(module).eager_attention_forward
         )
@@ -92,19 +85,11 @@ def attention_output(
     if source is None:
         if fused is None:
             return linear(attend(*heads), layer)
-        source = HeadsSource(tuple(x.detach() for x in heads), _as_saved)
+        source = HeadsSource(tuple(x.detach() for x in heads), lambda x: (x[0], x[1], x[2]))
     projection, parameters = gemm.collect([layer])
     return _AttentionOutput.apply(
         *heads, attend, fused, source.compute, projection, *parameters.flat, *source.tensors
     )
-
-
-def _as_saved(heads: Sequence[Tensor | None]) -> Heads:
-    query, key, value = heads
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    return query, key, value
 
 
 def modeling_of(module: nn.Module) -> Any:
@@ -154,11 +139,11 @@ class _AttentionOutput(torch.autograd.Function):
         value: Tensor,
         attend: Attend,
         kernel: sdpa.Fused | None,
-        compute_heads: Callable[[Sequence[Tensor | None]], Heads],
+        compute_heads: Callable[[Sequence[Any]], Heads],
         fused: FusedLinear,
-        *row: Tensor | None,
+        *flat: Tensor | None,
     ) -> Tensor:
-        (layers,), source = gemm.unpack(row, fused), row[fused.num_tensors :]
+        (layers,), source = gemm.unpack(flat, fused), flat[fused.num_tensors :]
         statistics = sdpa.Statistics(())
         if kernel is None:
             out = attend(query, key, value)

@@ -38,8 +38,8 @@ class BlockError:
         """Add the sums of other inputs."""
         self.output = _add(self.output, other.output)
         self.gradient = _add(self.gradient, other.gradient)
-        for kind, row in other.counts.items():
-            self.counts[kind] = _add(self.counts.get(kind, [0.0] * 3), row)
+        for name, sums in other.counts.items():
+            self.counts[name] = _add(self.counts.get(name, [0.0] * 3), sums)
 
     @property
     def output_error(self) -> float | None:
@@ -55,8 +55,8 @@ class BlockError:
     def rates(self) -> dict[str, dict[str, float]]:
         """Shares that saturated and underflowed, per kind of tensor."""
         return {
-            kind: {"saturated": saturated / values, "underflowed": underflowed / values}
-            for kind, (values, saturated, underflowed) in sorted(self.counts.items())
+            name: {"saturated": saturated / values, "underflowed": underflowed / values}
+            for name, (values, saturated, underflowed) in sorted(self.counts.items())
             if values
         }
 
@@ -99,7 +99,7 @@ def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> Block
     error = BlockError(output=_squares(y8, y, live.args[0]))
     if grad8 is not None and grad is not None and live.gradient is not None:
         error.gradient = _squares(grad8, grad, live.gradient)
-    error.counts = {kind: row.tolist() for kind, row in counts.sums.items()}
+    error.counts = {name: sums.tolist() for name, sums in counts.sums.items()}
     return error
 
 
@@ -129,12 +129,12 @@ def _bare_copy(module: nn.Module) -> nn.Module:
 
 def _run(block: nn.Module, live: LiveInput) -> tuple[Tensor, Tensor | None]:
     """Return the output and the gradient of the hidden states."""
-    wanted = live.gradient is not None
-    with torch.set_grad_enabled(wanted):
-        x = live.args[0].detach().requires_grad_(wanted)
+    needs_grad = live.gradient is not None
+    with torch.set_grad_enabled(needs_grad):
+        x = live.args[0].detach().requires_grad_(needs_grad)
         y = block(x, *live.args[1:], **live.kwargs)
         y = y[0] if isinstance(y, tuple) else y
-        grad = torch.autograd.grad(y, x, live.gradient)[0] if wanted else None
+        grad = torch.autograd.grad(y, x, live.gradient)[0] if needs_grad else None
     return y.detach(), grad
 
 

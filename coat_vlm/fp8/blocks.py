@@ -10,10 +10,9 @@ Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Qwen-VL's towers):
     residual -> [norm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
     residual -> [norm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
-A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``); the forward GEMMs of the first
-blocks are BF16 (``fp8.bf16_forward_first``). Rotary embedding, attention and the residual stream
-stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family
-computes between a bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
+A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``). Everything else stays in the
+model's dtype, as in the paper (arXiv 2410.19313, figure 2), also what a family computes between a
+bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -55,7 +54,7 @@ class Fp8DecoderLayer:
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
 
     fp8_group_size: int
-    """Groups of the saved FP8 quantized."""
+    """Channels per scale of saved activations."""
     fp8_recompute_qkv: bool = False
     """Whether backward computes q, k and v again instead of saving them; may change between two
     steps."""
@@ -204,13 +203,9 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
     ) -> Tensor:
         """Map [T, hidden] to the same shape like the original.
 
-        Attention is computed by flash attention if the model is configured with one, otherwise by
-        ``sdpa_packed``, not by one call per image or window as in the original.
-
-        Args:
-            cu_seqlens: bounds [N + 1] of the images or windows in the row.
-            position_embeddings: (cos, sin) [T, head_dim].
-            max_seqlen: tokens of the longest image or window; computed when absent.
+        ``cu_seqlens`` [N + 1] are the bounds of images or windows. Attention is computed by flash
+        attention if the model is configured with one, otherwise by ``sdpa_packed``, not by one call
+        per image or window as in the original.
         """
         attention = self.attn
         implementation = None if is_flash_attention_requested(attention.config) else PACKED

@@ -5,7 +5,7 @@
 
 :func:`convert` replaces the class of a block in place with a subclass that has another forward
 pass, so ``state_dict``, ``save_pretrained``, ``generate`` and gradient checkpointing work as in the
-original model. :func:`back_to_bf16` reverts a block.
+original model.
 
 :class:`Arithmetic` is a precision on a device. On a GPU, all precisions except ``fp32`` have BF16
 weights (master weights are FP32). On a CPU, which emulates BF16 ten times slower, weights are FP32
@@ -86,14 +86,14 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     report = ConversionReport()
     blocks: dict[Part, list[tuple[str, nn.Module]]] = {"vision": [], "language": []}
     for name, module in model.named_modules():
-        kind = FP8_LAYERS.get(type(module).__name__)
-        if kind is not None:
-            part: Part = "vision" if issubclass(kind, Fp8Encoder) else "language"
+        mixin = FP8_LAYERS.get(type(module).__name__)
+        if mixin is not None:
+            part: Part = "vision" if issubclass(mixin, Fp8Encoder) else "language"
             blocks[part].append((name, module))
     chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
     linears: list[Any] = list(_choose_linears(model, config, report))
-    _check_found(model, config, blocks)
+    _check_parts(model, config, blocks)
     _list_rest(model, [block for of in blocks.values() for _, block in of], report)
     for block, precision, bf16_forward in chosen["vision"] + chosen["language"]:
         layers: list[Any] = list(_linears_of(block).values())
@@ -132,29 +132,27 @@ def _choose(
     part: Part, blocks: Sequence[tuple[str, Any]], config: Fp8Config, report: ConversionReport
 ) -> Iterator[tuple[Any, str, bool]]:
     """Yield blocks to convert, their precision, and whether their forward GEMMs are BF16."""
-    wanted: str = getattr(config, part)
+    selected: str = getattr(config, part)
+    description = f"FP8 {'encoder' if part == 'vision' else 'decoder'} block"
     bf16_first = config.bf16_forward_first
     if bf16_first is None:
         bf16_first = min(len(blocks) // 6, 2)
     for number, (name, block) in enumerate(blocks):
-        if wanted == "bf16":
+        if selected == "bf16":
             report.skipped[name] = f"fp8.{part} is bf16"
             continue
-        precision, bf16_forward = wanted, number < bf16_first
-        if has_adapters(block) and wanted != "fp8_linear" and all(map(is_plain, block.modules())):
+        precision, bf16_forward = selected, number < bf16_first
+        if has_adapters(block) and selected != "fp8_linear" and all(map(is_plain, block.modules())):
             bf16_forward = False
-            kind = "encoder" if part == "vision" else "decoder"
-            text = f"FP8 {kind} block, frozen, with LoRA adapters in BF16"
+            text = f"{description}, frozen, with LoRA adapters in BF16"
         elif has_adapters(block):
             precision = "fp8_linear"
-            instead = f", not {wanted}: of lora, dropout or dora" if wanted != precision else ""
+            instead = f", not {selected}: of lora, dropout or dora" if selected != precision else ""
             text = f"frozen linear layers in FP8, LoRA adapters in BF16{instead}"
-        elif wanted == "fp8_linear":
+        elif selected == "fp8_linear":
             text = "linear layers in FP8"
         else:
-            text = f"FP8 {'encoder' if part == 'vision' else 'decoder'} block"
-            if bf16_forward:
-                text += ", forward GEMMs in BF16"
+            text = description + (", forward GEMMs in BF16" if bf16_forward else "")
         _check_block(name, block, None if precision == "fp8_linear" else config)
         report.converted[name] = text
         if precision == "fp8_linear":
@@ -168,8 +166,8 @@ def _choose(
 
 def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers of a block by name; for LoRA adapters, the frozen base layer."""
-    kind: Any = FP8_LAYERS.get(type(block).__name__, block)  # a converted block has the names, too
-    return {name: base_layer(block.get_submodule(name)) for name in kind.LINEARS}
+    mixin: Any = FP8_LAYERS.get(type(block).__name__, block)  # a converted block also has the names
+    return {name: base_layer(block.get_submodule(name)) for name in mixin.LINEARS}
 
 
 def store_frozen_weights(model: nn.Module) -> None:
@@ -194,13 +192,8 @@ def store_frozen_weights(model: nn.Module) -> None:
         for layers in groups.values():
             in_fp8 = whole or isinstance(layers[0], Fp8Linear)
             frozen = not any(layer.weight.requires_grad for layer in layers)
-            fits = all(map(_fits_gemm, layers))
-            if (
-                in_fp8
-                and fits
-                and frozen
-                and not any(hasattr(layer.weight, "ds_id") for layer in layers)
-            ):
+            partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
+            if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:
                 store_weights(layers)
 
 
@@ -237,28 +230,26 @@ def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: Conversion
         known = id(module) in inside or name in report.converted or name in report.skipped
         if known or isinstance(module, nn.Embedding):
             continue
-        own = module.parameters(recurse=False)
-        if isinstance(module, nn.Linear | _ConvNd) or any(p.ndim == 2 for p in own):
+        parameters = module.parameters(recurse=False)
+        if isinstance(module, nn.Linear | _ConvNd) or any(p.ndim == 2 for p in parameters):
             report.skipped[name] = f"{type(module).__name__} outside of the blocks that FP8 knows"
 
 
-def _check_found(
-    model: nn.Module,
-    config: Fp8Config,
-    found: dict[Part, list[tuple[str, nn.Module]]],
+def _check_parts(
+    model: nn.Module, config: Fp8Config, blocks: dict[Part, list[tuple[str, nn.Module]]]
 ) -> None:
     """Raise an error if ``config`` selects a part that has nothing to convert."""
     attributes = {"vision": "vision_tower", "language": "language_model"}
     composed = all(hasattr(model, name) for name in attributes.values())
     known = f"block that FP8 supports; supported: {', '.join(FP8_LAYERS)}"
-    for part, blocks in found.items():
+    for part, of_part in blocks.items():
         # A composed model without a tower has None.
         expected = composed and getattr(model, attributes[part]) is not None
-        if expected and not blocks and getattr(config, part) != "bf16":
+        if expected and not of_part and getattr(config, part) != "bf16":
             raise ValueError(
                 f"the {part} model has no {known}: set fp8.{part}: bf16, or use precision bf16"
             )
-    if not any(found.values()):
+    if not any(blocks.values()):
         raise ValueError(f"{type(model).__name__} has no {known}")
 
 
@@ -312,11 +303,6 @@ def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Fp8{original.__name__}", bases, {"__module__": original.__module__})
 
 
-def original_class(block: nn.Module) -> type[nn.Module]:
-    """Return the class of a converted block before the conversion."""
-    return type(block).__bases__[1]  # after the mixin
-
-
 def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:
     """Return the converted blocks with their names; ``adapted``: with LoRA adapters too."""
     return [
@@ -334,7 +320,7 @@ def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
     """Revert a block's conversion in place; ``round_linears`` as in :class:`Arithmetic`."""
     modules: list[Any] = list(block.modules())
     if _is_converted(block):
-        modules[0].__class__ = original_class(block)
+        modules[0].__class__ = type(block).__bases__[1]  # after the mixin
     for layer in modules:
         restore_weight(layer)
         if type(layer) in (nn.Linear, Fp8Linear):
@@ -389,12 +375,8 @@ def count_fp8_weights(model: nn.Module) -> int:
         of_block: list[Any] = list(_linears_of(block).values())
         linears |= {id(m): m for m in of_block}
     # Under ZeRO-3 a rank holds a shard of a weight.
-    sizes = (
-        getattr(m.weight, "ds_numel", m.weight.numel())
-        for m in linears.values()
-        if not is_stored(m)
-    )
-    return sum(sizes)
+    weights = [m.weight for m in linears.values() if not is_stored(m)]
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
 
 
 def find_gpu_problem() -> str | None:
@@ -409,16 +391,11 @@ def find_gpu_problem() -> str | None:
 
 
 def arithmetic_of(
-    precision: Precision,
-    fp8: Fp8Config | None,
-    device: torch.device,
-    *,
-    low_bits: bool = False,
+    precision: Precision, fp8: Fp8Config | None, device: torch.device, *, low_bits: bool = False
 ) -> Arithmetic:
-    """Return the arithmetic on a device; ``meta`` stands for a GPU with FP8 tensor cores.
+    """Return the arithmetic on a device; ``meta`` means a GPU with FP8 tensor cores.
 
-    Raises:
-        ValueError: the GPU has no FP8 tensor cores.
+    Raises ValueError if the GPU has none.
     """
     if precision == "fp32":
         return Arithmetic(torch.float32)
@@ -433,10 +410,10 @@ def arithmetic_of(
             raise ValueError(problem)
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
-            needed, found = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
+            needed, actual = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
             raise ValueError(
                 f"an FP8 precision needs FP8 tensor cores, compute capability {needed} or newer "
-                f"(Ada, Hopper); this GPU has {found}: train with precision=bf16"
+                f"(Ada, Hopper); this GPU has {actual}: train with precision=bf16"
             )
     return Arithmetic(dtype, settings, round_linears=not in_bf16, low_bits=low_bits)
 

@@ -1,8 +1,7 @@
 """CUDA graphs of FP8 blocks: the CPU launches one graph in place of some twenty or thirty kernels.
 
-In a small model the GPU waits for the CPU, which launches a block's kernels one by one. With
-:func:`graph_blocks`, forward and backward passes of all FP8 blocks of the tower, and of the
-language model, are captured per shape after a few eager passes, and replayed afterwards:
+The forward and backward passes of all FP8 blocks of the tower, and of the language model, are
+captured per shape after a few eager passes, and replayed afterwards:
 
     pass 1, 2       eager, which also compiles the kernels
     pass 3          forward passes are captured block by block, backward passes in reverse
@@ -11,10 +10,10 @@ language model, are captured per shape after a few eager passes, and replayed af
 Tensors saved for backward are statically allocated, in the same memory for all shapes, so a
 captured model occupies its activations' peak memory during the optimizer's step too. Weights are
 quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run eagerly until
-:mod:`coat_vlm.fp8.memory_choices` has chosen the rows of blocks for which the GPU waits.
+:mod:`coat_vlm.fp8.memory_choices` has chosen the blocks for which the GPU waits.
 
-Packed rows (:mod:`coat_vlm.model.packing`) hold different numbers of sequences: their bounds are
-padded and their longest length is rounded up, so that rows of one length share graphs.
+Packed sequences differ in number: their bounds are padded and their longest length is rounded up,
+so that packed sequences of one total length share graphs.
 
 Passes run eagerly in Qwen-VL's towers, whose longest image differs from batch to batch, with
 further shapes, with arguments that are neither tensors nor constants, in evaluation, with gradient
@@ -47,8 +46,8 @@ EAGER_PASSES = 2
 """Eager passes with the same shapes before the capture."""
 
 MAX_CAPTURED = 8
-"""Captured shapes per row of blocks. None is evicted: more shapes that alternate would lead to
-constant captures."""
+"""Captured shapes per :class:`BlockGraphs`. None is evicted: more shapes that alternate would lead
+to constant captures."""
 
 BOUNDS_STEP = 8
 """The number of bounds of packed sequences is padded to a multiple of it."""
@@ -67,7 +66,7 @@ _Location = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, bool]
 
 @dataclass(slots=True)
 class Captured:
-    """The graphs of a row of blocks for given shapes, with their static arguments and results."""
+    """The graphs of blocks for given shapes, with their static arguments and results."""
 
     spec: TreeSpec
     arguments: list[Any]
@@ -82,14 +81,14 @@ class Captured:
     """Static gradients of ``parameters``; blocks with the same shapes share them."""
     forward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     backward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    found: list[_Location] = field(default_factory=list)
+    locations: list[_Location] = field(default_factory=list)
     """All parameters of the blocks."""
 
     def is_stale(self) -> bool:
         """Return whether a parameter was replaced, moved, frozen or unfrozen."""
         return any(
             held.get(name) is not p or p.data_ptr() != address or p.requires_grad is not trains
-            for held, name, p, address, trains in self.found
+            for held, name, p, address, trains in self.locations
         )
 
 
@@ -132,11 +131,11 @@ def _alias_parameters(block: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 def _copy(gradients: Sequence[Tensor | None], static: Sequence[Tensor]) -> None:
     """Copy gradients to static tensors; None (an unused parameter) becomes zero."""
-    for gradient, own in zip(gradients, static, strict=True):
+    for gradient, target in zip(gradients, static, strict=True):
         if gradient is None:
-            own.zero_()
+            target.zero_()
         else:
-            own.copy_(gradient)
+            target.copy_(gradient)
 
 
 _alive: "weakref.WeakSet[BlockGraphs]" = weakref.WeakSet()
@@ -151,23 +150,22 @@ def captured_bytes() -> int:
 class _Forward:
     """The ``forward`` of a block that replays."""
 
-    row: "BlockGraphs"
+    graphs: "BlockGraphs"
     number: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block with this number in the row."""
-        return self.row.run_block(self.number, *args, **kwargs)
+        return self.graphs.run_block(self.number, *args, **kwargs)
 
 
 def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGraphs]":
     """Enable, reset or disable CUDA graphs of FP8 blocks; with "auto" see :class:`BlockGraphs`.
 
-    Blocks of one parent (the tower's, the language model's) form a row and are captured together.
+    Blocks of one parent (the tower's, the language model's) are captured together.
     """
     for module in model.modules():
         if isinstance(vars(module).get(FORWARD), _Forward):
             del vars(module)[FORWARD]
-    rows: dict[str, list[nn.Module]] = {}
+    of_parent: dict[str, list[nn.Module]] = {}
     blocks = fp8_blocks(model, adapted=False)
     packed = [name for name, block in blocks if isinstance(block, Fp8PackedEncoderLayer)]
     if packed and enabled is True:
@@ -178,17 +176,16 @@ def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGra
             packed[0],
         )
     for name, block in blocks:
-        if name in packed:
-            continue
-        rows.setdefault(name.rpartition(".")[0], []).append(block)
+        if name not in packed:
+            of_parent.setdefault(name.rpartition(".")[0], []).append(block)
     most = None if enabled == "auto" else float("inf")
-    return [BlockGraphs(blocks, most) for blocks in rows.values()] if enabled else []
+    return [BlockGraphs(blocks, most) for blocks in of_parent.values()] if enabled else []
 
 
 def find_graphs(model: nn.Module) -> "list[BlockGraphs]":
-    """Find the rows of blocks of the last :func:`graph_blocks`."""
+    """Find the results of the last :func:`graph_blocks`."""
     forwards = (vars(module).get(FORWARD) for module in model.modules())
-    return list(dict.fromkeys(f.row for f in forwards if isinstance(f, _Forward)))
+    return list(dict.fromkeys(f.graphs for f in forwards if isinstance(f, _Forward)))
 
 
 @dataclass(eq=False)
@@ -217,11 +214,9 @@ class _Pass:
 class BlockGraphs:
     """Captures and replays the passes of consecutive FP8 blocks, all shapes in the same memory.
 
-    Args:
-        blocks: blocks with the same arguments except the hidden states; their ``forward`` is
-            replaced.
-        most_tokens: passes with more tokens run eagerly. None: all do, and are measured, until
-            :meth:`limit` is called.
+    The blocks have the same arguments except the hidden states; their ``forward`` is replaced.
+    Passes with more than ``most_tokens`` run eagerly; with None all do, and are measured, until
+    :meth:`limit` is called.
     """
 
     def __init__(
@@ -248,10 +243,8 @@ class BlockGraphs:
         self._gradients: dict[Any, list[Tensor]] = {}
         """Shapes and dtypes of a block's parameters -> static gradients."""
         self._full = self._failed = False
-        windows = [
-            window for block in self.blocks if (window := _sliding_window(block)) is not None
-        ]
-        self._sliding_window = min(windows, default=None)
+        windows = map(_sliding_window, self.blocks)
+        self._sliding_window = min((w for w in windows if w is not None), default=None)
         _alive.add(self)
         for number, block in enumerate(self.blocks):
             vars(block)[FORWARD] = _Forward(self, number)
@@ -375,8 +368,8 @@ class BlockGraphs:
         if captured is None:
             self._recover()
         segments = torch.cuda.memory_snapshot()
-        own = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self._pool)
-        self.nbytes = sum(own)
+        in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self._pool)
+        self.nbytes = sum(in_pool)
         if captured is None:
             self._failed = True
             logger.warning(
@@ -398,9 +391,7 @@ class BlockGraphs:
     def _capture(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured:
         """Capture the passes of all blocks for arguments of these shapes.
 
-        Raises:
-            RuntimeError: a block cannot be captured, or memory does not suffice. Call
-                :meth:`_recover` then.
+        After a RuntimeError (a block cannot be captured, out of memory) call :meth:`_recover`.
         """
         captured = self._allocate(hidden, leaves, spec)
         args, kwargs = tree_unflatten(captured.arguments, spec)
@@ -416,18 +407,18 @@ class BlockGraphs:
             torch.cuda.empty_cache()
             for block in self.blocks:
                 x = captured.hidden.detach().requires_grad_()
-                with _alias_parameters(block) as own, self._capturing(captured.forward):
+                with _alias_parameters(block) as aliases, self._capturing(captured.forward):
                     y = _run_eagerly(block, x, *args, **kwargs)
                     captured.out.copy_(y.detach())
-                saved.append((x, y, own))
+                saved.append((x, y, aliases))
             for number in reversed(range(len(saved))):
-                x, y, own = saved.pop()
-                wanted = [x, *own]
+                x, y, aliases = saved.pop()
+                inputs = [x, *aliases]
                 static = [captured.grad_hidden, *captured.gradients[number]]
                 with self._capturing(captured.backward):
-                    found = torch.autograd.grad(y, wanted, captured.grad_output, allow_unused=True)
-                    _copy(found, static)
-                del x, y, own, wanted, found
+                    grads = torch.autograd.grad(y, inputs, captured.grad_output, allow_unused=True)
+                    _copy(grads, static)
+                del x, y, aliases, inputs, grads
         torch.cuda.synchronize()
         captured.backward.reverse()
         return captured
@@ -452,7 +443,7 @@ class BlockGraphs:
             grad_hidden=hidden.new_zeros(hidden.shape),
             parameters=parameters,
             gradients=gradients,
-            found=find_parameters(self.blocks),
+            locations=find_parameters(self.blocks),
         )
 
     def _recover(self) -> None:
@@ -541,7 +532,7 @@ def _sliding_window(block: nn.Module) -> int | None:
 def round_up_packing(
     kwargs: dict[str, Any], tokens: int, window: int | None = None
 ) -> dict[str, Any]:
-    """Round up the arguments of packed sequences in a row of ``tokens``.
+    """Round up the arguments of packed sequences of ``tokens`` in all.
 
     The longest length is not rounded beyond a sliding window that exceeds the length.
     """

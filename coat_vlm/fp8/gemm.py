@@ -1,17 +1,19 @@
-"""The three GEMMs of a linear layer in FP8, shared by every FP8 block.
+"""The three GEMMs of a linear layer y = x W^T + b in FP8, shared by every FP8 block.
 
-    forward      y [M, N]           = x [M, K]            @ W [N, K]^T  + b
-    grad-input   grad_x [M, K]      = grad_y [M, N]       @ W^T [K, N]^T
-    grad-weight  grad_W [N, K]      = grad_y^T [N, M']    @ x^T [K, M']^T
+    GEMM          left operand                 right operand       result
+    forward       x        E4M3  [M, K]        W    E4M3  [N, K]   y       [M, N], x's dtype
+    grad-input    grad_y   E5M2  [M, N]        W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
+    grad-weight   grad_y^T E5M2  [N, M']       x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
 
-x and W are E4M3, grad_y is E5M2. Operands are contiguous along the summed dimension. Each has one
-scale per tensor (arXiv 2410.19313, section 4.1), and M' is the number of tokens M padded with zeros
-to a multiple of 16. All three use fast accumulation, which takes 5% of a step less and left the
-weight gradients of a trained model as close to FP32's (docs/experiments/output_layer.md).
+Hopper's FP8 tensor cores read both operands with the summed dimension contiguous, so each GEMM has
+its own layout of each tensor. Each tensor has one scale (arXiv 2410.19313, section 4.1). M' is the
+number of tokens M padded with zeros to a multiple of 16; K and N are multiples of 16. The bias
+gradient is summed from grad_y in high precision. All three use fast accumulation, which takes 5% of
+a step less and left the weight gradients of a trained model as close to FP32's
+(docs/experiments/output_layer.md).
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
-``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
-(``fp8.bf16_forward_first``).
+In the first blocks the forward GEMM is not FP8 (``fp8.bf16_forward_first``).
 
 Plain LoRA adapters of the layers are computed here, in the model's dtype, from the FP8 tensors of
 the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
@@ -20,9 +22,8 @@ the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
 
-Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM; they may be
-stored in FP8 only (``weights.py``). Autograd passes tensors and their gradients to and from a
-Function in one row, which :func:`unpack` divides.
+Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM. Autograd passes
+tensors and their gradients to and from a Function as one flat list, which :func:`unpack` divides.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ class FusedLinear:
 
     @property
     def num_tensors(self) -> int:
-        """Number of values of its :class:`LayerValues`."""
+        """Length of :attr:`LayerValues.flat`."""
         return 4 * len(self.scales)
 
 
@@ -87,13 +88,13 @@ class LayerValues:
 
     @property
     def flat(self) -> list[Any]:
-        """All values in one row, as autograd passes them."""
+        """All values in one list, as autograd passes them."""
         return [*self.weights, *self.biases, *self.a, *self.b]
 
 
-def unpack(row: Sequence[Any], *fused: FusedLinear) -> list[LayerValues]:
+def unpack(flat: Sequence[Any], *fused: FusedLinear) -> list[LayerValues]:
     """Split flat values into groups, one for each fused layer; surplus values are ignored."""
-    rest = iter(row)
+    rest = iter(flat)
     return [
         LayerValues(*(list(islice(rest, len(each.scales))) for _ in range(4))) for each in fused
     ]
@@ -122,13 +123,13 @@ class Saved:
     layers: LayerValues
 
     @classmethod
-    def of(cls, row: Sequence[Any], fused: FusedLinear) -> "Saved":
+    def of(cls, flat: Sequence[Any], fused: FusedLinear) -> "Saved":
         """Create from :attr:`flat`."""
-        return cls(row[0], row[1], unpack(row[2:], fused)[0])
+        return cls(flat[0], flat[1], unpack(flat[2:], fused)[0])
 
     @property
     def flat(self) -> list[Tensor | None]:
-        """All tensors in one row."""
+        """All tensors in one list."""
         return [self.scale, self.inner, *self.layers.flat]
 
 
@@ -162,14 +163,9 @@ def collect(
 ) -> tuple[FusedLinear, LayerValues]:
     """Collect settings and parameters of layers that read the same input.
 
-    The first layer's attribute ``fp8_bf16_forward`` applies to all layers.
-
-    Args:
-        pad_rows: zero rows appended to each weight, bias and matrix B.
-        pad_columns: zero columns appended to each weight and matrix A.
-
-    Raises:
-        ValueError: a layer was wrapped after the conversion, in something else than plain LoRA.
+    ``pad_rows`` zero rows are appended to each weight, bias and matrix B, ``pad_columns`` zero
+    columns to each weight and matrix A. Raises ValueError if a layer was wrapped after the
+    conversion, in something else than plain LoRA.
     """
     adapters = [find_adapter(layer) for layer in layers]
     linears = [base_layer(layer) for layer in layers]
@@ -213,15 +209,10 @@ def forward(
     hp: Tensor | None = None,
     weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
-    """Run the forward GEMM.
+    """Run the forward GEMM of x, E4M3 [M, K]; return [M, N], and what to save for backward.
 
-    Args:
-        x: E4M3 [M, K].
-        hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
-        weight_scale: the scale that an earlier call saved, to run the same GEMM again.
-
-    Returns:
-        [M, N], the layers' outputs concatenated; what to save for backward.
+    With ``hp``, x in high precision [M, K], the GEMM runs in the model's dtype. ``weight_scale`` is
+    the scale that an earlier call saved, to run the same GEMM again.
     """
     parts, bias = layers.weights, None
     if any(bias is not None for bias in layers.biases):
@@ -306,16 +297,12 @@ def backward(
     dtype: torch.dtype,
     input_transposed: Callable[[Tensor | None], TensorScaled],
 ) -> tuple[Tensor | None, LayerValues]:
-    """Run the grad-input GEMM, then the grad-weight GEMM.
+    """Run the grad-input GEMM, then the grad-weight GEMM; return [M, K] or None, and the others.
 
-    Args:
-        grad_output: gradient of :func:`forward`'s result, [..., N] in high precision; or a function
-            that returns it in FP8. Each layout is freed after its GEMM.
-        input_transposed: returns x^T, E4M3 [K, M'], given the input's gradient; called only for
-            gradients of weights or adapters, once.
-
-    Returns:
-        The input's gradient [M, K] or None; the parameters' gradients in their dtypes, or None.
+    ``grad_output`` is the gradient of :func:`forward`'s result, [..., N] in high precision, or a
+    function that returns it in FP8; each layout is freed after its GEMM. ``input_transposed``
+    returns x^T, E4M3 [K, M'], given the input's gradient; it is called at most once, for gradients
+    of weights or adapters.
     """
     layers, inner, parts = saved.layers, saved.inner, saved.layers.weights
     if isinstance(grad_output, Tensor):

@@ -22,19 +22,15 @@ class Fp8Linear(nn.Linear):
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """Compute ``layer(x)`` in FP8, [..., N] in x's dtype; K and N are multiples of 16.
-
-    Args:
-        x: [..., K], FP32, BF16 or FP16.
-    """
+    """Compute ``layer(x)`` in FP8, [..., K] to [..., N] in x's dtype; multiples of 16."""
     fused, layers = gemm.collect([layer])
     return _Linear.apply(x, fused, *layers.flat)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: FusedLinear, *row: Tensor | None) -> Tensor:
-        (layers,) = gemm.unpack(row, fused)
+    def forward(ctx: Any, x: Tensor, fused: FusedLinear, *flat: Tensor | None) -> Tensor:
+        (layers,) = gemm.unpack(flat, fused)
         rows = matrix(x)
         x8 = quantize_tensor(rows)
         saturation.observe("linear input", x8.q, rows)

@@ -64,7 +64,7 @@ class SpareMemory:
     """Bytes of both layouts of all FP8 weights."""
     device: torch.device
     graphs: Sequence[BlockGraphs] = ()
-    """Rows of blocks of which some may be captured."""
+    """Consecutive blocks of which some may be captured."""
     recomputing: nn.Module | None = None
     """The model, if its blocks may compute q, k and v again."""
     weights_fit: bool = False
@@ -90,8 +90,9 @@ class SpareMemory:
     @property
     def shares_weights(self) -> bool:
         """Whether the micro-batches of a step like the last one share FP8 weights."""
-        wanted = self.weights == "auto" and self.accumulates and self.weights_fit
-        return self.weights == "cache" or wanted
+        if self.weights == "auto":
+            return self.accumulates and self.weights_fit
+        return self.weights == "cache"
 
     def share_weights(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of one step."""
@@ -103,8 +104,9 @@ class SpareMemory:
         self.steps += 1
         if self.steps != DECIDED_AFTER:
             return
-        free = find_least_of_ranks(self._measure_free_bytes(), self.device)
-        if self.recomputing is not None and free < MIN_FREE * self._total_bytes():
+        free, total = self._measure_memory()
+        free = find_least_of_ranks(free, self.device)
+        if self.recomputing is not None and free < MIN_FREE * total:
             free = 0.0
             count = recompute_qkv(self.recomputing)
             logger.info("fp8.recompute_qkv: auto: %d blocks compute q, k and v again", count)
@@ -114,18 +116,15 @@ class SpareMemory:
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
 
-    def _total_bytes(self) -> float:
-        return torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0.0
-
-    def _measure_free_bytes(self) -> float:
-        """Return the memory that the peak of the steps left."""
+    def _measure_memory(self) -> tuple[float, float]:
+        """Return the bytes that the peak of the steps left, and those of the GPU."""
         if self.device.type != "cuda":
-            return float("inf")
+            return float("inf"), float("inf")
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.max_memory_allocated(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
-        return min(free, limit - reserved) + reserved - allocated
+        return min(free, limit - reserved) + reserved - allocated, total
 
 
 def find_least_of_ranks(value: float, device: torch.device) -> float:
@@ -190,8 +189,7 @@ class RowLoad:
 def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) -> list[bool]:
     """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
 
-    ``spare`` is the bytes that graphs may take. Other blocks, such as a
-    language model in BF16, are not counted.
+    Graphs may take ``spare`` bytes. Blocks in BF16 are not counted.
     """
     launching = sum(LAUNCH_S * load.blocks for load in loads)
     computing = sum(load.compute_s * load.blocks for load in loads)

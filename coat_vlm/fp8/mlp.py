@@ -55,17 +55,11 @@ def norm_mlp(
     group_size: int,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_out(activation(layers_in(norm(x + delta))))`` in FP8.
+    """Compute ``layer_out(activation(layers_in(norm(x + delta))))`` in FP8, and x + delta.
 
-    Args:
-        x: the residual stream [..., K], FP32, BF16 or FP16.
-        layers_in: (gate, up) for gated activations, else one layer; weights [F, K].
-        layer_out: weight [K, F].
-        delta: added to x first, of x's shape.
-
-    Returns:
-        [..., K] in x's dtype, and x + delta. The residual path must continue from the returned
-        x + delta, whose gradient is added in the norm's backward kernel.
+    x is the residual stream [..., K], FP32, BF16 or FP16; ``layers_in`` are (gate, up) for gated
+    activations, else one layer. The residual path must continue from the returned x + delta, whose
+    gradient is added in the norm's backward kernel.
     """
     pad = pad_length(layer_out.in_features) - layer_out.in_features
     fused_in, values_in = gemm.collect(layers_in, pad_rows=pad)
@@ -94,9 +88,9 @@ class _NormMlp(torch.autograd.Function):
         activation: str,
         fused_in: FusedLinear,
         fused_out: FusedLinear,
-        *row: Tensor | None,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        layers_in, layers_out = gemm.unpack(row, fused_in, fused_out)
+        layers_in, layers_out = gemm.unpack(flat, fused_in, fused_out)
         h, residual, saved_in, _ = norms.forward(
             x, delta, norm_weight, norm_bias, norm, fused_in, layers_in
         )
@@ -117,10 +111,10 @@ class _NormMlp(torch.autograd.Function):
         grad_y, grad_residual = grad_outputs
         if grad_y is None:
             return norms.residual_only(grad_residual, ctx)
-        (q, exponents, act_scale), saved_in, row_out = gemm.load(ctx)
+        (q, exponents, act_scale), saved_in, flat_out = gemm.load(ctx)
         saved = ActivationSaved(GroupScaled(q, exponents), act_scale)
         fused_in, fused_out = ctx.fused
-        saved_out = Saved.of(row_out, fused_out)
+        saved_out = Saved.of(flat_out, fused_out)
         flags_in, flags_out = gemm.unpack(ctx.needs_input_grad[8:], fused_in, fused_out)
         needs_in = Needs.of(ctx.needs_input_grad[:4], flags_in)
         needs_out = Needs.of(needs_in, flags_out)

@@ -33,13 +33,11 @@ from coat_vlm.fp8.gemm import FusedLinear, LayerValues, Needs, Saved, matrix
 
 @dataclass(frozen=True, slots=True)
 class NormSettings:
-    """Settings of a norm."""
+    """Settings of a norm; ``centered`` is True for LayerNorm, False for RMSNorm."""
 
     eps: float
     centered: bool
-    """True for LayerNorm, False for RMSNorm."""
     group_size: int
-    """Group size of the saved input."""
 
 
 def arguments(norm: Any, group_size: int) -> tuple[Tensor, Tensor | None, NormSettings]:
@@ -68,13 +66,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor | None], tuple[TensorScaled, Tensor | None]]:
     """Compute the layers' output for the norm of x + delta.
 
-    Args:
-        x: the residual stream [..., K], FP32, BF16 or FP16.
-        delta: added to x first; None to leave it out.
-
-    Returns:
-        [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save; the
-        layers' input in E4M3 [M, K], and the scale of their weight.
+    x is the residual stream [..., K], FP32, BF16 or FP16. Returns [M, N] in x's dtype, the layers'
+    outputs concatenated; x + delta; tensors to save; the layers' input in E4M3 [M, K], and the
+    scale of their weight.
     """
     residual, a, saved = norm_fwd(
         matrix(x),
@@ -120,14 +114,10 @@ def backward(
 ) -> tuple[tuple[Tensor | None, ...], LayerValues]:
     """Compute gradients from those of the layers' output and of the residual path.
 
-    Args:
-        quantize: returns the gradient of the layers' output in FP8.
-        grad_residual: gradient of x + delta on the residual path, like x, or None.
-        ctx: context of a Function whose first inputs are x, delta, the norm's weight and its bias,
-            with attributes ``shape`` and ``dtype`` of x.
-
-    Returns:
-        Gradients of these four inputs, and of the layers, in their dtypes; None if not needed.
+    ``quantize`` returns the gradient of the layers' output in FP8. ``ctx`` is the context of a
+    Function whose first inputs are x, delta, the norm's weight and its bias, with attributes
+    ``shape`` and ``dtype`` of x. Returns gradients of these four inputs, and of the layers, in
+    their dtypes; None if not needed.
     """
     q, exponents, rstd, mean, scale, weight, bias, *of_layers = saved
     of_norm = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)

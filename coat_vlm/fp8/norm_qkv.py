@@ -2,15 +2,11 @@
 
     q | k | v = norm(x) W_qkv^T + b_qkv,   q, k = rotate(q), rotate(k)
 
-One autograd Function from the residual stream to q, k and v. Saves for backward the tensors of the
-norm (``norm.py``). Backward reads the gradients of q, k and v as attention returns them, rotates
-and quantizes them: the fused matrix [M, N] never exists in high precision. If each head has its own
-RMSNorm (Qwen3, Gemma 3), another Function normalizes and rotates q and k. It saves them as columns
-of the projection's result, which keeps v's columns, too. What fits neither (InternVL's norm of all
-heads, partial rotation) is done by the model's functions.
-
-With ``fp8.recompute_qkv`` backward computes q, k and v again: from the GEMM's FP8 input, or from
-the projection's result where that is saved anyway.
+Saves for backward the tensors of the norm (``norm.py``). Backward reads the gradients of q, k and v
+as attention returns them, rotates and quantizes them: the fused matrix [M, N] never exists in high
+precision. If each head has its own RMSNorm (Qwen3, Gemma 3), another Function normalizes and
+rotates q and k. It saves them as columns of the projection's result, which also keeps v's columns.
+What fits neither (InternVL's norm of all heads, partial rotation) is done by the model's functions.
 """
 
 from collections.abc import Sequence
@@ -44,7 +40,7 @@ class HeadSettings:
     sizes: list[int]
     """Channels of q, k and v."""
     return_input: bool
-    """Return the GEMM's FP8 input and its scales, too."""
+    """Also return the GEMM's FP8 input and its scales."""
     rotation: tuple[Tensor, Tensor] | None
     """cos and sin [T or B * T, head_dim] of the rotary embedding; None to skip rotation."""
 
@@ -59,14 +55,10 @@ def norm_heads(
 ) -> tuple[Heads, HeadsSource | None, Tensor]:
     """Compute query, key and value of the normalized residual stream x [B, T, hidden].
 
-    Args:
-        attention: has ``head_dim`` and either ``q_proj``, ``k_proj`` and ``v_proj`` or one layer
-            ``qkv`` with as many keys and values as queries.
-        position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens.
-
-    Returns:
-        The heads; with ``recompute`` what backward computes them from; and x for the residual path,
-        whose gradient is added in the norm's backward kernel.
+    ``attention`` has ``q_proj``, ``k_proj`` and ``v_proj``, or one layer ``qkv`` with as many keys
+    and values as queries. ``position_embeddings`` are (cos, sin) [..., rotary channels] of T or
+    B * T tokens. Returns the heads; with ``recompute`` what backward computes them from; and x for
+    the residual path, whose gradient is added in the norm's backward kernel.
     """
     if hasattr(attention, "qkv"):
         layers, sizes = (attention.qkv,), [attention.qkv.out_features // 3] * 3
@@ -92,11 +84,9 @@ def norm_heads(
     if recompute:
         shape, dtype = x.shape, x.dtype
 
-        def compute(saved: Sequence[Tensor | None]) -> Heads:
-            q, scale, weight_scale, *row = saved
-            assert q is not None
-            assert scale is not None
-            x8, (parameters,) = TensorScaled(q, scale), gemm.unpack(row, fused)
+        def compute(saved: Sequence[Any]) -> Heads:
+            q, scale, weight_scale, *flat = saved
+            x8, (parameters,) = TensorScaled(q, scale), gemm.unpack(flat, fused)
             y, _ = gemm.forward(x8, fused, parameters, dtype, weight_scale=weight_scale)
             query, key, value = (as_heads(part, shape, D) for part in _split(y, settings))
             return query, key, value
@@ -113,11 +103,8 @@ def _finish_by_model(
 ) -> tuple[Heads, HeadsSource | None]:
     """Normalize and rotate projected heads as the model does; returns like :func:`norm_heads`."""
 
-    def compute(saved: Sequence[Tensor | None]) -> Heads:
+    def compute(saved: Sequence[Any]) -> Heads:
         query, key, value = saved
-        assert query is not None
-        assert key is not None
-        assert value is not None
         if _is_per_head(attention, position_embeddings):
             assert position_embeddings is not None
             D = attention.head_dim
@@ -152,9 +139,9 @@ class _NormHeads(torch.autograd.Function):
         norm: NormSettings,
         fused: FusedLinear,
         heads: HeadSettings,
-        *row: Tensor | None,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        (layers,) = gemm.unpack(row, fused)
+        (layers,) = gemm.unpack(flat, fused)
         y, residual, saved, (a, weight_scale) = norms.forward(
             x, delta, norm_weight, norm_bias, norm, fused, layers
         )
@@ -209,12 +196,7 @@ def _heads_backward(
     if heads.rotation is None:
         return gemm.quantize_grad(parts, needs)
     back = (parts[0], parts[1], parts[2], *heads.rotation)
-    quantized = rope_gradient(
-        *back,
-        rows=needs.rows,
-        transposed=needs.weight,
-        bias=needs.bias,
-    )
+    quantized = rope_gradient(*back, rows=needs.rows, transposed=needs.weight, bias=needs.bias)
     saturation.observe_gradient(quantized, lambda: rope_gradient_values(*back))
     return quantized
 

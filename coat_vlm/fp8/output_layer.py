@@ -38,8 +38,7 @@ class Fp8Gradients:
     """Computes chunks of a layer without bias, whose sizes are multiples of 16."""
 
     CHUNK_BYTES = 400 * 2**20
-    """Maximum bytes of a chunk's logits in the layer's dtype; their gradient takes half of it
-    again."""
+    """Maximum bytes of a chunk's logits in the layer's dtype; their gradient takes half of that."""
     TOKENS_MULTIPLE = GEMM_MULTIPLE
     """The tokens of a chunk are a multiple of it, except for the last chunk."""
 

@@ -29,25 +29,22 @@ class Counts:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Kind -> FP64 [3]: values, saturated, underflowed; on their device, without sync."""
 
-    def add(self, kind: str, q: Tensor, x: Tensor) -> None:
+    def add(self, name: str, q: Tensor, x: Tensor) -> None:
         """Count quantized data ``q`` of values ``x``."""
         largest = next(fmt.max for fmt in (E4M3, E5M2) if fmt.dtype == q.dtype)
         magnitudes = q.float().abs()
-        row = torch.stack(
-            [
-                torch.full((), q.numel(), dtype=torch.float64, device=q.device),
-                (magnitudes == largest).sum().double(),
-                ((magnitudes == 0) & (x != 0)).sum().double(),
-            ]
-        )
-        self.sums[kind] = self.sums[kind] + row if kind in self.sums else row
+        values = torch.full((), q.numel(), dtype=torch.float64, device=q.device)
+        saturated = (magnitudes == largest).sum().double()
+        underflowed = ((magnitudes == 0) & (x != 0)).sum().double()
+        sums = torch.stack([values, saturated, underflowed])
+        self.sums[name] = self.sums[name] + sums if name in self.sums else sums
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Return per kind the number of values, and the shares that saturated and underflowed."""
         rates = {}
-        for kind, row in sorted(self.sums.items()):
-            values, saturated, underflowed = row.tolist()
-            rates[kind] = {
+        for name, sums in sorted(self.sums.items()):
+            values, saturated, underflowed = sums.tolist()
+            rates[name] = {
                 "values": int(values),
                 "saturated": saturated / max(values, 1.0),
                 "underflowed": underflowed / max(values, 1.0),
@@ -74,12 +71,12 @@ def is_watching() -> bool:
     return bool(_active)
 
 
-def observe(kind: str, q: Tensor, values: Tensor | Callable[[], Tensor]) -> None:
+def observe(name: str, q: Tensor, values: Tensor | Callable[[], Tensor]) -> None:
     """Count a tensor; a function that returns its values is called only if counting is on."""
     if _active:
         x = values if isinstance(values, Tensor) else values()
         for counts in _active:
-            counts.add(kind, q, x)
+            counts.add(name, q, x)
 
 
 def observe_gradient(quantized: QuantizedGradient, values: Callable[[], Tensor]) -> None:

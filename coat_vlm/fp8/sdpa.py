@@ -50,12 +50,7 @@ def choose(
     packing: Packing | None = None,
     shard: SequenceShard | None = None,
 ) -> Fused | None:
-    """Return the kernel that torch selects for these heads without a mask, or None.
-
-    Args:
-        query: [B, H, T, D].
-        key: [B, H_kv, T, D].
-    """
+    """Return the kernel that torch selects for q [B, H, T, D] and k, v [B, H_kv, T, D], or None."""
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel
     if packing is not None:
@@ -75,11 +70,7 @@ def choose(
 
 
 def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Statistics]:
-    """Run attention.
-
-    Returns:
-        [B, T, H * D] in query's dtype, and the statistics for backward.
-    """
+    """Run attention; return [B, T, H * D] in query's dtype, and the statistics for backward."""
     if how.shard is not None:
         return _sharded_forward(how, how.shard, query, key, value)
     if how.packing is not None:

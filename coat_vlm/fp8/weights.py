@@ -8,9 +8,8 @@ input are one fused matrix with one scale.
 
 Frozen weights of blocks with LoRA adapters can be stored in FP8 alone (:func:`store_weights`), with
 the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
-forward GEMM. The backward pass transposes a weight for its grad-input GEMM, which moves 2 bytes per
-parameter and needs the memory of one weight (to quantize it from BF16 moves 5). The original
-weights go to host memory: checkpoints and merged models are made from them.
+forward GEMM; the backward pass transposes a weight for its grad-input GEMM. The original weights go
+to host memory: checkpoints and merged models are made from them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -64,10 +63,7 @@ def saved_bytes() -> int:
 
 
 def key_of(layers: Sequence[nn.Linear]) -> Key:
-    """Return the key of the layers' weights, valid during the lifetime of the layers.
-
-    A shallow copy has the key of its original if the original has an attribute ``fp8_key``.
-    """
+    """Return the key of the layers' weights; shallow copies of Fp8Linear layers have the same."""
     return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
 
 
@@ -108,15 +104,15 @@ def is_stored(layer: nn.Module) -> bool:
 
 def share_stored(source: nn.Module, copy: nn.Module) -> None:
     """Give a deep copy that shares its frozen parameters the weights stored for the original."""
-    for own, other in zip(source.modules(), copy.modules(), strict=True):
-        if is_stored(own):
-            vars(other)[_STORED] = vars(own)[_STORED]
+    for module, copied in zip(source.modules(), copy.modules(), strict=True):
+        if is_stored(module):
+            vars(copied)[_STORED] = vars(module)[_STORED]
 
 
 def list_stored(model: nn.Module) -> list[TensorScaled]:
     """List the weights of a model that are stored in FP8."""
-    found = (vars(module).get(_STORED) for module in model.modules())
-    return list({id(stored): stored for stored in found if stored is not None}.values())
+    stored = (vars(module)[_STORED] for module in model.modules() if is_stored(module))
+    return list({id(weight): weight for weight in stored}.values())
 
 
 def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = None) -> TensorScaled:
@@ -150,10 +146,10 @@ def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScal
         return _cache[key]
     both = _cache is not None
     with _profiler_range():
-        found = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
+        layouts = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
     if _cache is not None:
-        _cache[key] = found
-    return found
+        _cache[key] = layouts
+    return layouts
 
 
 def _profiler_range() -> AbstractContextManager[object]:

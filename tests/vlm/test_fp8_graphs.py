@@ -162,7 +162,7 @@ def test_graphs_of_parameters_that_moved_or_train_no_longer_are_stale() -> None:
     def captured() -> Captured:
         static = (nothing, nothing, nothing, nothing)
         return Captured(
-            spec, [], *static, [[layer.weight]], [[nothing]], found=find_parameters([layer])
+            spec, [], *static, [[layer.weight]], [[nothing]], locations=find_parameters([layer])
         )
 
     for change in (

@@ -8,13 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from coat_kernels.formats import (
-    E4M3,
-    MIN_SCALE,
-    Format,
-    get_format,
-    pad_length,
-)
+from coat_kernels.formats import E4M3, MIN_SCALE, Format, get_format, pad_length
 from coat_kernels.shared_scales import finish_scale
 
 _INFINITY = 0x7F800000
@@ -50,12 +44,7 @@ def tensor_scale(parts: list[Tensor], fmt: str, margin: float = 1.0) -> Tensor:
     if not extremes:
         return finish_scale(torch.full((), MIN_SCALE, device=parts[0].device))
     amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
-    return finish_scale(amax_to_scale(amax, fmt, margin))
-
-
-def amax_to_scale(amax: Tensor, fmt: str, margin: float = 1.0) -> Tensor:
-    """Compute scales from largest magnitudes, FP32 of any shape."""
-    return (amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE)
+    return finish_scale((amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE))
 
 
 def quantize_tensor(
