@@ -1,1 +1,1 @@
-"""Writes model folders for other programs: transformers, LLaVA, peft, compressed-tensors."""
+"""Writes model folders for other programs: transformers, LLaVA, VILA, peft, compressed-tensors."""

@@ -33,6 +33,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
+from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coat_vlm.model.compressed import (
@@ -52,7 +53,7 @@ _BASE = "base"
 _ADAPTER = "adapter"
 """Name of the adapter folder next to a model's config.json."""
 
-Layout = Literal["coat", "llava", "language"]
+Layout = Literal["coat", "llava", "vila", "language"]
 """Layout of a model folder; determines the programs that can read it."""
 
 
@@ -127,7 +128,7 @@ def save_coat(
 
 
 _WRITERS: dict[Layout, Callable[..., None]]
-_WRITERS = {"coat": save_coat, "llava": save_llava, "language": save_language}
+_WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
 """Writer of each layout; all have the same signature."""
 
 
@@ -144,12 +145,12 @@ def export(
 
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
-            compared; or a folder in the layout ``llava``.
+            compared; or a folder in the layout ``llava`` or ``vila``.
         target: the new folder; it must not exist or must be empty.
         dtype: dtype of the written weights. Default: the dtype of training, or BF16 with compressed
             weights.
         layout: ``coat`` for coat_vlm, ``llava`` for stock transformers, ``language`` for only the
-            language model in it.
+            language model in it, ``vila`` for VILA.
         weights: compression of the language model's linear layers
             (:mod:`coat_vlm.model.compressed`). Default: no compression.
 
@@ -159,6 +160,12 @@ def export(
         LockError: another process exports to the same folder.
     """
     if weights is not None:
+        if layout == "vila":
+            raise ValueError(
+                "--weights does not support --format vila: the config.json of VILA's folders names "
+                "one dtype (model_dtype), and VILA's loader cannot read compressed-tensors; "
+                "allowed: --format coat, llava or language"
+            )
         if read_compression(source) is not None:
             raise ValueError(
                 f"{source} is already compressed; export --weights from the checkpoint that it was "
@@ -170,9 +177,9 @@ def export(
         model, state, processor = _read(source, described, dtype)
         if not isinstance(model, CoatVlm):
             _check_family_export(layout, weights)
-        elif layout == "llava" and not model.config.has_vision:
+        elif layout in ("llava", "vila") and not model.config.has_vision:
             raise ValueError(
-                "--format llava: the model has no vision tower (model.vision: null); allowed: "
+                f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
                 "language, which stock transformers loads, and coat"
             )
         is_checkpoint = described != source
@@ -321,8 +328,9 @@ def _read(
 ) -> tuple[PreTrainedModel, dict[str, Tensor], AnyProcessor]:
     training = source / "training.json"
     is_family = training.is_file() and read_json(training).get("pretrained") is not None
-    if is_llava(source) and not is_family:
-        model, processor = load_llava(source, dtype)
+    load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
+    if load is not None and not is_family:
+        model, processor = load(source, dtype)
         return model, model.state_dict(), processor
     if source == described:
         model = load_model(source, dtype or "auto")

@@ -20,24 +20,24 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedModel,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
+    PROJECTOR,
+    TOWER,
     add_legacy_names,
+    build_image_processor,
+    build_plain_tower,
     make_tokenizer,
+    rename_tower_weights,
     save_stock,
     select_weights,
     write_config,
 )
 from coat_vlm.model import IMAGE_TOKEN, CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import create_meta_model
-from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.pretrained import load_weights
 from coat_vlm.model.processor import CoatVlmProcessor
@@ -45,7 +45,6 @@ from coat_vlm.model.vision import VISION_MODELS
 
 logger = logging.getLogger(__name__)
 
-_TOWER, _PROJECTOR = "vision_tower.model.", "projector.layers."
 _LAYERS = {"0.": "linear_1.", "2.": "linear_2."}  # the projector's layers; layer 1 is GELU
 _LAYOUT = "LlavaForConditionalGeneration"
 _TEMPLATES = {"<|im_start|>user": "chatml", "USER:": "vicuna_v1"}
@@ -57,7 +56,7 @@ def save_llava(
 ) -> None:
     """Write the folder; ValueError if the layout cannot represent the model."""
     check_llava(model, processor)
-    tower = _build_plain_tower(model)
+    tower = build_plain_tower(model, "llava")
     config: Any = model.config
     vision, language = tower.config, copy.deepcopy(config.text_config)
     drops_class_token = config.select_feature == "patch" and config.num_prefix_tokens > 0
@@ -75,9 +74,9 @@ def save_llava(
     with torch.device("meta"):
         stock: Any = LlavaForConditionalGeneration(llava)
     stock.to(model.dtype)
-    weights = _rename_tower_weights(tower, state)
+    weights = rename_tower_weights(tower, state, "vision_tower.")
     for old, new in _LAYERS.items():
-        weights |= select_weights(state, _PROJECTOR + old, f"multi_modal_projector.{new}")
+        weights |= select_weights(state, PROJECTOR + old, f"multi_modal_projector.{new}")
     weights |= select_weights(state, LANGUAGE, LANGUAGE)
     save_stock(folder, model, stock, weights, processor)
     saved = read_json(folder / "config.json")
@@ -87,7 +86,7 @@ def save_llava(
     tokenizer = make_tokenizer(processor)
     tokenizer.padding_side = "left"  # for generation
     LlavaProcessor(
-        image_processor=_build_image_processor(processor, model),
+        image_processor=build_image_processor(processor, model, pad=processor.image_mode == "pad"),
         tokenizer=tokenizer,
         patch_size=config.vision_config.patch_size,
         vision_feature_select_strategy=strategy,
@@ -97,58 +96,6 @@ def save_llava(
     ).save_pretrained(folder)
 
 
-def _build_plain_tower(model: CoatVlm) -> PreTrainedModel:
-    """Build a tower of the remaining blocks on ``meta``; ValueError for open_clip's.
-
-    Its final norm is ones and zeros: readers of hidden states never call it.
-    """
-    vision = model.config.vision_config
-    if vision.model_type not in VISION_MODELS:
-        raise ValueError(
-            f"--format llava cannot hold a vision tower of type {vision.model_type!r}; allowed: "
-            f"{', '.join(VISION_MODELS)}; export with --format coat"
-        )
-    config = copy.deepcopy(vision)
-    config.num_hidden_layers = count_needed_layers(
-        vision.num_hidden_layers, model.config.select_layer
-    )
-    if vision.model_type == "siglip_vision_model":
-        config.vision_use_head = False  # the pooling head
-    with torch.device("meta"):
-        return VISION_MODELS[vision.model_type](config).to(model.dtype)
-
-
-def _rename_tower_weights(tower: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights as in published checkpoints, and add the final norm."""
-    found = {
-        name.removeprefix("vision_model."): w for name, w in select_weights(state, _TOWER).items()
-    }
-    norm = torch.nn.LayerNorm(tower.config.hidden_size, dtype=tower.dtype).state_dict()
-    found |= {f"post_layernorm.{name}": value for name, value in norm.items()}
-    return {f"vision_tower.vision_model.{name}": value for name, value in found.items()}
-
-
-def _build_image_processor(processor: CoatVlmProcessor, model: CoatVlm) -> Any:
-    """Build transformers' image processor with the same settings and the Pillow backend.
-
-    Loaded without ``backend="pil"``, it uses torchvision, whose resizing differs by 1/255 in
-    places.
-    """
-    size = {"height": processor.image_size, "width": processor.image_size}
-    settings: dict[str, Any] = {
-        "size": size,
-        "image_mean": processor.image_mean,
-        "image_std": processor.image_std,
-        "resample": processor.image_resample,
-        "do_convert_rgb": True,
-    }
-    if processor.image_mode == "pad":
-        return LlavaImageProcessorPil(**settings, do_pad=True, do_center_crop=False, crop_size=size)
-    if model.config.vision_config.model_type == "siglip_vision_model":
-        return SiglipImageProcessorPil(**settings)
-    return CLIPImageProcessorPil(**settings, do_center_crop=False, crop_size=size)
-
-
 def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
     """Raise ValueError if the layout cannot represent the model, before anything is written."""
     config = model.config
@@ -156,7 +103,7 @@ def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
         raise ValueError(
             f"--format llava: the model's projector is {config.projector_type}, and {_LAYOUT} "
             "supports only mlp2x_gelu (Linear, GELU, Linear); allowed: mlp2x_gelu; export with "
-            "--format coat"
+            "--format coat or vila"
         )
     if processor.image_mode not in ("resize", "pad"):
         raise ValueError(
@@ -222,11 +169,11 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
         f"{LANGUAGE}lm_head.weight": stock.lm_head.weight,
     }
     for old, new in _LAYERS.items():
-        state |= select_weights(projector, new, _PROJECTOR + old)
+        state |= select_weights(projector, new, PROJECTOR + old)
     model = create_meta_model(composed, stock.dtype)
     for name in model.state_dict():
-        if name.startswith(_TOWER):  # the tower's blocks after the selected layer are not needed
-            state[name] = tower[name.removeprefix(_TOWER).removeprefix("vision_model.")]
+        if name.startswith(TOWER):  # the tower's blocks after the selected layer are not needed
+            state[name] = tower[name.removeprefix(TOWER).removeprefix("vision_model.")]
     model.load_state_dict(state, assign=True)
     model.language_model.tie_weights()
     model.generation_config = copy.deepcopy(stock.generation_config)

@@ -5,16 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES
+from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.vision import VISION_MODELS
 
-LANGUAGE = "language_model."
-"""Prefix of the language model's weights in a composed model."""
+TOWER, PROJECTOR, LANGUAGE = "vision_tower.model.", "projector.layers.", "language_model."
+"""Prefixes of the weights in a composed model."""
 
 
 def select_weights(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, Tensor]:
@@ -56,11 +63,12 @@ def save_stock(
     model: CoatVlm,
     stock: Any,
     weights: dict[str, Tensor],
-    processor: CoatVlmProcessor,
+    processor: CoatVlmProcessor | None = None,
 ) -> None:
     """Write a stock model with a composed model's generation settings and stop tokens."""
     stock.generation_config = copy.deepcopy(model.generation_config)
-    set_stop_tokens(stock, processor)
+    if processor is not None:
+        set_stop_tokens(stock, processor)
     if stock.config.tie_word_embeddings:
         heads = [name for name in weights if name.endswith("lm_head.weight")]
         weights = {name: weight for name, weight in weights.items() if name not in heads}
@@ -82,3 +90,57 @@ def write_config(folder: Path, values: dict[str, Any]) -> None:
     """Write config.json in transformers' format."""
     text = json.dumps(values, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
+    """Build a tower of the remaining blocks on ``meta``; ValueError for open_clip's.
+
+    Its final norm is ones and zeros: readers of hidden states never call it.
+    """
+    vision = model.config.vision_config
+    if vision.model_type not in VISION_MODELS:
+        raise ValueError(
+            f"--format {target} cannot hold a vision tower of type {vision.model_type!r}; allowed: "
+            f"{', '.join(VISION_MODELS)}; export with --format coat"
+        )
+    config = copy.deepcopy(vision)
+    config.num_hidden_layers = count_needed_layers(
+        vision.num_hidden_layers, model.config.select_layer
+    )
+    if vision.model_type == "siglip_vision_model":
+        config.vision_use_head = False  # the pooling head
+    with torch.device("meta"):
+        return VISION_MODELS[vision.model_type](config).to(model.dtype)
+
+
+def rename_tower_weights(
+    tower: PreTrainedModel, state: dict[str, Tensor], prefix: str
+) -> dict[str, Tensor]:
+    """Rename weights as in published checkpoints, and add the final norm."""
+    found = {
+        name.removeprefix("vision_model."): w for name, w in select_weights(state, TOWER).items()
+    }
+    norm = torch.nn.LayerNorm(tower.config.hidden_size, dtype=tower.dtype).state_dict()
+    found |= {f"post_layernorm.{name}": value for name, value in norm.items()}
+    return {f"{prefix}vision_model.{name}": value for name, value in found.items()}
+
+
+def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
+    """Build transformers' image processor with the same settings and the Pillow backend.
+
+    Loaded without ``backend="pil"``, it uses torchvision, whose resizing differs by 1/255 in
+    places.
+    """
+    size = {"height": processor.image_size, "width": processor.image_size}
+    settings: dict[str, Any] = {
+        "size": size,
+        "image_mean": processor.image_mean,
+        "image_std": processor.image_std,
+        "resample": processor.image_resample,
+        "do_convert_rgb": True,
+    }
+    if pad:
+        return LlavaImageProcessorPil(**settings, do_pad=True, do_center_crop=False, crop_size=size)
+    if model.config.vision_config.model_type == "siglip_vision_model":
+        return SiglipImageProcessorPil(**settings)
+    return CLIPImageProcessorPil(**settings, do_center_crop=False, crop_size=size)

@@ -23,24 +23,22 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Prefix of all names in peft's files."""
 _LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight")
+# Settings of peft's LoRA that merge() does not compute.
 _UNSUPPORTED = (
     *("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "target_parameters", "use_qalora"),
 )
-"""Settings of peft's LoRA that :func:`coat_vlm.model.lora.merge` does not compute."""
+# Values of init_lora_weights that leave the base weights unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base weights as they are."""
 
 
 @contextmanager
 def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
     """Merge an adapter into a model's weights until the end of the context.
 
-    The merged weights equal those of ``coat-vlm export``; the originals stay in host memory. A
-    warning follows if the adapter names another base than ``base``. Raises ValueError if it cannot
-    be merged into this model.
+    The merged weights equal those of ``coat-vlm export``; the originals stay in host memory. Warns
+    about an adapter of another base than ``base``; ValueError if it does not fit the model.
     """
     config = read_adapter_config(folder)
     named = config.get("base_model_name_or_path")

@@ -1,8 +1,4 @@
-"""Builds the composed model of a recipe, from scratch or from pretrained parts.
-
-:func:`build_model` builds the model with weights; :func:`build_meta_model` builds the same model on
-torch's ``meta`` device, with shapes and names but without memory.
-"""
+"""Builds the composed model of a recipe, from scratch or from pretrained parts."""
 
 import copy
 import difflib
@@ -38,15 +34,9 @@ def build_model(
     """Build the model of a recipe, each part from its checkpoint or with random weights.
 
     Random weights are drawn in the order tower, language model, projector. Embeddings smaller than
-    the tokenizer are extended as in transformers (new rows around the mean of the old rows), and
-    never truncated.
-
-    Args:
-        tokenizer: contains ``<image>``, unless the model has no tower.
-        dtype: of all weights. Default: FP32, independent of the checkpoints.
-
-    Raises:
-        ValueError: a checkpoint or configuration is unsupported, incomplete or contradictory.
+    the tokenizer (which contains ``<image>`` if there is a tower) are extended as in transformers.
+    ``dtype`` of all weights is FP32 by default. Raises ValueError if a checkpoint or configuration
+    is unsupported, incomplete or contradictory.
     """
     dtype = dtype or torch.float32
     vision_config = backbone = tower = projector = image_token_id = None
@@ -91,7 +81,6 @@ def build_model(
 def _composed_config(
     model: ModelConfig, vision: PretrainedConfig | None, text: PretrainedConfig, **kwargs: Any
 ) -> CoatVlmConfig:
-    """Return the configuration of a recipe's model; of a language model if it has no tower."""
     if model.vision is None or vision is None:
         kwargs |= {"projector_type": None, "image_token_id": None}
     else:
@@ -208,7 +197,7 @@ def create_config(
 def build_meta_model(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> CoatVlm:
     """Build the model of :func:`build_model` on ``meta``, reading only configurations.
 
-    ``vocab_size`` is the size of the tokenizer, including ``<image>`` if the model has a tower.
+    ``vocab_size`` includes ``<image>`` if the model has a tower.
     """
     where, path = "model.language.name_or_path", model.language.name_or_path
     with torch.device("meta"):

@@ -1,11 +1,10 @@
-"""Writes and reads 8-bit weights in the compressed-tensors format, which vLLM reads.
+"""Writes and reads 8-bit weights of a language model in the compressed-tensors format of vLLM.
 
     scale = amax(part of W) / largest value       data = round(W / scale)        W ~ data * scale
 
-``fp8`` and ``int8`` have one scale per output channel, ``fp8_block`` one per block of 128 x 128
-(presets FP8_DYNAMIC, INT8_W8A8 and FP8_BLOCK of its ``quant_scheme.py``). Only the linear layers
-of the language model are compressed. A checkpoint is decompressed when it is read; servers also
-quantize the layers' inputs, which :func:`round_inputs` imitates.
+The schemes are the presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``. Weights
+are decompressed when they are read. In addition, servers quantize the inputs of these layers, which
+:func:`round_inputs` imitates.
 """
 
 import json
@@ -27,19 +26,17 @@ WeightFormat = Literal["fp8", "fp8_block", "int8"]
 METHOD = "compressed-tensors"
 BLOCK = 128
 RECORD = "quantization.json"
-"""File with the result of compression: name, shape, SQNR in dB (null if exact), and bytes before
-and after of each layer; and the uncompressed layers with the reason."""
+"""File with SQNR and bytes of each compressed layer, and why others are uncompressed."""
 IGNORE = ["re:.*lm_head", "re:.*vision_tower.*", "re:.*projector.*"]
 """Patterns of uncompressed linear layers in the layouts ``coat`` and ``llava``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """Quantization scheme of the weights and inputs of a linear layer."""
+    """Quantization of a linear layer's weights and inputs."""
 
     name: WeightFormat
     dtype: torch.dtype
-    """Dtype of the quantized data."""
     max: float
     """Maximum of the quantized data."""
     block: int | None
@@ -88,13 +85,10 @@ SCHEMES: dict[WeightFormat, Scheme] = {
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [N, K] in FP32, BF16 or FP16; ValueError if a value is NaN or infinite.
+    """Quantize a weight [N, K]; ValueError if a value is NaN or infinite.
 
-    A channel or block of zeros has scale 1.
-
-    Returns:
-        Quantized data [N, K] in the scheme's dtype, and FP32 scales [N, 1], or
-        [ceil(N / 128), ceil(K / 128)] for blocks; the last blocks may be smaller.
+    Returns data [N, K], and FP32 scales [N, 1], or [ceil(N / 128), ceil(K / 128)] for blocks, of
+    which the last may be smaller.
     """
     w = weight.float()
     if not torch.isfinite(w).all():
@@ -111,7 +105,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def compute_scale(amax: Tensor, scheme: Scheme) -> Tensor:
-    """Compute FP32 scales from largest magnitudes; a scale is never zero or subnormal."""
+    """Compute FP32 scales, never zero or subnormal, from largest magnitudes."""
     scale = (amax.float() / scheme.max).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -123,7 +117,7 @@ def quantize_with(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def expand_scale(scale: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
-    """Expand the scales of a weight so that they broadcast to its shape [N, K]."""
+    """Expand a weight's scales so that they broadcast to its shape [N, K]."""
     if scheme.block is None:
         return scale
     rows = scale.repeat_interleave(scheme.block, 0)
@@ -147,13 +141,8 @@ def compress(
 ) -> dict[str, Any]:
     """Replace the weights of a language model's linear layers by data and scales, in place.
 
-    Args:
-        state: uncompressed weights; names of the language model start with ``prefix``.
-        language: defines the linear layers; its weights may be on any device.
-        written: prefix of the same weights in the folder, for the record.
-
-    Returns:
-        The content of :data:`RECORD`. Raises ValueError if no layer fits the scheme.
+    Their names start with ``prefix`` in ``state``, and with ``written`` in the folder. Returns the
+    content of :data:`RECORD`; ValueError if no layer fits the scheme.
     """
     output = language.get_output_embeddings()
     layers = {
@@ -202,7 +191,7 @@ def compress(
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key that orders layer 2 before layer 10."""
+    # Layer 2 comes before layer 10.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
@@ -219,7 +208,7 @@ def describe_compression(folder: Path, record: dict[str, Any], prefix: str) -> N
 
 
 def table(folder: Path) -> str:
-    """Format the rows of a folder's quantization.json as text; the worst layer comes last."""
+    """Format a folder's quantization.json as text; the worst layer comes last."""
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     rows = record["layers"]
     width = max(len(row["layer"]) for row in rows)

@@ -20,10 +20,9 @@ SELECT_FEATURES = ("patch", "cls_patch")
 
 
 class OpenClipVisionConfig(PretrainedConfig):
-    """Configuration of an open_clip tower: open_clip's ``vision_cfg`` and values derived from it.
+    """Configuration of a complete open_clip tower: ``vision_cfg`` and values derived from it.
 
-    ``num_hidden_layers`` counts the complete tower's blocks, ``num_prefix_tokens`` its class and
-    register tokens. ``image_mean`` and ``image_std`` normalize values in [0, 1].
+    ``num_prefix_tokens`` counts class and register tokens.
     """
 
     model_type = "coat_open_clip_vision"
@@ -43,15 +42,10 @@ class OpenClipVisionConfig(PretrainedConfig):
 class CoatVlmConfig(PretrainedConfig):
     """Configuration of :class:`coat_vlm.model.vlm.CoatVlm`; wrong values raise ValueError.
 
-    Args:
-        vision_config: of the complete tower; None, together with ``projector_type`` and
-            ``image_token_id``, for a language model without vision.
-        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``.
-        select_layer: index of the tower's hidden state, see :func:`count_needed_layers`.
-        select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
-        image_token_id: id of the placeholder that image features replace.
-        s2_scales: sides of an image's scales in pixels (:mod:`coat_vlm.model.projector`), starting
-            with the tower's input size; None for one scale.
+    ``vision_config`` is the complete tower's; None, together with ``projector_type`` and
+    ``image_token_id``, for a language model without vision. ``select_feature`` ``patch`` drops
+    class and register tokens, ``cls_patch`` keeps them. ``s2_scales`` are the sides of an image's
+    scales in pixels, starting with the tower's input size; None for one scale.
     """
 
     model_type = "coat_vlm"
@@ -88,7 +82,7 @@ class CoatVlmConfig(PretrainedConfig):
 
     @property
     def has_vision(self) -> bool:
-        """Whether the model has a tower and a projector."""
+        """Whether the model has tower and projector."""
         return self.vision_config is not None
 
     @property
@@ -184,10 +178,9 @@ class CoatVlmConfig(PretrainedConfig):
 
 
 def count_needed_layers(num_layers: int, select_layer: int) -> int:
-    """Count the leading blocks that hidden state ``select_layer`` of ``num_layers`` blocks needs.
+    """Count the blocks that hidden state ``select_layer`` needs, by transformers' indices.
 
-    Indices are those of transformers: 0 is the output of the embeddings (no block's, a ValueError),
-    i that of block i, and negative indices count from the end.
+    Index i is the output of block i, counted from 1; negative ones count from the end.
     """
     index = select_layer if select_layer >= 0 else num_layers + 1 + select_layer
     if not 1 <= index <= num_layers:

@@ -19,10 +19,9 @@ _SDPA = F.scaled_dot_product_attention
 
 
 def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
-    """Allow (True) or forbid (False) cuDNN attention in this process.
+    """Allow or forbid cuDNN attention in this process; ``auto``: :func:`has_safe_gradients`.
 
-    ``auto`` allows it for calls that :func:`has_safe_gradients`, and replaces
-    ``torch.nn.functional.scaled_dot_product_attention``.
+    ``auto`` replaces ``torch.nn.functional.scaled_dot_product_attention``.
     """
     torch.backends.cuda.enable_cudnn_sdp(allowed is not False)
     F.scaled_dot_product_attention = _attend_safely if allowed == "auto" else _SDPA

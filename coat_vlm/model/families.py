@@ -1,8 +1,6 @@
 """The families of published vision-language models that ``model.pretrained`` trains.
 
-A family is one entry of :data:`FAMILIES`: transformers' model class, which is used as it is, the
-names of its parts, and the inputs that its processor makes of images. The official checkpoints of a
-family and the folders that training writes have the same layout.
+A family's official checkpoints and the folders that training writes have the same layout.
 """
 
 from collections.abc import Mapping
@@ -20,34 +18,29 @@ _GRIDS = ("pixel_values", "image_grid_thw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of models."""
+    """One family of models; its parts are names of modules and parameters."""
 
     name: str
-    """Name of the published models."""
     model_class: str
     """transformers' class of the whole model."""
     vision: tuple[str, ...] = ("model.vision_tower",)
-    """Names of the modules and parameters of the vision tower; those that a model lacks are left
-    out."""
+    """Names that a model lacks are left out."""
     projector: tuple[str, ...] = ("model.multi_modal_projector",)
-    """Names of the modules and parameters of the projector."""
     language: tuple[str, ...] = ("model.language_model", "lm_head")
-    """Names of the decoder and of the output layer."""
     inputs: tuple[str, ...] = ("pixel_values",)
-    """What the model takes of the output of the image processor."""
+    """Outputs of the image processor that the model takes."""
     token_types: str | None = None
     """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
     image_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options with which the processor calls its image processor."""
+    """The processor's options for its image processor."""
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
     adds_end_token: bool = False
-    """Whether the chat template writes nothing behind an answer, so that the tokenizer's end token
-    has to be added, as in the family's own training."""
+    """Whether the tokenizer's end token is added to answers, as the chat template has none."""
 
     @property
     def parts(self) -> dict[ModuleName, tuple[str, ...]]:
-        """Return the names by part of the model."""
+        """Names by part of the model."""
         return {"vision": self.vision, "projector": self.projector, "language": self.language}
 
 

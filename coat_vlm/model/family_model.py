@@ -24,12 +24,12 @@ from coat_vlm.model.pretrained import load_weights
 
 
 class FamilyVlm:
-    """What :func:`trainable_class` adds to a class of transformers."""
+    """What :func:`trainable_class` adds to transformers' class."""
 
     family: Family
 
     def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-        """Generate as the original does; the types of the prompt's tokens may be left out."""
+        """Generate as the original; token types may be left out."""
         ids = kwargs.get("input_ids", inputs)
         kwargs = kwargs if ids is None else complete_inputs(self, kwargs, ids)
         return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,7 +42,7 @@ class FamilyVlm:
 
 @functools.cache
 def trainable_class(model_type: str) -> Any:
-    """Return the subclass of transformers' class of a family, with the same name."""
+    """Create the subclass of a family's class, with the same name."""
     family = FAMILIES[model_type]
     original: Any = getattr(transformers, family.model_class)
 

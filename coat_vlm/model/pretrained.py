@@ -21,9 +21,9 @@ def check_composed_folder(path: str) -> str:
             "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
         )
     kind, _ = PretrainedConfig.get_config_dict(path)
-    if kind.get("model_type") == "llava":  # coat-vlm export reads it
+    if kind.get("model_type") in ("llava", "llava_llama"):  # llava-hf's and VILA's
         raise ValueError(
-            f"init_from={path!r} is a checkpoint of model_type 'llava'; convert it "
+            f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; convert it "
             f"first: coat-vlm export --model {path} --to FOLDER, then init_from=FOLDER"
         )
     return path

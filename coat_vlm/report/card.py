@@ -20,7 +20,7 @@ from coat_vlm.train.steady_rates import add_up
 CARD = "README.md"
 """File in a model folder, which the Hub shows."""
 _PUBLISHED = "published"  # layout of a run of model.pretrained
-_LIBRARIES = {"llava": "transformers", "language": "transformers", _PUBLISHED: "transformers"}
+_LIBRARIES = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers") | {"vila": "vila"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"hf:(?://)?datasets/([\w.-]+/[\w.-]+)")
 _AUTO_CLASSES = (

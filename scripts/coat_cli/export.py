@@ -18,9 +18,11 @@ def add(commands: Commands) -> None:
   coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exports/step
   coat-vlm export --model runs/my_vlm/sft/model --to exports/bf16 --dtype bfloat16
   coat-vlm export --model runs/my_vlm/sft/model --to exports/llava --format llava
+  coat-vlm export --model runs/my_vlm/sft/model --to exports/vila --format vila
   coat-vlm export --model runs/my_vlm/sft/model --to exports/fp8 --weights fp8 --format llava
   coat-vlm export --model runs/my_vlm/sft/model --to exports/llm --format language
   coat-vlm export --model runs/my_vlm/sft/model --to exports/card --card
+  coat-vlm export --model exports/vila --to exports/from_vila         # a VILA or NVILA checkpoint
   coat-vlm export --model exports/llava --to exports/from_llava   # such as llava-hf/llava-1.5-7b-hf
   coat-vlm export --model runs/my_lora/sft/model --to exports/adapter --format adapter
 
@@ -33,6 +35,7 @@ it. --format is the layout that is written:
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
             (resize or pad); --model also takes such a folder, and --format coat converts it for
             init_from
+  vila      VILA's folders llm/, vision_tower/ and mm_projector/; --model also takes such a folder
   language  only the language model (the whole model of a text-only run), for
             AutoModelForCausalLM of transformers and model.language.name_or_path of a recipe
   adapter   only the LoRA adapters and the other trained modules, in peft's layout. The same model
@@ -61,13 +64,13 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
         type=Path,
         required=True,
         metavar="DIR",
-        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., or a checkpoint like "
-        "llava-hf's",
+        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., or a checkpoint of VILA "
+        "or llava-hf",
     )
     add("--to", type=Path, required=True, metavar="DIR", help="the new folder")
     add(
         "--format",
-        choices=["coat", "llava", "language", "adapter"],
+        choices=["coat", "llava", "vila", "language", "adapter"],
         default="coat",
         help="default coat",
     )
@@ -79,7 +82,7 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
     add(
         "--weights",
         choices=["fp8", "fp8_block", "int8"],
-        help="quantize the language model's linear layers",
+        help="quantize the language model's linear layers; not with --format vila",
     )
     add("--card", action="store_true", help="write a model card (README.md)")
     add("--push-to-hub", metavar="NAME", help="upload to this repository (USER/MODEL) of the Hub")

@@ -32,11 +32,7 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
         "--labels": "groups have the names of their folders",
         "--seed": "the bootstrap has a fixed seed",
     },
-    ("export",): {
-        "--adapter": "write --format adapter",
-        "--format vila": "no VILA program has read its folders; --format llava is the layout that "
-        "others read",
-    },
+    ("export",): {"--adapter": "write --format adapter"},
     ("data", "ingest"): _SOURCE
     | {"--out": _TO, "--format": _READ_AS, "--no-check-media": "write --check-media none"},
     ("data", "lint"): _SOURCE | {"--format": _READ_AS},
@@ -63,7 +59,7 @@ def find_removed(words: Sequence[str]) -> str:
         if tuple(words[: len(command)]) != command:
             continue
         for flag, replacement in replacements.items():
-            if not flag or f" {flag} " in f" {' '.join(words).replace('=', ' ')} ":
+            if not flag or any(word.partition("=")[0] == flag for word in words):
                 name = " ".join(filter(None, (*command, flag)))
                 return f"{name} was removed: {replacement}"
     return ""

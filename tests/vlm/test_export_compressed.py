@@ -117,6 +117,8 @@ def test_what_is_refused(
     source: Path, exported: dict[str, Path], tmp_path: Path, tiny: Any, capsys: Any
 ) -> None:
     target = tmp_path / "x"
+    assert export(source, target, "--weights", "fp8", "--format", "vila") == 2
+    assert "model_dtype" in capsys.readouterr().err
     assert export(exported["int8-coat"], target, "--weights", "fp8") == 2
     assert "already compressed" in capsys.readouterr().err
     assert export(exported["fp8-llava"], target) == 2
