@@ -3,8 +3,7 @@
 The order of samples depends on names, selections, weights and numbers of rows. The samples
 themselves are represented by sizes and SHA-256 of the sources' files, and of
 :data:`SAMPLED_ROWS` rows with their media. Files above :data:`WHOLE_BYTES` are represented by
-evenly spaced blocks. Modification times are recorded but not compared, because a copied data set
-has others.
+evenly spaced blocks. Modification times are not compared: a copied data set has others.
 """
 
 import hashlib
@@ -31,28 +30,24 @@ WHOLE_BYTES = 1 << 30
 """Files of a source are hashed as a whole up to this sum of sizes."""
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 4096
-_MEDIA_BYTES = 1 << 26
-"""A larger medium is hashed in blocks."""
 _MEDIA_BLOCKS = 64
+"""Blocks that are hashed of a large image or video."""
 _ROW_FILES = (
     *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".pkl"),
     *(".tar", ".gz", ".tgz", ".bz2", ".xz"),
 )
 """Suffixes of files with rows; in a folder all others are taken for media."""
-_COMPARED = ("name", "select", "repeat", "weight")
+_COMPARED = ("name", "select", "repeat", "weight", "rows")
 
 Record = list[dict[str, Any]]
-"""One entry per source."""
+"""An entry per source: :data:`_COMPARED`, ``files`` and ``samples``."""
 
 
 class SourceRecord:
-    """The ``sources.json`` of a stage: compared when the stage continues, then written.
+    """The ``sources.json`` of a stage, which rank 0 compares if the stage continues, and writes.
 
-    Rank 0 reads the data and decides for all. ``changes`` is what changed, if that is allowed.
-
-    Args:
-        compare: whether the stage continues from a checkpoint.
-        allow_changed: continue although the data changed.
+    ``compare``: whether the stage continues from a checkpoint; ``changes``: what changed, if that
+    is allowed (``allow_changed``).
     """
 
     def __init__(self, path: Path, world: World, *, compare: bool, allow_changed: bool) -> None:
@@ -61,25 +56,11 @@ class SourceRecord:
         self._world = world
         self._compare = compare
         self._allow_changed = allow_changed
-        self._contents: Record = []
         self._record: Record = []
 
     def open(self, sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> None:
-        """Read the contents and compare them, before the rows are measured or split.
-
-        Raises:
-            ValueError: the data changed, or cannot be read.
-        """
-
-        def describe() -> None:
-            self._contents = describe_contents(datasets)
-            self._build(sources, [None] * len(sources))
-
-        self._world.run_on_rank0(describe)
-
-    def finish(self, sources: Sequence[SourceConfig], rows: Sequence[int]) -> None:
-        """Compare the numbers of rows that training uses; raises as :meth:`open` does."""
-        self._world.run_on_rank0(lambda: self._build(sources, rows))
+        """Describe the data and compare it; ValueError if it changed or cannot be read."""
+        self._world.run_on_rank0(lambda: self._open(sources, datasets))
 
     def entries(self, stage: str, step: int) -> list[dict[str, Any]]:
         """Print the allowed changes, and return an entry for metrics.jsonl if there are any."""
@@ -93,39 +74,34 @@ class SourceRecord:
         """Write the file, on the main process."""
         write_text(self._path, json.dumps(self._record, indent=1))
 
-    def _build(self, sources: Sequence[SourceConfig], rows: Sequence[int | None]) -> None:
-        self._record = build_source_record(sources, rows, self._contents)
-        if self._compare and self._allow_changed:
-            self.changes = find_source_changes(self._path, self._record)
-        elif self._compare:
-            check_source_record(self._path, self._record)
+    def _open(self, sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> None:
+        self._record = describe_sources(sources, datasets)
+        if not self._compare:
+            return
+        self.changes = find_source_changes(self._path, self._record)
+        if self.changes and not self._allow_changed:
+            raise ValueError(
+                f"the data differs from {self._path}, with which this run started: "
+                f"{'; '.join(self.changes)}; restore the lists and files of the sources, continue "
+                "with the changed data (--allow-changed-data), or start a new run in another "
+                "output_dir"
+            )
 
 
-def describe_contents(datasets: Sequence[Rows]) -> Record:
-    """Return ``files`` and ``samples`` of each source: what they hold, for its record.
-
-    ``files`` maps names to size, modification time and SHA-256; ``samples``
-    is a list of row, place, and the hashes of its text and of its media. Paths above the files are
-    left out, so that a data set may move.
-    """
-    contents: Record = []
-    for dataset in datasets:
-        paths = [path for part in _parts(dataset) for path in part.paths]
-        contents.append({"files": _describe_files(paths), "samples": _describe_samples(dataset)})
-    return contents
-
-
-def build_source_record(
-    sources: Sequence[SourceConfig], rows: Sequence[int | None], contents: Record
-) -> Record:
+def describe_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> Record:
     """Return what determines the order of samples and their contents, for ``sources.json``.
 
-    Args:
-        rows: selected rows of each source; None if not known yet.
+    ``files`` maps names to size and SHA-256; ``samples`` is a list of row, place, and the hashes of
+    its text and of its media. Paths above the files are left out, so that a data set may move.
     """
     return [
-        {**{key: getattr(source, key) for key in _COMPARED}, "rows": number, **content}
-        for source, number, content in zip(sources, rows, contents, strict=True)
+        {
+            **{key: getattr(source, key) for key in _COMPARED if key != "rows"},
+            "rows": len(dataset),
+            "files": _describe_files([path for part in _parts(dataset) for path in part.paths]),
+            "samples": _describe_samples(dataset),
+        }
+        for source, dataset in zip(sources, datasets, strict=True)
     ]
 
 
@@ -136,24 +112,12 @@ def find_source_changes(path: Path, record: Record) -> list[str]:
     try:
         saved: Record = json.loads(path.read_text(encoding="utf-8"))
         before = {source["name"]: source for source in saved}
-        changes = _compare(before, {source["name"]: source for source in record})
+        return _compare(before, {source["name"]: source for source in record})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); it lists the data with which this run started: if the "
             "data is unchanged, delete the file and continue with --resume auto"
         ) from error
-    return changes
-
-
-def check_source_record(path: Path, record: Record) -> None:
-    """Raise ValueError if the data changed; see :func:`find_source_changes`."""
-    changes = find_source_changes(path, record)
-    if changes:
-        raise ValueError(
-            f"the data differs from {path}, with which this run started: "
-            f"{'; '.join(changes)}; restore the lists and files of the sources, continue with the "
-            "changed data (--allow-changed-data), or start a new run in another output_dir"
-        )
 
 
 def _compare(
@@ -173,17 +137,18 @@ def _compare(
 
 
 def _compare_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    for key in (*_COMPARED, "rows"):
-        if before[key] != after[key] and (key != "rows" or after[key] is not None):
+    for key in _COMPARED:
+        if before[key] != after[key]:
             yield f"has {key} {after[key]!r}, had {before[key]!r}"
     old, new = before["files"], after["files"]
     for file in [*old, *new]:
         if (file in old) != (file in new):
             yield f"{'has a new' if file in new else 'misses its'} file {file}"
     for file in old.keys() & new.keys():
-        found = _compare_file(old[file], new[file])
-        if found:
-            yield f"has another {file}: {found}"
+        if old[file]["bytes"] != new[file]["bytes"]:
+            yield f"has another {file}: {new[file]['bytes']} bytes, had {old[file]['bytes']}"
+        elif old[file] != new[file]:
+            yield f"has another {file}: another content of the same size"
     rows = {sample["row"]: sample for sample in after["samples"]}
     for sample in before["samples"]:
         other = rows.get(sample["row"], sample)
@@ -192,20 +157,13 @@ def _compare_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
             yield f"has another {' and '.join(parts)} in {sample['where']}"
 
 
-def _compare_file(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    if before.get("bytes") != after.get("bytes"):
-        return f"{after.get('bytes')} bytes, had {before.get('bytes')}"
-    same = before.get("sha256") == after.get("sha256")
-    return None if same else "another content of the same size"
-
-
 def _parts(dataset: Rows) -> Sequence[SampleDataset]:
     whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
     return whole.sources() if isinstance(whole, SampleDataset) else ()
 
 
 def _describe_files(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return size, modification time and SHA-256 of the files with rows, by relative path."""
+    """Return size and SHA-256 of the files with rows, by relative path."""
     files = [
         file
         for path in paths
@@ -215,16 +173,11 @@ def _describe_files(paths: Sequence[Path]) -> dict[str, Any]:
     if not files:
         return {}
     folder = os.path.commonpath([os.path.dirname(file) for file in files])  # noqa: PTH120
-    stats = {file: Path(file).stat() for file in sorted(set(files))}
-    whole = sum(stat.st_size for stat in stats.values()) <= WHOLE_BYTES
-    blocks = None if whole else max(4, _BLOCKS // len(stats))
+    sizes = {file: Path(file).stat().st_size for file in sorted(set(files))}
+    blocks = None if sum(sizes.values()) <= WHOLE_BYTES else max(4, _BLOCKS // len(sizes))
     return {
-        os.path.relpath(file, folder): {
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "sha256": _hash_file(file, blocks),
-        }
-        for file, stat in stats.items()
+        os.path.relpath(file, folder): {"bytes": size, "sha256": _hash_file(file, blocks)}
+        for file, size in sizes.items()
     }
 
 
@@ -272,7 +225,7 @@ def _hash_image(*parts: str) -> str:
     path = Path(*parts)
     if not path.is_file():
         return "no file"
-    return _hash_file(str(path), None if path.stat().st_size <= _MEDIA_BYTES else _MEDIA_BLOCKS)
+    return _hash_file(str(path), _MEDIA_BLOCKS)
 
 
 def _hash_file(path: str, blocks: int | None) -> str:

@@ -249,7 +249,6 @@ def _open(stage: _Stage) -> _Opened:
         flops=throughput.flops,
         unpad=unpadded,
     )
-    record.finish(data.sources, [share.rows for share in data.shares])
     evaluation = None
     if recipe.eval_every:
         evaluation = LiveEvaluation(

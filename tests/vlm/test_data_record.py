@@ -11,11 +11,7 @@ from PIL import Image
 from shared_run import make_data
 
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.data_record import (
-    build_source_record,
-    describe_contents,
-    find_source_changes,
-)
+from coat_vlm.train.data_record import describe_sources, find_source_changes
 from coat_vlm.train.open_sources import open_sources
 
 
@@ -45,7 +41,7 @@ def add_row(data: Path) -> None:
 
 def record_of(data: Path, path: str = "data.json") -> list[dict[str, Any]]:
     configs, datasets = open_sources([SourceConfig(name="tiny", path=str(data / path))], 0)
-    return build_source_record(configs, [len(d) for d in datasets], describe_contents(datasets))
+    return describe_sources(configs, datasets)
 
 
 @pytest.fixture
@@ -95,7 +91,7 @@ def test_remote_files_are_recorded_by_content(data: Path, tmp_path: Path) -> Non
         configs, datasets = open_sources(
             [SourceConfig(name="far", path=url, media_root=str(data))], 0
         )
-        return build_source_record(configs, [24], describe_contents(datasets))
+        return describe_sources(configs, datasets)
 
     shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "sources.json"
