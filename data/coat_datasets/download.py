@@ -11,7 +11,6 @@ import tarfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from coat_data.containers.http_file import open_http
 from coat_data.sample import DataError
+from coat_data.saved_files import replace_file
 
 _ASK_S = 10.0
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
@@ -164,43 +164,33 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _fetch_file(repository: Repository, folder: Path) -> None:
-    """Download a single file, or the rest of it, and check its MD5; an existing one is checked."""
+    """Download a single file, unless it is there, and check its MD5."""
     path = folder / repository.files[0]
-    part = path.with_name(f"{path.name}.part")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists() and not (part.exists() and _hash_file(part) == repository.md5):
-        have = part.stat().st_size if part.exists() else 0
-        try:
-            with open_http(repository.repo, have) as answer:
-                goes_on = have and answer.status == HTTPStatus.PARTIAL_CONTENT
-                with part.open("ab" if goes_on else "wb") as file:
-                    shutil.copyfileobj(answer, file, 1 << 20)
+    exists = path.exists()
+    try:
+        if not exists:
+            with open_http(repository.repo) as answer, replace_file(path) as file:
+                shutil.copyfileobj(answer, file, 1 << 20)
                 if answer.length:
-                    left = f"{answer.length} bytes are left"
-                    raise ConnectionError(f"it broke off, {left}; run this again to continue")
-        except OSError as error:
-            raise DataError(
-                repository.repo,
-                f"cannot be downloaded: {error}",
-                f"where there is a network, run: curl -LO {repository.repo}; then copy the file to "
-                f"{path} and run this again",
-            ) from error
-    found = path if path.exists() else part
-    digest = _hash_file(found)
-    if digest != repository.md5:
-        part.unlink(missing_ok=True)
+                    raise ConnectionError(f"it broke off, {answer.length} bytes are left")
+    except OSError as error:
         raise DataError(
-            str(found),
+            repository.repo,
+            f"cannot be downloaded: {error}",
+            f"where there is a network, run: curl -LO {repository.repo}; then copy the file to "
+            f"{path} and run this again",
+        ) from error
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "md5").hexdigest()
+    if digest != repository.md5:
+        if not exists:
+            path.unlink()
+        raise DataError(
+            str(path),
             f"has the MD5 {digest}, not {repository.md5} as published",
             "delete it and download it again; if it stays so, the publisher has changed the file, "
             "and scores are those of another version",
         )
-    found.rename(path)
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _fetch_and_unpack(repository: Repository, folder: Path) -> None:

@@ -108,35 +108,3 @@ def test_a_table_with_its_checksum(
     assert (tmp_path / "mmstar" / "MMStar.tsv").read_bytes() == b"index\tanswer\n"
     assert asked == [known.repo] * 2
     assert "coat-vlm eval --tasks mmstar" in capsys.readouterr().out
-
-
-def test_an_interrupted_table_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    content = bytes(range(256)) * 9
-    starts: list[int] = []
-
-    def serve(_: str, start: int) -> Answer:
-        """Three answers: cut after 1,000 bytes, cut again, and one of a host without ranges."""
-        starts.append(start)
-        first = start if len(starts) < 3 else 0
-        answer = Answer(content[first : first + 1000] if len(starts) < 3 else content)
-        answer.status = 206 if first else 200
-        answer.length = len(content) - first - len(answer.getvalue())
-        return answer
-
-    monkeypatch.setattr(download, "open_http", serve)
-    known = replace(BENCHMARKS["mmstar"], md5=hashlib.md5(content).hexdigest())
-    monkeypatch.setattr(download, "BENCHMARKS", {"mmstar": known})
-    words = ["data", "download", "mmstar", "--to", str(tmp_path)]
-    part = tmp_path / "mmstar" / "MMStar.tsv.part"
-    for have in (1000, 2000):
-        assert main(words) == 2
-        assert "run this again to continue" in capsys.readouterr().err
-        assert part.read_bytes() == content[:have]
-    assert main(words) == 0
-    assert (tmp_path / "mmstar" / "MMStar.tsv").read_bytes() == content
-    assert starts == [0, 1000, 2000]
-    (tmp_path / "mmstar" / "MMStar.tsv").rename(part)  # killed before it was renamed
-    assert main(words) == 0
-    assert len(starts) == 3

@@ -69,13 +69,6 @@ def test_a_part_that_shows_nothing_is_a_data_error(clip: Path, start: float, end
             act(media)
 
 
-def test_all_frames_of_a_variable_rate(tmp_path: Path):
-    path = make_clip(tmp_path / "vfr.mp4", [0, 1, 2, 3, 13, 23])
-    times = read(path, sampling="all").times_s
-    assert times is not None
-    assert [round(time, 3) for time in times] == [0.0, 0.1, 0.2, 0.3, 1.3, 2.3]
-
-
 def test_folders_of_frames(tmp_path: Path):
     for number in range(6):
         Image.new("L", (8, 8), 8 * number).save(tmp_path / f"{number}.png")

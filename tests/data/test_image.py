@@ -83,15 +83,6 @@ def test_resize_equals_clip_with_a_square_size():
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
-def test_resample_is_used():
-    image = noise(90, 70)
-    reference = SiglipImageProcessorPil(size={"height": 32, "width": 32}, resample=2)
-    expected = reference(image, return_tensors="pt").pixel_values[0]
-    bilinear = ImageTransform(32, HALF, HALF, resample=Image.Resampling.BILINEAR)
-    assert torch.equal(one_tile(bilinear, image), expected)
-    assert not torch.equal(one_tile(ImageTransform(32, HALF, HALF), image), expected)
-
-
 @pytest.mark.parametrize("size", [(40, 20), (21, 40)])
 def test_pad_puts_the_image_in_the_middle_of_the_mean_colour(size: tuple[int, int]):
     image, side = noise(*size), max(size)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoders import talk
 
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
@@ -46,9 +47,7 @@ def sources(tmp_path: Path) -> list[SampleDataset]:
 
 
 def write(path: Path, first: int, size: int) -> SampleDataset:
-    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    rows = [{"id": first + row, "conversations": talk} for row in range(size)]
-    path.write_text(json.dumps(rows))
+    path.write_text(json.dumps([talk(id=first + row) for row in range(size)]))
     return SampleDataset(path)
 
 
@@ -56,12 +55,13 @@ def mixture_of(sources: list[SampleDataset], *repeats: float) -> Mixture:
     return Mixture([len(source) for source in sources], repeats, [None] * len(sources), seed=3)
 
 
-def loader(sources: list[SampleDataset], encoder: Any = None, **options: Any) -> TrainLoader:
+def loader(sources: Any, encoder: Any = None, **options: Any) -> TrainLoader:
     chosen: dict[str, Any] = {
         "batch_size": 12, "micro_batch_size": 2, "rank": 0, "world_size": 1, "num_workers": 0,
-        "seed": 7, "replace_bad": False, "pad_token_id": PAD, **options,
+        "seed": 7, "replace_bad": False, "pad_token_id": PAD, "encoder": encoder or NumberEncoder(),
+        "mixture": mixture_of(sources, 2, 1), **options,
     }  # fmt: skip
-    return TrainLoader(sources, mixture_of(sources, 2, 1), encoder or NumberEncoder(), **chosen)
+    return TrainLoader(sources, **chosen)
 
 
 def content(loaded: LoadedBatch) -> list[tuple[int, float]]:
@@ -72,40 +72,17 @@ def content(loaded: LoadedBatch) -> list[tuple[int, float]]:
     return list(zip(numbers, pixels, strict=True))
 
 
-def global_steps(
-    sources: list[SampleDataset], encoder: Any, world: int, first: int, number: int, **options: Any
+def read_steps(
+    sources: list[SampleDataset], number: int, encoder: Any = None, **options: Any
 ) -> list[list[tuple[int, float]]]:
-    """The samples of whole optimizer steps, put together from all ranks."""
-    loaders = [
-        loader(sources, encoder, rank=rank, world_size=world, **options) for rank in range(world)
-    ]
-    ranks = [list(islice(one.steps(SamplerState(12 * first)), number)) for one in loaders]
-    return [
-        [
-            item
-            for micro_batches in zip(*(rank[step] for rank in ranks), strict=True)
-            for loaded in micro_batches
-            for item in content(loaded)
-        ]
-        for step in range(number)
-    ]
-
-
-@pytest.mark.parametrize(("world", "micro"), [(1, 3), (6, 1)])
-def test_any_number_of_ranks_holds_the_same_samples(
-    sources: list[SampleDataset], world: int, micro: int
-) -> None:
-    encoder = NumberEncoder({103, 110, 204, 205, 206})
-    options = {"replace_bad": True}
-    expected = global_steps(sources, encoder, 1, 4, 5, micro_batch_size=2, **options)
-    steps = global_steps(sources, encoder, world, 4, 5, micro_batch_size=micro, **options)
-    assert steps == expected
-    assert [len(step) for step in steps] == [12] * 5
+    """The samples of the first optimizer steps."""
+    steps = islice(loader(sources, encoder, **options).steps(SamplerState()), number)
+    return [[item for loaded in step for item in content(loaded)] for step in steps]
 
 
 def test_the_order_is_the_mixtures(sources: list[SampleDataset]) -> None:
     mixture = mixture_of(sources, 2, 1)
-    steps = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    steps = read_steps(sources, 12)
     seen = [number for step in steps for number, _ in step]
     located = [mixture.locate(position) for position in range(144)]
     assert seen == [100 * (source + 1) + row for source, row in located]
@@ -114,32 +91,12 @@ def test_the_order_is_the_mixtures(sources: list[SampleDataset]) -> None:
 
 
 def test_each_position_has_its_own_augmentation(sources: list[SampleDataset]) -> None:
-    steps = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    steps = read_steps(sources, 12)
     pixels = [pixel for step in steps for _, pixel in step]
     assert len(set(pixels)) == len(pixels)
-    other = global_steps(sources, NumberEncoder(), 1, 0, 1, seed=8)[0]
+    other = read_steps(sources, 1, seed=8)[0]
     assert [number for number, _ in other] == [number for number, _ in steps[0]]
     assert {pixel for _, pixel in other}.isdisjoint(pixels)
-
-
-def same(first: list[LoadedBatch], second: list[LoadedBatch]) -> bool:
-    return len(first) == len(second) and all(
-        a.bad == b.bad
-        and a.num_samples == b.num_samples
-        and all(torch.equal(a.batch[key], b.batch[key]) for key in a.batch)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDataset]) -> None:
-    whole = list(islice(loader(sources).steps(SamplerState()), 12))
-    encoder = NumberEncoder()
-    rest = list(islice(loader(sources, encoder).steps(SamplerState(12 * 7)), 5))
-    assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
-    assert len(encoder.seen) == 5 * 12
-    far = NumberEncoder()
-    next(loader(sources, far).steps(SamplerState(12 * 10**7)))
-    assert len(far.seen) == 12
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -162,7 +119,7 @@ def mixture_row(sources: list[SampleDataset], source: int) -> int:
 
 def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
     bad = {*range(100, 120, 2), 203}
-    plain = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    plain = read_steps(sources, 12)
     steps = list(
         islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(SamplerState()), 12)
     )
@@ -185,19 +142,8 @@ def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
 def test_a_bad_row_of_a_selection_is_listed_as_the_files(sources: list[SampleDataset]) -> None:
     """Else a list of bad rows would exclude others."""
     chosen = [SelectedRows(sources[0], np.arange(0, 20, 2)), sources[1]]
-    train = TrainLoader(
-        chosen,
-        Mixture([10, 31], [2, 1], [None, None], seed=3),
-        NumberEncoder({106, 203}),
-        batch_size=12,
-        micro_batch_size=2,
-        rank=0,
-        world_size=1,
-        num_workers=0,
-        seed=7,
-        replace_bad=True,
-        pad_token_id=PAD,
-    )
+    mixture = Mixture([10, 31], [2, 1], [None, None], seed=3)
+    train = loader(chosen, NumberEncoder({106, 203}), mixture=mixture, replace_bad=True)
     bad = [bad for step in islice(train.steps(SamplerState()), 5) for m in step for bad in m.bad]
     assert {(item.source, item.row) for item in bad} == {(0, 6), (1, 3)}
     assert all(item.where.endswith(f".json:{item.row}: {100 * (item.source + 1) + item.row}.png")

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Media
-from coat_data.tools.overlap import Benchmarks, Question, find_overlap, hash_words
+from coat_data.tools.overlap import Benchmarks, Question, find_overlap
 from coat_vlm.config import SourceConfig
 from coat_vlm.train.open_sources import open_source, open_sources
 
@@ -138,13 +138,3 @@ def photo(seed: int) -> Media:
     stored = io.BytesIO()
     make_photo(seed).save(stored, "PNG")
     return Media(kind="image", path=f"{seed}", data=stored.getvalue())
-
-
-def test_texts_match_by_words_alone() -> None:
-    text = "One, two; THREE four five\nsix seven eight nine"
-    same = "and one two three four five six seven eight"
-    assert len(hash_words(text, 8)) == 2
-    assert set(hash_words(text, 8)) & set(hash_words(same, 8)) == {hash_words(same, 8)[1]}
-    assert not set(hash_words(text, 8)) & set(hash_words("one two three four six five seven", 7))
-    assert len(hash_words("\u56fe\u4e2d\u6709\u51e0\u53ea\u732b\u5728\u684c\u5b50\u4e0a", 8)) == 3
-    assert not len(hash_words("too short", 8))

@@ -10,18 +10,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Image, config
+from datasets import Dataset, Image
 from PIL import Image as Pillow
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def picture(colour: int, kind: str = "PNG") -> bytes:

@@ -4,12 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import talk
 
-from coat_data.load.dataset import SampleDataset
 from coat_data.mixture.selection import (
-    SelectedRows,
-    original_row,
     read_excluded_rows,
     select_rows,
 )
@@ -51,17 +47,6 @@ def test_random_rows_depend_on_seed_and_name_alone() -> None:
 def test_selections_that_make_no_sense(select: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_rows(40, select, 0, "a")
-
-
-def test_selected_rows_are_the_datasets(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([talk(id=row) for row in range(9)]))
-    dataset = SampleDataset(path)
-    rows = SelectedRows(dataset, np.array([1, 4, 8]))
-    assert [rows[index].id for index in range(len(rows))] == ["1", "4", "8"]
-    assert (rows.name, original_row(rows, 2), original_row(dataset, 2)) == ("a", 8, 2)
-    with pytest.raises(IndexError, match="row 3 of 3 selected rows"):
-        _ = rows[3]
 
 
 def listed(tmp_path: Path, *rows: Any) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from datasets import config
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
@@ -15,11 +14,6 @@ from coat_data.sample import DataError
 Tar = Callable[[Path, dict[str, bytes]], Path]
 
 LEFT, RIGHT = b"the left picture", b"the right picture"  # nothing is decoded here
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def test_json_in_tars_names_its_media_in_its_own_order_and_with_times(

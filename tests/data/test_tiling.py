@@ -11,7 +11,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     get_optimal_tiled_canvas,
 )
 
-from coat_data.media.image import ONE_TILE, ImageTransform, TilePlan
+from coat_data.media.image import ImageTransform, TilePlan
 from coat_data.media.tiling import TiledTransform, closest_grid
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -78,15 +78,6 @@ def test_scales_are_squares_and_then_the_closest_grid():
     plain = ImageTransform(16, (0.5,) * 3, (0.5,) * 3)
     stacked = torch.stack([one_tile(plain, tile) for tile in expected]).numpy()
     assert np.array_equal(tiles_of(transform, image), stacked)
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "dynamic_s2"])
-def test_a_frame_of_a_video_is_one_plain_tile(mode: str):
-    options = {"scales": (16, 32)} if mode == "dynamic_s2" else {}
-    transform = TiledTransform(16, MEAN, STD, mode, **options)  # pyright: ignore[reportArgumentType]
-    frame = noise(60, 20)
-    assert torch.equal(one_tile(transform, frame), one_tile(ImageTransform(16, MEAN, STD), frame))
-    assert ImageTransform(16, MEAN, STD).plan(60, 20) == ONE_TILE
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,11 @@ from encoders import talk
 from PIL import Image
 
 from coat_cli.main import main
-from coat_data.folder_lock import LockError
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
 from coat_data.tools import lint as lint_tool
 from coat_data.tools.ingest import ingest
 from coat_data.tools.lint import lint
-from coat_data.tools.source import new_folder
 
 ROWS = 700
 
@@ -187,16 +185,6 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
     (tmp_path / "b.json").write_text(json.dumps([talk(id=0)]))
     ingest(tmp_path / "b.json", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "out"]
-
-
-def test_one_of_two_that_write_one_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([talk(id=0)]))
-    with (
-        new_folder(tmp_path / "out"),
-        pytest.raises(LockError, match=r"in use by coat-vlm data \(which writes .*/out\)"),
-    ):
-        ingest(tmp_path / "a.json", tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "out"}
 
 
 def test_links_are_checked_at_the_same_time(

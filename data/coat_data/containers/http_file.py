@@ -29,9 +29,9 @@ def is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def open_http(url: str, start: int = 0) -> Any:
-    """Open the file at an address that the user named, from byte ``start`` on; raises OSError."""
-    return _open(url, start, _SILENT_S, _Connections(None))
+def open_http(url: str) -> Any:
+    """Open the file at an address that the user named; raises OSError."""
+    return _open(url, _SILENT_S, _Connections(None))
 
 
 def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
@@ -52,7 +52,7 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     timer.start()
     data, missing = bytearray(), None
     try:
-        with _open(url, 0, _SILENT_ROW_S, connections) as answer:
+        with _open(url, _SILENT_ROW_S, connections) as answer:
             while time.monotonic() < until and (chunk := answer.read1(1 << 20)):
                 data += chunk
                 if len(data) > limits.remote_bytes:
@@ -71,10 +71,8 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     return bytes(data)
 
 
-def _open(url: str, start: int, timeout_s: float, connections: "_Connections") -> Any:
+def _open(url: str, timeout_s: float, connections: "_Connections") -> Any:
     headers = {"Accept-Encoding": "identity", "User-Agent": "coat-vlm"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
     opener = urllib.request.OpenerDirector()  # build_opener would add ftp, file and data
     for handler in (
         urllib.request.ProxyHandler(),

@@ -29,12 +29,10 @@ _SPLIT = re.compile(
     r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?=[-._ 0-9/]|$)",
     re.IGNORECASE,
 )
-_JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
-"""Start of a row of JSON, which some data sets store in files that end in .txt."""
+_JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")  # in files that end in .txt
 _SHARD_SUFFIXES = (".parquet", *_TAR_SUFFIXES, ".arrow", ".pkl")
 _MAPPED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 """Results of ``datasets``' map and filter, which are next to the data in its cache."""
-_IMG2DATASET = {"key", "status", "error_message"}  # columns of img2dataset's metadata
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -102,35 +100,14 @@ def _open_shards(folder: Path, limits: Limits) -> Rows:
         for path in sorted(folder.rglob("*"))
         if path.name.endswith(_SHARD_SUFFIXES) and not _MAPPED.fullmatch(path.name)
     ]
-    tables = [path for path in files if path.suffix == ".parquet"]
-    described = tables and _img2dataset_output(tables[0])
-    if described == "files":
-        return _open_captioned(folder)
-    if described == "tar":
-        files = [path for path in files if path not in set(tables)]
+    tars = {path.with_suffix(".parquet") for path in files if path.suffix == ".tar"}
+    files = [path for path in files if path not in tars]  # img2dataset's tables next to its tars
     for suffixes in ((".parquet",), _TAR_SUFFIXES, (".arrow",), (".pkl",)):
         found = [path for path in files if path.name.endswith(suffixes)]
         if found:
             _check_one_split(folder, found)
             return _open_files(folder, found, limits)
     return _open_media(folder)
-
-
-def _img2dataset_output(table: Path) -> str:
-    """Return the output format of img2dataset whose metadata the table is; empty if it is not."""
-    output = {table.with_suffix(".tar"): "tar", table.with_suffix(""): "files"}
-    found = next((name for path, name in output.items() if path.exists()), "")
-    return found if found and set(TableRows(table, [table]).columns) >= _IMG2DATASET else ""
-
-
-def _open_captioned(folder: Path) -> Rows:
-    """Open a folder of img2dataset's images, whose folders are numbers and not classes."""
-    rows = _open_media(folder)
-    if len(rows) and "text" not in rows[0]:
-        problem = f"{rows[0]['path']} has no caption next to it"
-        remedy = "run img2dataset again with --caption_col, or write the captions into .txt files"
-        raise DataError(str(folder), problem, remedy)
-    return rows
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
