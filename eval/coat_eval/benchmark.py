@@ -275,6 +275,7 @@ class Benchmark(ABC):
                     category=one.category,
                     text=self.ask(one, row, options.variant),
                     media=tuple(self.media(one, row)),
+                    choices=tuple(self.ranked_choices(one, options.variant)),
                     where=one.where,
                 )
 
@@ -284,6 +285,10 @@ class Benchmark(ABC):
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the images and videos of a prompt."""
+        return ()
+
+    def ranked_choices(self, question: Question, variant: str) -> Sequence[str]:
+        """Return the answers to rank by their loss; none if the model generates its answer."""
         return ()
 
     def is_parsed(self, extracted: Any, text: str) -> bool:

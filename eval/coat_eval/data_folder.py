@@ -61,8 +61,11 @@ class Row:
             return ParquetImage(self.table.path, row=self.index, column=column, pick=pick)
         if cell := self.values.get(IMAGE_COLUMN) if ".tsv" in self.table.path.suffixes else "":
             own = cell.startswith(IMAGE_HASH)
-            row = self.index if own else self.folder.find_row(self.table, "index", cell)
-            return TableImage(self.table.path, row=row)
+            rows = {} if own else self.folder.index(self.table, "index")
+            if not own and cell not in rows:
+                problem = f"has no row with index {cell!r}"
+                raise DataError(str(self.table.path), problem, "download it again")
+            return TableImage(self.table.path, row=self.index if own else rows[cell])
         return self.folder.file(name, folders, suffixes)
 
 
@@ -73,7 +76,7 @@ class DataFolder:
         self.path = path
         self.tables = list(tables)
         self._found: dict[tuple[str, ...], Path] = {}
-        self._places: dict[Path, dict[str, int]] = {}
+        self._rows: dict[tuple[Path, str], dict[str, int]] = {}
 
     @classmethod
     def open(
@@ -105,17 +108,12 @@ class DataFolder:
         for index, values in enumerate(table.rows):
             yield Row(values, table, index, self)
 
-    def find_row(self, table: Table, column: str, value: str) -> int:
-        """Return the index of a table's row with this value; DataError if there is none."""
-        places = self._places.get(table.path)
-        if places is None:
-            places = {str(row.get(column)): index for index, row in enumerate(table.rows)}
-            self._places[table.path] = places
-        if value not in places:
-            raise DataError(
-                str(table.path), f"has no row with {column} {value!r}", "download it again"
-            )
-        return places[value]
+    def index(self, table: Table, column: str) -> Mapping[str, int]:
+        """Return the indices of a table's rows by the text of a column."""
+        key = (table.path, column)
+        if key not in self._rows:
+            self._rows[key] = {str(row.get(column)): i for i, row in enumerate(table.rows)}
+        return self._rows[key]
 
     def file(
         self,

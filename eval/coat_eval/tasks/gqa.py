@@ -7,14 +7,12 @@ which prepares the predictions. Validity, plausibility, grounding and consistenc
 
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_eval.benchmark import (
     SHORT_ANSWER,
     Benchmark,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -22,7 +20,7 @@ from coat_eval.benchmark import (
     to_percent,
     to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts, ParquetImage
+from coat_eval.data_folder import Layouts, MediaFile, ParquetImage, Row
 from coat_eval.files import Table
 
 _LAST_STEPS = ("exist", "query: name", "choose name")
@@ -71,24 +69,17 @@ class Gqa(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt for every balanced question; images by ``imageId``."""
-        # In Parquet the images are in separate tables, with the question's imageId as id.
-        images = {
-            str(row.values["id"]): ParquetImage(row.table.path, row=row.index, column="image")
-            for row in folder.rows("id")
-            if row.in_parquet and "question" not in row.values
-        }
-        for row in folder.rows("question", "imageId"):
-            if row.values.get("isBalanced", True) is False:
-                continue
-            name = str(row.values["imageId"])
-            yield Prompt(
-                question_id=str(pick(row.values, ("question_id", "id"), row.where)),
-                text=f"{row.values['question']}\n{SHORT_ANSWER}",
-                media=(images.get(name) or folder.file(name, ("images", "."), (".jpg", ".png")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt."""
+        return f"{question.text}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image: in separate Parquet tables by ``id``, or a file."""
+        for table in row.folder.tables if row.in_parquet else ():
+            if not table.has("question") and question.cluster in row.folder.index(table, "id"):
+                index = row.folder.index(table, "id")[question.cluster]
+                return (ParquetImage(table.path, row=index, column="image"),)
+        return (row.folder.file(question.cluster, ("images", "."), (".jpg", ".png")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Convert the text to lower case without trailing periods; ``raw``: the text itself."""

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -27,7 +28,7 @@ from coat_eval.benchmark import (
     pick,
     to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import LETTER_RULES, letter_choices
 from coat_eval.files import Table
 
@@ -105,42 +106,70 @@ class Mmmu(Benchmark):
         choices: dict[str, dict[str, str]] = {}
         for table in [*predictions, *references]:
             for row in table.rows:
-                found = _read_choices(row)
-                if found:
+                if found := _read_choices(row):
                     choices[_get_id(row)] = found
-        carrying = [table for table in predictions if self.is_reference(table)]
         questions: dict[str, Question] = {}
         repeated: list[Question] = []
-        for table in references or carrying:
-            for index, row in enumerate(table.rows):
-                one = _make_question(row, table, index, choices)
-                earlier = questions.get(one.question_id)
-                # A question may occur again with its choices, which are read above.
-                if earlier is None or earlier.answer is None:
-                    questions[one.question_id] = one
-                elif references and table.path == earlier.details["path"]:
-                    repeated.append(one)
+        for one, _ in self.pairs(DataFolder(Path(), references or predictions)):
+            details = {**one.details, "choices": choices.get(one.question_id, {})}
+            question = replace(one, details=details)
+            earlier = questions.get(one.question_id)
+            # A question may occur again with its choices, which are read above.
+            if earlier is None or earlier.answer is None:
+                questions[one.question_id] = question
+            elif references and one.details["path"] == earlier.details["path"]:
+                repeated.append(question)
         return [*questions.values(), *repeated]
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield MMMU's own prompt, which LLaVA and VILA use; ``<image 1>`` stays in the text."""
-        for row in folder.rows("question", "question_type"):
-            choices = list(_read_choices(row.values).items())
-            is_choice = row.values["question_type"] == MULTIPLE_CHOICE
-            listed = "".join(f"({letter}) {option}\n" for letter, option in choices)
-            text = f"{row.values['question']}\n\n"
-            text += f"{listed}\n\n{LETTER_ANSWER}" if is_choice else SHORT_ANSWER
-            named = sorted({int(number) for number in _IMAGE.findall(text)}) or [1]
-            shown = named if options.variant == "all_images" else named[:1]
-            yield Prompt(
-                question_id=_get_id(row.values),
-                text=text,
-                media=tuple(
-                    row.image(str(row.values.get(column)), (".", "images"), column=column)
-                    for column in (f"image_{number}" for number in shown)
-                ),
-                where=row.where,
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; its choices may be in another file, see :meth:`questions`."""
+        question_id = _get_id(row)
+        found = _ID.match(question_id)
+        if found is None:
+            raise DataError(
+                where,
+                f"id {question_id!r} does not contain a subject",
+                "MMMU's ids are like validation_Accounting_1",
             )
+        answer = _parse_list(row.get("ground_truth", row.get("answer")))
+        if isinstance(answer, list):
+            answer = [str(text) for text in answer]
+        elif answer not in (None, "", "?"):
+            answer = str(answer)
+        asked = pick(row, ("question_type",), where)
+        kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
+        subject = found[1]
+        domain = {"domain": _DOMAIN[subject]} if subject in _DOMAIN else {}
+        return Question(
+            question_id=question_id,
+            answer=None if answer in (None, "", "?") else answer,
+            tables={"subject": subject, "type": kind, **domain},
+            details={"type": kind, "choices": _read_choices(row), "path": table.path},
+            text=str(row.get("question") or ""),
+            where=where,
+        )
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return MMMU's own prompt, which LLaVA and VILA use; ``<image 1>`` stays in the text."""
+        choices = question.details["choices"].items()
+        listed = "".join(f"({letter}) {option}\n" for letter, option in choices)
+        request = f"{listed}\n\n{LETTER_ANSWER}" if _is_choice(question) else SHORT_ANSWER
+        return f"{question.text}\n\n{request}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the images that the prompt names."""
+        numbers = sorted(set(_IMAGE.findall(self.ask(question, row, "")))) or ["1"]
+        columns = [f"image_{number}" for number in numbers]
+        return [
+            row.image(str(row.values.get(column)), (".", "images"), column=column)
+            for column in columns
+        ]
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts with their first images, or with all (``all_images``)."""
+        for prompt in super().prompts(folder, options):
+            all_images = options.variant == "all_images"
+            yield prompt if all_images else replace(prompt, media=prompt.media[:1])
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions; the answers of {id: answer} are marked as parsed."""
@@ -278,39 +307,6 @@ def _parse_list(value: Any) -> Any:
         return ast.literal_eval(value)
     except (SyntaxError, ValueError):
         return value
-
-
-def _make_question(
-    row: Mapping[str, Any], table: Table, index: int, choices: Mapping[str, dict[str, str]]
-) -> Question:
-    question_id = _get_id(row)
-    found = _ID.match(question_id)
-    if found is None:
-        raise DataError(
-            table.where(index),
-            f"id {question_id!r} does not contain a subject",
-            "MMMU's ids are like validation_Accounting_1",
-        )
-    answer = _parse_list(row.get("ground_truth", row.get("answer")))
-    if isinstance(answer, list):
-        answer = [str(one) for one in answer]
-    elif answer not in (None, "", "?"):
-        answer = str(answer)
-    asked = pick(row, ("question_type",), table.where(index))
-    kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
-    subject = found[1]
-    return Question(
-        question_id=question_id,
-        answer=None if answer in (None, "", "?") else answer,
-        tables={
-            "subject": subject,
-            "type": kind,
-            **({"domain": _DOMAIN[subject]} if subject in _DOMAIN else {}),
-        },
-        details={"type": kind, "choices": choices.get(question_id, {}), "path": table.path},
-        text=str(row.get("question") or ""),
-        where=table.where(index),
-    )
 
 
 def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -> str | None:

@@ -4,7 +4,8 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 RUCAIBox/POPE evaluate.py and LLaVA llava/eval/eval_pope.py, which give equal scores.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -13,14 +14,12 @@ from coat_eval.benchmark import (
     SHORT_ANSWER,
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
     pick,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 SPLITS = ("random", "popular", "adversarial")
@@ -52,8 +51,8 @@ class Pope(Benchmark):
         labeled = table.has("label") or (
             table.has("answer") and _read_label(table.rows[0]) in _LABELS
         )
-        question = table.has("text") or table.has("question")
-        return question and table.has("question_id") and (labeled or _is_llava(table))
+        asked = table.has("text") or table.has("question")
+        return asked and table.has("question_id") and (labeled or _is_llava(table))
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
@@ -62,18 +61,60 @@ class Pope(Benchmark):
         asked = [table for table in references if _is_llava(table)]
         labels = [table for table in references if not _is_llava(table)]
         if not asked:
-            return [
-                _make_question(table, i, _get_split(table, i), _get_label(table, i))
-                for table in labels
-                for i in range(len(table.rows))
-            ]
+            return super().questions(references, predictions)
         if not labels:
             raise DataError(
                 str(asked[0].path),
                 "has questions but no labels",
                 "give the three coco_pope_*.json of RUCAIBox/POPE too",
             )
-        return [one for table in asked for one in _pair_labels(table, labels)]
+        return [question for table in asked for question in self._pair_labels(table, labels)]
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; evaluate.py would read a missing label, like any but "no", as yes."""
+        label = None if _is_llava(table) else _read_label(row)
+        if label not in (None, *_LABELS):
+            raise DataError(
+                where,
+                f"the label is {row.get('label')!r}, neither yes nor no",
+                "repair the row, or download the labels again",
+            )
+        split = _get_split(row, table)
+        return Question(
+            question_id=str(pick(row, ("question_id",), where)),
+            category=split,
+            answer=label,
+            tables={"split": split},
+            text=_get_text(row),
+            cluster=str(row.get("image") or row.get("image_source") or ""),
+            where=where,
+        )
+
+    def _pair_labels(self, asked: Table, labels: Sequence[Table]) -> list[Question]:
+        """Pair each split of LLaVA's questions with the label file of the same questions."""
+        splits: dict[str, list[int]] = {}
+        for index, row in enumerate(asked.rows):
+            splits.setdefault(_get_split(row, asked), []).append(index)
+        questions = [
+            self.question(row, asked, asked.where(index)) for index, row in enumerate(asked.rows)
+        ]
+        for split, indices in splits.items():
+            rows = [asked.rows[index] for index in indices]
+            named = [table for table in labels if _split_from_name(table) == split]
+            fitting = [table for table in (*named, *labels) if _asks(table, rows)]
+            if named and not fitting:
+                raise DataError(
+                    str(named[0].path),
+                    f"does not ask the {len(rows)} {split} questions of {asked.path} in their "
+                    "order",
+                    "take the label files that belong to it (LLaVA: RUCAIBox/POPE output/coco "
+                    "@e3e3926)",
+                )
+            for table in fitting[:1]:
+                for number, index in enumerate(indices):
+                    labeled = self.question(table.rows[number], table, table.where(number))
+                    questions[index] = replace(questions[index], answer=labeled.answer)
+        return questions
 
     def is_predictions(self, table: Table) -> bool:
         """Return whether it has rows by id, or POPE's {question, answer} in order."""
@@ -103,17 +144,14 @@ class Pope(Benchmark):
             predictions.append(Prediction(**ids, text=row["answer"], where=table.where(index)))
         return predictions
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt with images of COCO val2014 or from Parquet."""
-        for row in folder.rows("question_id"):
-            image = str(row.values.get("image"))
-            yield Prompt(
-                question_id=str(row.values["question_id"]),
-                category=_get_split(row.table, row.index),
-                text=f"{_get_text(row.table, row.index)}\n{SHORT_ANSWER}",
-                media=(row.image(image, ("val2014", "images", "coco/val2014", ".")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt."""
+        return f"{question.text}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, of COCO val2014 or in Parquet."""
+        name = str(row.values.get("image"))
+        return (row.image(name, ("val2014", "images", "coco/val2014", ".")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return ``yes`` or ``no``; other profiles may return another text, which is wrong."""
@@ -176,21 +214,8 @@ def _read_label(row: Mapping[str, Any]) -> str:
     return str(row.get("label", row.get("answer"))).strip().lower()
 
 
-def _get_label(table: Table, index: int) -> str:
-    """Return the label; evaluate.py would read a missing one, like any but "no", as yes."""
-    label = _read_label(table.rows[index])
-    if label not in _LABELS:
-        raise DataError(
-            table.where(index),
-            f"the label is {table.rows[index].get('label')!r}, neither yes nor no",
-            "repair the row, or download the labels again",
-        )
-    return label
-
-
-def _get_text(table: Table, index: int) -> str:
+def _get_text(row: Mapping[str, Any]) -> str:
     """Return the question, without the instruction on the second line of LLaVA's file."""
-    row = table.rows[index]
     return str(row.get("text", row.get("question"))).split("\n")[0].strip()
 
 
@@ -206,52 +231,15 @@ def _split_from_name(table: Table) -> str:
     return known[0] if len(known) == 1 else table.path.name.split(".")[0]
 
 
-def _get_split(table: Table, index: int) -> str:
-    named = str(table.rows[index].get("category") or _split_from_name(table))
+def _get_split(row: Mapping[str, Any], table: Table) -> str:
+    named = str(row.get("category") or _split_from_name(table))
     return lower if (lower := named.strip().lower()) in SPLITS else named
 
 
-def _make_question(table: Table, index: int, split: str, label: str | None) -> Question:
-    """Make a question; ``label`` is None if there is no file of its labels."""
-    row = table.rows[index]
-    return Question(
-        question_id=str(pick(row, ("question_id",), table.where(index))),
-        category=split,
-        answer=label,
-        tables={"split": split},
-        text=_get_text(table, index),
-        cluster=str(row.get("image") or row.get("image_source") or ""),
-        where=table.where(index),
-    )
+def _asks(table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a file has the questions of these rows, with their images if it names them."""
 
+    def list_questions(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+        return [(_get_text(row), row.get("image") if table.has("image") else "") for row in rows]
 
-def _pair_labels(asked: Table, labels: Sequence[Table]) -> list[Question]:
-    """Pair each split of LLaVA's questions with the label file of the same questions."""
-    splits: dict[str, list[int]] = {}
-    for index in range(len(asked.rows)):
-        splits.setdefault(_get_split(asked, index), []).append(index)
-    questions: dict[int, Question] = {}
-    for split, rows in splits.items():
-        wanted = [(_get_text(asked, index), asked.rows[index].get("image")) for index in rows]
-        named = [table for table in labels if _split_from_name(table) == split]
-        found = [table for table in (*named, *labels) if _asks(table, wanted)]
-        if named and not found:
-            raise DataError(
-                str(named[0].path),
-                f"does not ask the {len(rows)} {split} questions of {asked.path} in their order",
-                "take the label files that belong to it (LLaVA: RUCAIBox/POPE output/coco "
-                "@e3e3926)",
-            )
-        for place, index in enumerate(rows):
-            label = _get_label(found[0], place) if found else None
-            questions[index] = _make_question(asked, index, split, label)
-    return [one for _, one in sorted(questions.items())]
-
-
-def _asks(table: Table, wanted: Sequence[tuple[str, Any]]) -> bool:
-    """Return whether a file has these questions with their images, if it names images."""
-    images = table.has("image")
-    found = [(_get_text(table, i), row.get("image")) for i, row in enumerate(table.rows)]
-    return [one if images else one[0] for one in found] == [
-        one if images else one[0] for one in wanted
-    ]
+    return list_questions(table.rows) == list_questions(rows)

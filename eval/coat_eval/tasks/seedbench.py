@@ -10,7 +10,7 @@ leaderboard's task average is ``macro``.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +20,6 @@ from coat_eval.benchmark import (
     LETTER_ANSWER,
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -29,8 +27,8 @@ from coat_eval.benchmark import (
     to_percent,
     to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row, VideoFrame
-from coat_eval.extract import LETTER_RULES, letter_choices, select_lowest_loss
+from coat_eval.data_folder import Layouts, MediaFile, Row, VideoFrame
+from coat_eval.extract import LETTER_RULES, select_lowest_loss
 from coat_eval.files import Table
 
 TYPES = {
@@ -96,25 +94,38 @@ class SeedBench(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt for a letter; for a video, its middle frame.
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt for a letter; the question if its choices are ranked."""
+        lines = [f"{letter}. {text}" for letter, text in question.details["choices"].items()]
+        ranked = variant == "likelihood"
+        return question.text if ranked else "\n".join((question.text, *lines, LETTER_ANSWER))
 
-        The variant that ranks choices uses the question alone, as SEED-Bench does. Its interfaces
-        differ in the loss: LLaVA-1.5's (SEED-Bench-2/model/llava_v2_interface.py) takes the mean
-        over the choice's tokens with the end token, as here; LAVIS' InstructBLIP their sum.
+    def ranked_choices(self, question: Question, variant: str) -> Sequence[str]:
+        """Return the four choices for the variant ``likelihood``.
+
+        SEED-Bench's interfaces differ in the loss: LLaVA-1.5's
+        (SEED-Bench-2/model/llava_v2_interface.py) takes the mean over the choice's tokens with the
+        end token, as here; LAVIS' InstructBLIP their sum.
         """
-        for row in folder.rows("question", "choice_a"):
-            question = str(row.values["question"])
-            choices = tuple(str(row.values[f"choice_{letter.lower()}"]) for letter in LETTERS)
-            lines = [f"{letter}. {text}" for letter, text in letter_choices(choices).items()]
-            ranked = options.variant == "likelihood"
-            yield Prompt(
-                question_id=str(pick(row.values, ("question_id",), row.where)),
-                text=question if ranked else "\n".join((question, *lines, LETTER_ANSWER)),
-                choices=choices if ranked else (),
-                media=(_find_media(row, folder),),
-                where=row.where,
-            )
+        return tuple(question.details["choices"].values()) if variant == "likelihood" else ()
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, or the middle frame of the video or of its part."""
+        is_video = row.values.get("data_type") == "video"
+        name = question.cluster
+        if row.in_parquet or not is_video:
+            # The names of CC3M's images have no suffix.
+            suffixes, pick_of = ("", ".jpg", ".png"), "middle" if is_video else "first"
+            return (row.image(name, ("SEED-Bench-image", "images", "."), suffixes, pick=pick_of),)
+        # LLaVA's extract_video_frames.py writes one image per question.
+        suffixes = (".png", ".jpg")
+        frame = row.folder.file(question.question_id, ("SEED-Bench-video-image",), suffixes)
+        if Path(frame.path).is_file():
+            return (frame,)
+        suffixes = ("", ".mp4", ".webm", ".avi")
+        video = row.folder.file(name, ("SEED-Bench-video", "videos", "."), suffixes)
+        start, end = row.values.get("segment") or (None, None)
+        return (VideoFrame(video.path, start=start and float(start), end=end and float(end)),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions; four ``losses`` become the letter of the lowest one."""
@@ -159,25 +170,6 @@ class SeedBench(Benchmark):
             {"question_id": one.question.question_id, "prediction": one.extracted or ""}
             for one in scored
         ]
-
-
-def _find_media(row: Row, folder: DataFolder) -> MediaFile:
-    """Find the image, or the middle frame of the video or of its part."""
-    is_video = row.values.get("data_type") == "video"
-    name = str(row.values.get("data_id"))
-    if row.in_parquet or not is_video:
-        # The names of CC3M's images have no suffix.
-        suffixes, pick_of = ("", ".jpg", ".png"), "middle" if is_video else "first"
-        return row.image(name, ("SEED-Bench-image", "images", "."), suffixes, pick=pick_of)
-    # LLaVA's extract_video_frames.py writes one image per question.
-    frame = folder.file(
-        str(row.values["question_id"]), ("SEED-Bench-video-image",), (".png", ".jpg")
-    )
-    if Path(frame.path).is_file():
-        return frame
-    video = folder.file(name, ("SEED-Bench-video", "videos", "."), ("", ".mp4", ".webm", ".avi"))
-    start, end = row.values.get("segment") or (None, None)
-    return VideoFrame(video.path, start=start and float(start), end=end and float(end))
 
 
 def _mean(values: Any) -> float:

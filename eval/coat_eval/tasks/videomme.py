@@ -7,6 +7,7 @@ answers count neither as right nor as wrong there; ``unanswered_wrong.*`` counts
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,25 +84,26 @@ class VideoMme(Benchmark):
                 row = Row({**video, **asked}, table, index, folder)
                 yield _make_question(video, asked, row.where), row
 
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt; options contain their letters."""
+        choices = "\n".join(map(str, pick(row.values, ("options",), row.where)))
+        return f"{_TASK}\n{question.text}\n{choices}\n{_END}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the video."""
+        name = str(row.values.get("videoID") or pick(row.values, ("video_id",), row.where))
+        return (row.folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video"),)
+
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the official prompt; options contain their letters. Videos may lack subtitles."""
+        """Yield the prompts, with subtitles in that variant; videos may lack them."""
         subtitles: dict[str, tuple[str, str]] = {}
-        for one, row in self.pairs(folder):
-            name = str(row.values.get("videoID") or pick(row.values, ("video_id",), row.where))
-            shown = folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video")
-            if options.variant == "subtitles" and name not in subtitles:
-                subtitles[name] = _format_subtitles(folder, name, shown, options.frame_times)
-            question = str(pick(row.values, ("question",), row.where))
-            choices = "\n".join(map(str, pick(row.values, ("options",), row.where)))
-            spoken, sha256 = subtitles.get(name, ("", ""))
-            task = f"{_TASK}\n{question}\n{choices}\n{_END}"
-            yield Prompt(
-                question_id=one.question_id,
-                text=f"{spoken}{task}",
-                media=(shown,),
-                where=row.where,
-                fingerprint=f"{sha256}{task}",
-            )
+        for prompt in super().prompts(folder, options):
+            video = prompt.media[0]
+            if options.variant == "subtitles" and video.name not in subtitles:
+                subtitles[video.name] = _format_subtitles(folder, video, options.frame_times)
+            spoken, sha256 = subtitles.get(video.name, ("", ""))
+            text = prompt.text
+            yield replace(prompt, text=f"{spoken}{text}", fingerprint=f"{sha256}{text}")
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of official results, without missing videos, or of rows by id."""
@@ -150,10 +152,10 @@ class VideoMme(Benchmark):
 
 
 def _format_subtitles(
-    folder: DataFolder, name: str, video: MediaFile, frame_times: FrameTimes
+    folder: DataFolder, video: MediaFile, frame_times: FrameTimes
 ) -> tuple[str, str]:
-    """Format the subtitles on screen in the sampled frames, one line each, in order; or nothing."""
-    path = folder.path / "subtitle" / f"{name}.srt"
+    """Format the subtitles on screen in the sampled frames, one line each; and their SHA-256."""
+    path = folder.path / "subtitle" / f"{Path(video.path).stem}.srt"
     if not path.is_file():
         return "", ""
     sha256 = hash_file(path)

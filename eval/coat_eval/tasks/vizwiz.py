@@ -6,7 +6,7 @@ nothing out; LLaVA scripts/convert_vizwiz_for_submission.py, which prepares the 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,8 +16,6 @@ from coat_eval.benchmark import (
     UNANSWERABLE,
     Benchmark,
     Prediction,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
@@ -25,7 +23,7 @@ from coat_eval.benchmark import (
     to_percent,
     to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.tasks.vqav2 import clean_answer
 
@@ -109,17 +107,15 @@ class VizWiz(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt, which contains an instruction about 'Unanswerable'."""
-        for row in folder.rows("question"):
-            name = str(pick(row.values, ("image", "question_id"), row.where))
-            split = name.split("_")[1] if name.count("_") == 2 else "val"
-            yield Prompt(
-                question_id=_strip_suffix(name),
-                text=f"{row.values['question']}\n{UNANSWERABLE}\n{SHORT_ANSWER}",
-                media=(row.image(name, (split, "images", f"images/{split}", ".")),),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt, which contains an instruction about 'Unanswerable'."""
+        return f"{question.text}\n{UNANSWERABLE}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, in a folder or in Parquet."""
+        name = question.details["image"]
+        split = name.split("_")[1] if name.count("_") == 2 else "val"
+        return (row.image(name, (split, "images", f"images/{split}", ".")),)
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return predictions by image, with or without suffix, or by LLaVA's question ids."""

@@ -8,7 +8,7 @@ vqaEval.py; LLaVA scripts/convert_vqav2_for_submission.py, which prepares the pr
 al., "OK-VQA: A Visual Question Answering Benchmark Requiring External Knowledge".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,14 +18,12 @@ from coat_eval.benchmark import (
     SHORT_ANSWER,
     UNANSWERABLE,
     Benchmark,
-    Prompt,
-    PromptOptions,
     Question,
     ScoredItem,
     Settings,
     pick,
 )
-from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 _OKVQA_ANSWERS = 10
@@ -94,21 +92,15 @@ class VqaV2(Benchmark):
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield LLaVA's prompt with images of COCO val2014 or test2015, or from Parquet."""
-        for row in folder.rows("question_id", "question"):
-            images = str(row.table.head.get("data_subtype", "val2014")).replace("-dev", "")
-            yield Prompt(
-                question_id=str(row.values["question_id"]),
-                text=f"{row.values['question']}\n{SHORT_ANSWER}",
-                media=(
-                    row.image(
-                        f"COCO_{images}_{int(row.values.get('image_id', 0)):012d}.jpg",
-                        (images, f"images/{images}", "images", "."),
-                    ),
-                ),
-                where=row.where,
-            )
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return LLaVA's prompt."""
+        return f"{question.text}\n{SHORT_ANSWER}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the image, of COCO val2014 or test2015, or in Parquet."""
+        images = str(row.table.head.get("data_subtype", "val2014")).replace("-dev", "")
+        name = f"COCO_{images}_{int(row.values.get('image_id', 0)):012d}.jpg"
+        return (row.image(name, (images, f"images/{images}", "images", ".")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """The text as it is compared with the answers."""
@@ -186,14 +178,10 @@ class OkVqa(VqaV2):
         told = [one if isinstance(one, dict) else {"answer": one} for one in answers]
         return super().question({**row, "answers": told}, table, where)
 
-    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield VQA v2's prompt, or lmms-eval's with VizWiz' instruction."""
-        for one in super().prompts(folder, options):
-            if options.variant == "lmms":
-                question = one.text.removesuffix(SHORT_ANSWER)
-                yield replace(one, text=f"{question}{UNANSWERABLE}\n{SHORT_ANSWER}")
-            else:
-                yield one
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return VQA v2's prompt, or lmms-eval's with VizWiz' instruction."""
+        instruction = f"{UNANSWERABLE}\n" if variant == "lmms" else ""
+        return f"{question.text}\n{instruction}{SHORT_ANSWER}"
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer that a profile follows."""
