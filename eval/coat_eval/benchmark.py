@@ -45,7 +45,6 @@ class Settings:
     """Scoring options; the defaults give the numbers that papers report."""
 
     profile: str = "official"
-    """Scoring rules: ``official``, ``lmms`` (lmms-eval), ``vlmeval`` (VLMEvalKit), ..."""
     raw: bool = False
     """Score the raw text, without the preprocessing of LLaVA and VILA."""
     fallback: Literal["random", "wrong"] = "random"
@@ -53,7 +52,7 @@ class Settings:
     seed: int = 42
     """MMMU: seed of the random choices; 42 is the official one."""
     verdicts: Mapping[tuple[str, str], Any] = field(default_factory=dict, repr=False)
-    """What a judge said about answers, by the questions' keys; see :attr:`Benchmark.judged`."""
+    """A judge's answers by the questions' keys; see :attr:`Benchmark.judged`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,7 @@ class KeyedRow:
     where: str = ""
     """File and row, for messages."""
     category: str = ""
-    """Second part of the key in benchmarks whose ids restart (POPE's splits); empty for predictions
-    without this field."""
+    """Part of the key in benchmarks whose ids restart (POPE's splits); predictions may lack it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -88,9 +86,9 @@ class Question(KeyedRow):
     counted: bool = True
     """False for questions that are not part of the score (GQA's unbalanced questions)."""
     text: str = ""
-    """The question as the references ask it, if they do; prompts of predictions must contain it."""
+    """The question, if the references have it; prompts of predictions must contain it."""
     cluster: str = ""
-    """Name of the image or video, for standard errors; empty if the references have none."""
+    """Name of the image or video, for standard errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +113,12 @@ class ScoredItem:
     score: float
     """0 to 1."""
     parsed: bool = True
-    """Whether the text contains an answer; True for missing predictions, counted separately."""
+    """Whether the text contains an answer; True for missing predictions."""
     random_fallback: bool = False
     """Whether the answer is a randomly drawn choice."""
     needs_judge: bool = False
-    """Whether the official scorer asks a judge about the text, and no verdict is there. Counts as
-    wrong, and not as unparsed."""
+    """Whether the official scorer asks a judge about the text, whose verdict is not there. Such a
+    text is wrong, but not unparsed."""
     judged: bool = False
     """Whether a judge's verdict decided the score."""
 
@@ -134,14 +132,14 @@ class Prompt(KeyedRow):
     choices: tuple[str, ...] = ()
     """Answers to rank by the mean loss per token; empty if the model generates its answer."""
     fingerprint: str = ""
-    """Text that is hashed instead of ``text`` to check whether saved answers belong to the same
-    prompts. It stays the same when a missing video is added later."""
+    """Hashed instead of ``text`` to check whether saved answers belong to the same prompts; stays
+    the same when a missing video is added later."""
     sample: Sample | None = None
     """The conversation, if its media are not simply placed before the text."""
 
     def load(self) -> Sample:
         """Return the conversation with its media; DataError if one cannot be read."""
-        return self.sample or prompt_sample(self.text, [one.load() for one in self.media])
+        return self.sample or prompt_sample(self.text, [file.load() for file in self.media])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,17 +187,12 @@ class Benchmark(ABC):
     """Whether official predictions contain the references, which are then optional."""
     result_files: ClassVar[str] = "output.json"
     """Pattern of the predictions in a folder that is given as predictions."""
-
     shares_repeated: ClassVar[bool] = False
     """Whether one prediction applies to all questions of an id that the references repeat."""
-
     judged: ClassVar[bool] = False
-    """Whether the official scorer asks a judge model about answers that its rules do not decide:
-    those of :meth:`needs_judge`."""
-
+    """Whether the official scorer asks a judge model about some answers (:meth:`needs_judge`)."""
     draws: ClassVar[bool] = False
     """Whether unparsable answers are drawn at random, so that ``fallback`` and ``seed`` apply."""
-
     layouts: ClassVar[Layouts] = {}
     """File patterns of the questions by split; the first split is the default."""
     variants: ClassVar[Mapping[str, str]] = {}
@@ -297,26 +290,36 @@ class Benchmark(ABC):
 
     def is_predictions(self, table: Table) -> bool:
         """Return whether a file's first row looks like predictions for this benchmark."""
-        first = set(table.rows[0]) if table.rows else set[str]()
-        return bool(first.intersection(self.id_fields) and first.intersection(self.text_fields))
+        answered = any(map(table.has, self.text_fields))
+        named = any(map(table.has, self.id_fields))
+        return answered and (named or (self.carries_answers and self.is_reference(table)))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of one file in order; DataError without id or text."""
-        asked = find_asked(table, questions)
+        asked: dict[str, str] = {}
+        if table.has("text", "answer"):
+            asked = {question.question_id: question.text for question in questions}
         predictions = []
-        for index, row in enumerate(table.rows):
-            where = table.where(index)
+        for row, where in self.prediction_rows(table, questions):
             question_id = self.find_id(row, where)
+            prompts = [row.get(name) for name in ("prompt", "question")]
             predictions.append(
                 Prediction(
                     question_id=question_id,
                     text=self.pick_text(row, where, asked.get(question_id, "")),
                     category=str(row.get("category") or ""),
-                    prompt=find_prompt(row),
+                    prompt=next((text for text in prompts if isinstance(text, str)), ""),
                     where=where,
                 )
             )
         return predictions
+
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows with id and text, and their places; converts official layouts."""
+        for index, row in enumerate(table.rows):
+            yield row, table.where(index)
 
     def find_id(self, row: Mapping[str, Any], where: str) -> str:
         """Return the question id of a prediction's row; DataError if it has none."""
@@ -439,19 +442,6 @@ def need_question(question: Question) -> str:
             question.where, "has no question to tell the judge", "give --references with questions"
         )
     return question.text
-
-
-def find_prompt(row: Mapping[str, Any]) -> str:
-    """Return what a prediction's row says was asked; empty if it does not."""
-    found = (row.get(name) for name in ("prompt", "question"))
-    return next((one for one in found if isinstance(one, str)), "")
-
-
-def find_asked(table: Table, questions: Sequence[Question]) -> dict[str, str]:
-    """Return the questions by id if rows have both ``text`` and ``answer``, else nothing."""
-    if not table.has("text", "answer"):
-        return {}
-    return {one.question_id: one.text for one in questions}
 
 
 def to_percent(scores: Sequence[float]) -> float:

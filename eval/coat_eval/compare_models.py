@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
-SMOOTHING_SHARE = 50
-"""Curves average over 1/50 of the steps."""
-COLORS = ("#3b82f6", "#e07b39")
 RIGHT = 0.5
 """Score from which an item with a soft accuracy (VQA) counts as right."""
 
@@ -393,28 +390,3 @@ def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table without a final newline."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def draw_curves(
-    first: Sequence[Path], second: Sequence[Path], labels: tuple[str, str], out: Path
-) -> None:
-    """Draw the smoothed training loss of the runs' last stage; ValueError: a bad suffix."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    for runs, label, color in zip((first, second), labels, COLORS, strict=True):
-        for number, run in enumerate(runs):
-            steps = [row for row in _read_last_stage(run) if row["kind"] == "step"]
-            width = max(1, len(steps) // SMOOTHING_SHARE)
-            chunks = [steps[i : i + width] for i in range(0, len(steps), width)]
-            means = [float(np.mean([row["loss"] for row in chunk])) for chunk in chunks]
-            ends = [chunk[-1]["step"] for chunk in chunks]
-            name = label if number == 0 else None
-            axes.plot(ends, means, color=color, linewidth=0.9, alpha=0.8, label=name)
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss, nats per token")
-    axes.legend(frameon=False)
-    axes.grid(which="both", linewidth=0.3)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)

@@ -1,8 +1,8 @@
 """Asks a judge model about answers, for benchmarks whose official scorer does so.
 
-A judge is a model behind an OpenAI-compatible address or a local language model. Its answers are
-cached as JSON lines ``{"judge", "prompt", "answer"}``, each when it is complete. With the cache
-alone they are replayed, without a model and without network.
+A judge is a model behind an OpenAI-compatible address. Its answers are cached as JSON lines
+``{"judge", "prompt", "answer"}``, each when it is complete. With only the cache they are replayed,
+without a model and without network.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -26,20 +26,7 @@ _PAUSE_S = 1.0
 """Before the second attempt; doubled before each further one."""
 _REQUESTS = 8
 """Number of requests at a time."""
-_LONGEST = 64
-"""Longest answer of a local model in tokens."""
 _ROW = {"judge", "prompt", "answer"}
-
-
-class JudgeModel(Protocol):
-    """A model that answers prompts."""
-
-    name: str
-    """Name in the report and in the cache."""
-
-    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield (prompt, answer) in any order."""
-        ...
 
 
 class HttpJudge:
@@ -51,12 +38,15 @@ class HttpJudge:
     def __init__(self, address: str, model: str, key: str = "") -> None:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"--judge is {address!r}; give http://HOST:PORT/v1 or https://HOST/v1")
+            raise ValueError(
+                f"--judge is {address!r}; give http://HOST:PORT/v1 or https://HOST/v1 (for a model "
+                "in a folder start a server, such as transformers serve or vLLM)"
+            )
         self.name, self.address, self._key = model, address.rstrip("/"), key
         self._opener = build_opener(_NoRedirect())
 
     def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the answers as they arrive; DataError if one cannot be had."""
+        """Yield (prompt, answer) as they arrive; DataError if one cannot be had."""
         with ThreadPoolExecutor(_REQUESTS) as pool:
             waiting = {pool.submit(self._ask, prompt): prompt for prompt in prompts}
             try:
@@ -113,47 +103,10 @@ class _NoRedirect(HTTPRedirectHandler):
         """Return nothing: the redirect becomes an HTTPError."""
 
 
-class LocalJudge:
-    """A language model in a folder, loaded by ``text.load_language_model`` when it is asked."""
-
-    def __init__(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"--judge {folder}: no address, and no folder with config.json")
-        self.name, self.folder = folder.resolve().name, folder
-
-    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the answers, one prompt after the other, with the tokenizer's chat template."""
-        import torch
-
-        from coat_eval.text import load_language_model
-
-        loaded: Any = load_language_model(self.folder)
-        model, tokenizer = loaded
-        for prompt in prompts:
-            text = prompt
-            if tokenizer.chat_template:
-                turns = [{"role": "user", "content": prompt}]
-                text = tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True
-                )
-            encoded = tokenizer(
-                text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template
-            ).to(model.device)
-            with torch.inference_mode():
-                tokens = model.generate(
-                    **encoded,
-                    max_new_tokens=_LONGEST,
-                    do_sample=False,
-                    pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                )
-            said = tokens[0, encoded["input_ids"].shape[1] :]
-            yield prompt, tokenizer.decode(said, skip_special_tokens=True)
-
-
 class Judge:
     """A judge model, a cache of its answers, or both."""
 
-    def __init__(self, model: JudgeModel | None, cache: Path | None = None) -> None:
+    def __init__(self, model: HttpJudge | None, cache: Path | None = None) -> None:
         if model is None and cache is None:
             raise ValueError("a judge is a model or a cache of its answers; give one")
         known: dict[str, dict[str, str]] = {}
@@ -189,25 +142,25 @@ class Judge:
         return found
 
 
-def make_judge(place: str | None, model: str | None, key: str | None, cache: Path | None) -> Judge:
+def make_judge(
+    address: str | None, model: str | None, key: str | None, cache: Path | None
+) -> Judge:
     """Make the judge of the options ``--judge``, ``--judge-model``, ``--judge-key``, ``-cache``.
 
-    ``place`` is an address, a folder with a language model, or None for the cache alone; ``key``
-    the name of an environment variable. ValueError: an option has no effect or is missing.
+    Without an address the cache answers; ``key`` is the name of an environment variable.
+    ValueError: an option has no effect or is missing.
     """
-    at_address = place is not None and "://" in place
-    for name, value in (("--judge-model", model), ("--judge-key", key)):
-        if value is not None and not at_address:
-            raise ValueError(f"{name} has no effect without an address as --judge; drop it")
-    if place is None:
+    if address is None:
+        for name, value in (("--judge-model", model), ("--judge-key", key)):
+            if value is not None:
+                raise ValueError(f"{name} has no effect without an address as --judge; drop it")
         return Judge(None, cache)
-    if not at_address:
-        return Judge(LocalJudge(Path(place)), cache)
+    server = HttpJudge(address, model or "", os.environ.get(key, "") if key else "")
     if not model:
-        raise ValueError(f"--judge {place} needs the name of the model there: --judge-model NAME")
+        raise ValueError(f"--judge {address} needs the name of the model there: --judge-model NAME")
     if key is not None and not os.environ.get(key):
         raise ValueError(f"--judge-key {key}: the environment variable {key} is not set")
-    return Judge(HttpJudge(place, model, os.environ[key] if key else ""), cache)
+    return Judge(server, cache)
 
 
 def _read_cache(path: Path) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
   coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score --items
   coat-vlm compare out/bf16/pope/report.json out/coat/pope/report.json --html pope.html --limit 100
   coat-vlm compare runs/bf16_0 runs/coat_0 --json difference.json       # evaluated run folders
-  coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1 --plot loss.svg
+  coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1
 
 Each model is compared with the first one on the same items. Run folders also get the mean and the
 standard deviation over seeds; --with compares two groups of them. Benchmarks are listed next to
@@ -56,11 +56,10 @@ published results.
         help="with --html: at most N items per set; default 40",
     )
     add("--media-root", metavar="DIR", help="with --html: folder or address of relative images")
-    add("--plot", type=Path, metavar="FILE", help="plot the training losses (.svg or .png)")
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare_models import compare_runs, draw_curves, format_comparison
+    from coat_eval.compare_models import compare_runs, format_comparison
 
     paths = [*args.runs, *args.other]
     if args.html is None:
@@ -72,10 +71,10 @@ def _compare(args: argparse.Namespace) -> int:
     trained = all((path / "recipe.yaml").is_file() for path in paths)
     if trained:
         say(format_comparison(compare_runs(args.runs, args.other)))
-    elif args.plot is not None or len(args.other) > 1 or (args.other and len(args.runs) > 1):
+    elif len(args.other) > 1 or (args.other and len(args.runs) > 1):
         raise ValueError(
-            "groups and training curves need run folders (they have recipe.yaml); list reports "
-            "without --with: coat-vlm compare A B C"
+            "groups need run folders (they have recipe.yaml); list reports without --with: "
+            "coat-vlm compare A B C"
         )
     # Of runs without evaluation sets, such as text pretraining, only losses are compared.
     evaluated = not trained or args.html or args.json
@@ -86,10 +85,6 @@ def _compare(args: argparse.Namespace) -> int:
         _compare_items(args, paths)
     elif not trained:
         raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")
-    if args.plot is not None:
-        names = [group[0].name for group in (args.runs, args.other) if group]
-        draw_curves(args.runs, args.other, (names[0], names[-1]), args.plot)
-        say(f"curves: {args.plot}")
     return 0
 
 

@@ -30,6 +30,7 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
     ("compare",): {
         "--flips": "it is called --limit",
         "--labels": "groups have the names of their folders",
+        "--plot": "coat-vlm report RUN draws the losses of a run",
         "--seed": "the bootstrap has a fixed seed",
     },
     ("export",): {"--adapter": "write --format adapter"},

@@ -1,14 +1,13 @@
-"""A judge behind a real HTTP server, its cache, and a local model; what each benchmark asks."""
+"""A judge behind a real HTTP server, and its cache; what each benchmark asks."""
 
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
 from official_files import noise
 from scoring_helpers import write
 
@@ -16,10 +15,9 @@ from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval import judge as judge_module
 from coat_eval.compare_models import compare_items
-from coat_eval.judge import HttpJudge, Judge, LocalJudge, make_judge
+from coat_eval.judge import HttpJudge, Judge, make_judge
 from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import get_benchmark
-from coat_eval.text import load_language_model
 
 
 class Server:
@@ -199,7 +197,7 @@ def test_answers_before_a_failure_are_in_the_cache(tmp_path: Path):
 
     cache = tmp_path / "c.jsonl"
     with pytest.raises(DataError, match="went away"):
-        Judge(Half(), cache).answer(["one", "two"])
+        Judge(cast(HttpJudge, Half()), cache).answer(["one", "two"])
     assert Judge(None, cache).answer(["one", "two"]) == {"one": "yes"}
 
 
@@ -211,14 +209,14 @@ def test_options_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ((place, "m", "NO_KEY", None), "NO_KEY is not set"),
         (("ftp://x/v1", "m", None, None), "give http://HOST"),
         ((None, "m", None, tmp_path / "c"), "--judge-model has no effect"),
-        ((str(tmp_path), None, "K", None), "--judge-key has no effect"),
+        ((None, None, "K", None), "--judge-key has no effect"),
         ((None, None, None, None), "give one"),
+        (("a/folder", None, None, None), "give http://HOST.* transformers serve"),
     ):
         with pytest.raises(ValueError, match=problem):
             make_judge(*given)
-    for missing in ((str(tmp_path), None, None, None), (None, None, None, tmp_path / "none")):
-        with pytest.raises(FileNotFoundError):
-            make_judge(*missing)
+    with pytest.raises(FileNotFoundError):
+        make_judge(None, None, None, tmp_path / "none")
     with pytest.raises(ValueError, match="pope asks no judge"):
         score("pope", tmp_path, judge=Judge(HttpJudge(place, "m")))
 
@@ -239,27 +237,6 @@ def test_wrong_caches(tmp_path: Path):
     cache.write_text("")
     with pytest.raises(DataError, match="the answers of 0 judges"):
         Judge(None, cache)
-
-
-def test_a_local_model_answers_greedily(speaking_model: Path):
-    local = LocalJudge(speaking_model)
-    (found,) = local.answer(["Is it red?"])
-    loaded: Any = load_language_model(speaking_model)
-    model, tokenizer = loaded
-    text = "Is it red?"
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
-    ids = ids["input_ids"].to(model.device)
-    said: list[int] = []
-    with torch.inference_mode():
-        while len(said) < 64 and (not said or said[-1] != tokenizer.eos_token_id):
-            said.append(int(model(input_ids=ids).logits[0, -1].argmax()))
-            ids = torch.cat([ids, torch.tensor([[said[-1]]], device=ids.device)], dim=1)
-    assert found == ("Is it red?", tokenizer.decode(said, skip_special_tokens=True))
-    assert found[1]
-    assert local.name == speaking_model.name
 
 
 def test_choices_by_a_judge(tmp_path: Path, server: Server):

@@ -49,12 +49,6 @@ class HallusionBench(Benchmark):
         """HallusionBench.json or results in its layout, or rows of lmms-lab/HallusionBench."""
         return table.has(*_PARTS, "gt_answer")
 
-    def is_predictions(self, table: Table) -> bool:
-        """Official results (``model_prediction`` filled in), or rows by id."""
-        if table.has("gt_answer"):
-            return any(table.has(name) for name in self.text_fields)
-        return super().is_predictions(table)
-
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; VLMEvalKit's index is the id, and questions without image do not count."""
         answer = _ANSWERS.get(str(row["gt_answer"]))

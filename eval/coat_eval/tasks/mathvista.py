@@ -53,12 +53,6 @@ class MathVista(Benchmark):
         """annot_testmini.json, results in its layout, or rows of AI4Math/MathVista."""
         return table.has(*TABLES, "choices", "precision", "metadata")
 
-    def is_predictions(self, table: Table) -> bool:
-        """Official results (``response`` or ``extraction`` filled in), or rows by id."""
-        if self.is_reference(table):
-            return table.has("response") or table.has("extraction")
-        return super().is_predictions(table)
-
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; a question may have several ``skills``."""
         kind, choices = str(row["question_type"]), row.get("choices") or []

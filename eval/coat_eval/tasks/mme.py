@@ -6,7 +6,7 @@ share of images with both questions right, so the sums are at most 2000 and 800.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import (
     SHORT_ANSWER,
     Benchmark,
-    Prediction,
     Question,
     ScoredItem,
     Settings,
@@ -50,6 +49,7 @@ class Mme(Benchmark):
     profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"all": 2374}
     constants = ("yes", "no")
+    text_fields = (*Benchmark.text_fields, "column_4")
     carries_answers = True
     result_files = "*.txt"
     layouts: ClassVar[Layouts] = {"test": (("test-*.parquet",), ("*.parquet",))}
@@ -68,14 +68,10 @@ class Mme(Benchmark):
             and table.rows[0]["category"] in _PART
         )
 
-    def is_predictions(self, table: Table) -> bool:
-        """Official results of one task, or rows by id."""
-        return super().is_predictions(table) or table.has("column_4")
-
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return the references' questions, or those in the results."""
+        """Return the questions, two per image."""
         folder = DataFolder(Path(), references or predictions)
         questions = [one for one, _ in self.pairs(folder)]
         seen = Counter(one.question_id for one in questions)
@@ -125,20 +121,16 @@ class Mme(Benchmark):
         """Return the image, in a folder or in a table."""
         return (row.image(str(pick(row.values, ("question_id",), row.where)), ("images", ".")),)
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of official results, or of rows by id."""
-        if not table.has("column_4"):
-            return super().predictions(table, questions)
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows; official results have the columns image, question, gold and prediction."""
         task = table.path.name.split(".")[0]
-        return [
-            Prediction(
-                question_id=f"{task}/{row['column_1']}",
-                text=row["column_4"],
-                prompt=row["column_2"],
-                where=table.where(index),
-            )
-            for index, row in enumerate(table.rows)
-        ]
+        for row, where in super().prediction_rows(table, questions):
+            if table.has("column_4"):
+                question_id = f"{task}/{row['column_1']}"
+                row = {**row, "question_id": question_id, "prompt": row["column_2"]}
+            yield row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return ``yes``, ``no`` or None; official: the first in the first four characters."""

@@ -9,7 +9,7 @@ yuweihao/MM-Vet mm-vet_evaluator.py.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -20,7 +20,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     UnusableVerdictError,
-    find_prompt,
     need_question,
     pick,
     to_table_percents,
@@ -54,8 +53,7 @@ class MmVet(Benchmark):
 
     def is_predictions(self, table: Table) -> bool:
         """The official answers by id, the official grades, or rows by id."""
-        by_id = table.form == "mapping" and table.has("value")
-        return by_id or _has_grades(table) or super().is_predictions(table)
+        return _has_grades(table) or super().is_predictions(table)
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; a question may need several capabilities."""
@@ -85,19 +83,15 @@ class MmVet(Benchmark):
         answers = [table for table in tables if not _has_grades(table)]
         return super().all_predictions(answers or tables, questions)
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the answers of one file, or what the judge wrote in the official grades."""
-        if not _has_grades(table):
-            return super().predictions(table, questions)
-        return [
-            Prediction(
-                question_id=str(row["question_id"]),
-                text=", ".join(map(str, row.get("content") or row["score"])),
-                prompt=find_prompt(row),
-                where=table.where(index),
-            )
-            for index, row in enumerate(table.rows)
-        ]
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows; of the official grades with what the judge wrote as text."""
+        for row, where in super().prediction_rows(table, questions):
+            if _has_grades(table):
+                said = ", ".join(map(str, row.get("content") or row["score"]))
+                row = {**row, "prediction": said}
+            yield row, where
 
     def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
         """Return the saved grades, one per run of the judge."""

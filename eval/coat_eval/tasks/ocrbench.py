@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
     Benchmark,
-    Prediction,
     Question,
     ScoredItem,
     Settings,
-    find_prompt,
     group_by_table,
     pick,
 )
@@ -63,12 +61,6 @@ class OcrBench(Benchmark):
         kind = next((table.rows[0][n] for n in ("question_type", "category") if table.has(n)), None)
         return table.has("question", "answer") and kind in _TYPES
 
-    def is_predictions(self, table: Table) -> bool:
-        """Official results (``predict`` filled in), or rows by the position in the list."""
-        if table.has("dataset_name", "answers"):
-            return table.has("predict")
-        return super().is_predictions(table)
-
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
         """Yield the questions; an id is the position, of a repeated question the first one."""
         places: dict[str, int] = {}
@@ -99,20 +91,15 @@ class OcrBench(Benchmark):
         name = str(row.values.get("image_path"))
         return (row.image(name, ("OCRBench_Images", "images", ".")),)
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of official results by data set and id, or of rows."""
-        if not table.has("dataset_name", "answers"):
-            return super().predictions(table, questions)
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows; official results are found by data set and id."""
+        official = table.has("dataset_name", "answers")
         numbers = {one.details["official_id"]: one.question_id for one in questions}
-        return [
-            Prediction(
-                question_id=numbers.get(_get_official_id(row), _get_official_id(row)),
-                text=pick(row, self.text_fields, table.where(index)),
-                prompt=find_prompt(row),
-                where=table.where(index),
-            )
-            for index, row in enumerate(table.rows)
-        ]
+        for row, where in super().prediction_rows(table, questions):
+            name = _get_official_id(row)
+            yield {**row, "question_id": numbers.get(name, name)} if official else row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the text as answers are looked for in it."""

@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 
 from coat_eval.benchmark import (
     Benchmark,
-    Prediction,
     Question,
     ScoredItem,
     Settings,
     UnusableVerdictError,
-    find_prompt,
     need_question,
     pick,
     to_table_percents,
@@ -45,6 +43,7 @@ class TempCompass(Benchmark):
     source = "llyx97/TempCompass eval_multi-choice.py, eval_yes_no.py @e1b4631, --disable_llm"
     headline = tuple(f"type.{kind}" for kind in _INSTRUCTIONS)
     sizes: ClassVar[Mapping[str, int]] = {"both": 4033, CHOICE: 1580, YES_NO: 2453}
+    text_fields = ("prediction", "response", "text")
     carries_answers = True
     judged = True
     layouts: ClassVar[Layouts] = {"test": (_FILES, _PARQUET)}
@@ -87,20 +86,15 @@ class TempCompass(Benchmark):
         video = question.question_id.split("/")[0]
         return (row.folder.file(video, ("videos", "."), (".mp4",), "video"),)
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of the official layout, or of rows by id and category."""
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows by id and category, also of the official layout."""
         if not self.is_reference(table):
-            return super().predictions(table, questions)
-        return [
-            Prediction(
-                question_id=name,
-                category=kind,
-                text=pick(row, ("prediction", "response"), table.where(index)),
-                prompt=find_prompt(row),
-                where=table.where(index),
-            )
-            for kind, name, _, row, index in _iterate_questions(table)
-        ]
+            yield from super().prediction_rows(table, questions)
+            return
+        for kind, name, _, row, index in _iterate_questions(table):
+            yield {**row, "question_id": name, "category": kind}, table.where(index)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return a letter, the gold answer itself, ``yes``, ``no``, or None."""

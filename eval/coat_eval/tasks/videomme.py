@@ -16,13 +16,11 @@ from coat_data.saved_files import hash_file
 from coat_eval.benchmark import (
     Benchmark,
     FrameTimes,
-    Prediction,
     Prompt,
     PromptOptions,
     Question,
     ScoredItem,
     Settings,
-    find_prompt,
     group_by_table,
     pick,
     to_percent,
@@ -105,20 +103,13 @@ class VideoMme(Benchmark):
             text = prompt.text
             yield replace(prompt, text=f"{spoken}{text}", fingerprint=f"{sha256}{text}")
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions of official results, without missing videos, or of rows by id."""
-        if not table.has("questions"):
-            return super().predictions(table, questions)
-        return [
-            Prediction(
-                question_id=str(pick(asked, ("question_id",), table.where(index))),
-                text=asked["response"],
-                prompt=find_prompt(asked),
-                where=table.where(index),
-            )
-            for video, asked, index in _iterate_questions(table)
-            if "response" in asked and not video.get("missing")
-        ]
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows; of official results those of videos that are not missing."""
+        for video, asked, index in _iterate_questions(table):
+            if not table.has("questions") or ("response" in asked and not video.get("missing")):
+                yield asked, table.where(index)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return a letter or None."""

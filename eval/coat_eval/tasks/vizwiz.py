@@ -8,6 +8,7 @@ nothing out; LLaVA scripts/convert_vizwiz_for_submission.py, which prepares the 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_eval import vqa_text
@@ -23,7 +24,7 @@ from coat_eval.benchmark import (
     to_percent,
     to_table_percents,
 )
-from coat_eval.data_folder import Layouts, MediaFile, Row
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.tasks.vqav2 import clean_answer
 
@@ -71,18 +72,14 @@ class VizWiz(Benchmark):
         """Return one question per image; LLaVA's question file adds the ids of its answers."""
         images: dict[str, Question] = {}
         repeated: list[Question] = []
-        for table in sorted(references, key=lambda table: table.has("text")):
-            for index, row in enumerate(table.rows):
-                one = self.question(row, table, table.where(index))
-                known = images.get(one.question_id)
-                if known is None:
-                    images[one.question_id] = one
-                elif table.has("text"):
-                    images[one.question_id] = replace(
-                        known, details={**known.details, **one.details}
-                    )
-                else:
-                    repeated.append(one)
+        tables = sorted(references, key=lambda table: table.has("text"))
+        for question, row in self.pairs(DataFolder(Path(), tables)):
+            known = images.setdefault(question.question_id, question)
+            if "text" in row.values:
+                details = {**known.details, **question.details}
+                images[question.question_id] = replace(known, details=details)
+            elif known is not question:
+                repeated.append(question)
         return [*images.values(), *repeated]
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:

@@ -10,6 +10,7 @@ al., "OK-VQA: A Visual Question Answering Benchmark Requiring External Knowledge
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -23,7 +24,7 @@ from coat_eval.benchmark import (
     Settings,
     pick,
 )
-from coat_eval.data_folder import Layouts, MediaFile, Row
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
 _OKVQA_ANSWERS = 10
@@ -64,18 +65,15 @@ class VqaV2(Benchmark):
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
         """Return the annotated questions, and those of question files without answers."""
-        found: dict[str, Question] = {}
+        questions: dict[str, Question] = {}
         repeated: list[Question] = []
-        for table in sorted(references, key=lambda table: not table.has("answers")):
-            for index, row in enumerate(table.rows):
-                if not row.get("answers") and str(row.get("question_id")) in found:
-                    continue
-                one = self.question(row, table, table.where(index))
-                if one.question_id not in found:
-                    found[one.question_id] = one
-                else:
-                    repeated.append(one)
-        return [*found.values(), *repeated]
+        tables = sorted(references, key=lambda table: not table.has("answers"))
+        for question, _ in self.pairs(DataFolder(Path(), tables)):
+            if question.question_id not in questions:
+                questions[question.question_id] = question
+            elif question.answer is not None:
+                repeated.append(question)
+        return [*questions.values(), *repeated]
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; records whether all annotators agree."""
