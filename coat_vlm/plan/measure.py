@@ -35,10 +35,8 @@ from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
 from coat_vlm.plan.activations import image_groups
-from coat_vlm.plan.graphs import add_graphs
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
-from coat_vlm.plan.rows import count_images_per_row, row_tokens
-from coat_vlm.plan.stage import StagePlan
+from coat_vlm.plan.stage import StagePlan, add_graphs, count_images_per_row, row_tokens
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.model_setup import build_planned_model, prepare_model
@@ -146,7 +144,7 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
 
 def expected_peak(plan: StagePlan) -> float:
     """Return the bytes of a rank's peak at the recipe's ZeRO stage, including CUDA graphs."""
-    return add_graphs(plan.memory[plan.recipe_zero], [*plan.find_captured().values()]).peak
+    return add_graphs(plan.own_memory, [*plan.find_captured().values()]).peak
 
 
 def open_case(

@@ -1,34 +1,32 @@
-"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and the largest micro-batch."""
+"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and the largest micro-batch.
+
+CUDA graphs of FP8 blocks (``fp8.cuda_graphs``) hold the activations that their blocks save, also in
+the optimizer step, with the temporary tensors of one block and static copies of its input and
+output. :data:`GRAPH_OVERHEAD` was measured on an H200 (docs/experiments/cuda_graphs.md): the graphs
+of 26 and 24 blocks took 1.20 to 1.33 times the activations, and the peak of a step rose by 0.16 to
+0.38 of them.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import product
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from tqdm import tqdm
 
 from coat_data.load.loader import check_batch_sizes
-from coat_vlm.config import (
-    BlockPrecision,
-    Fp8Config,
-    MasterWeights,
-    Recipe,
-    StageConfig,
-    StageName,
-)
-from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad
+from coat_data.sample import DataError, Media
+from coat_vlm.config import CudaGraphs, Fp8Config, ModelConfig, Recipe, StageConfig, StageName
+from coat_vlm.fp8 import arithmetic_of, fp8_blocks
+from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad, choose_rows
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, FramesPlan, trace, trace_frames
-from coat_vlm.plan.graphs import PlannedGraphs, add_graphs, plan_graphs
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
-from coat_vlm.plan.rows import count_images_per_row, row_tokens
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     RankMemory,
@@ -45,16 +43,7 @@ from coat_vlm.train.model_setup import (
     require_composed,
     select_stages,
 )
-
-RECOMPUTE_QKV = "recompute_qkv"
-
-COLUMNS: dict[str, tuple[BlockPrecision, bool]] = {
-    "bf16": ("bf16", False),
-    "fp8_linear": ("fp8_linear", False),
-    "coat": ("coat", False),
-    RECOMPUTE_QKV: ("coat", True),
-}
-"""Precisions of all blocks, and ``fp8.recompute_qkv``, whose saved activations a plan compares."""
+from coat_vlm.train.open_sources import access_of, open_sources
 
 MARGIN = 1.03
 """Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md). The
@@ -62,9 +51,14 @@ CUDA context and kernels, workspaces of cuBLAS and NCCL, and fragmentation take 
 beyond the size with which it is sold: an H100 of 80 GB has 85.0e9 bytes, an H200 of 141 GB
 150.1e9."""
 
-
 SOLD = 0.94
 """Size with which a GPU is sold, over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
+
+GRAPH_OVERHEAD = 0.33
+"""What CUDA graphs take besides the saved activations, as a share of these."""
+
+_ROWS = 64
+"""Rows of each source that are read to count images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +66,11 @@ class StagePlan:
     """The memory that one stage needs."""
 
     name: StageName
+    recipe: Recipe
+    """The recipe, with shapes in place of names of published models."""
     stage: StageConfig
-    precision: str
     recompute_qkv: bool
-    optimizer: str
-    master_weights: MasterWeights
-    """The recipe's."""
+    optimizer: type[torch.optim.Optimizer]
     ranks: int
     gpu_bytes: float
     """Memory of a GPU as it is sold: 80e9 for one of 80 GB."""
@@ -88,23 +81,20 @@ class StagePlan:
     images_reason: str
     """Source of the number of images, as text."""
     assumed: str
-    """Assumption about the model, as text; empty if none was needed."""
+    """Assumption about the model, as text, or empty."""
     patches: int
     """Patches per image in the tower."""
     sizes: Sizes
     traced: list[Activations]
     """Activations of micro-batches of 1, 2 and 4 times the recipe's rows."""
-    recipe_zero: ZeroStage
-    graphs: PlannedGraphs
-    """The blocks that CUDA graphs may launch."""
-    trace_columns: Callable[[], dict[tuple[str, bool], Activations]]
-    """Returns :attr:`saved`, which takes eight times as long as the rest of the plan."""
+    graphs: CudaGraphs
+    """``fp8.cuda_graphs`` of the stage: False where graphs are not supported."""
+    graph_blocks: dict[str, tuple[int, int]]
+    """Part of the model -> number of its FP8 blocks that may be captured, and their parameters."""
+    trace_variant: Callable[[bool, bool], Activations | None]
+    """Traces the recipe's micro-batch with ``(recompute_qkv, gradient_checkpointing)``; None for a
+    model without FP8 blocks."""
     trace_frames: Callable[[], FramesPlan | None]
-
-    @cached_property
-    def saved(self) -> dict[tuple[str, bool], Activations]:
-        """Activations of the recipe's micro-batch by (one of :data:`COLUMNS`, checkpointing)."""
-        return self.trace_columns()
 
     @cached_property
     def frames(self) -> FramesPlan | None:
@@ -132,6 +122,11 @@ class StagePlan:
         size = self.stage.micro_batch_size
         return {zero: self.estimate_memory(zero, size) for zero in ZERO_STAGES}
 
+    @property
+    def own_memory(self) -> RankMemory:
+        """Memory with the recipe's settings, without graphs that only take what is left."""
+        return self.estimate_memory(self.recipe.zero_stage, self.stage.micro_batch_size)
+
     def interpolate(self, micro_batch: int) -> Activations:
         """Estimate the activations of another micro-batch."""
         times = micro_batch / self.stage.micro_batch_size
@@ -150,23 +145,34 @@ class StagePlan:
     ) -> RankMemory:
         """Estimate the memory under a ZeRO stage with another micro-batch and the same batch."""
         activations = activations or self.interpolate(micro_batch)
-        accumulates = self._accumulates(micro_batch)
         memory = estimate_rank_memory(
-            zero_stage, sizes or self.sizes, self.ranks, activations, accumulates=accumulates
+            zero_stage,
+            sizes or self.sizes,
+            self.ranks,
+            activations,
+            accumulates=self._accumulates(micro_batch),
         )
-        if self.graphs.mode is not True or zero_stage == 3:  # auto takes only what is left
+        if self.graphs is not True or zero_stage == 3:  # auto takes only what is left
             return memory
-        captured = self.graphs.find_captured(activations, micro_batch, 0.0, accumulates=accumulates)
-        return add_graphs(memory, [*captured.values()])
+        return add_graphs(memory, [*self._count_loads(activations, micro_batch).values()])
 
     def find_captured(self) -> dict[str, RowLoad]:
         """Return the rows of blocks that training captures with the recipe's settings, by part."""
-        left = self.gpu_bytes / SOLD - self.memory[self.recipe_zero].peak
-        spare = max(0.0, MAX_SHARE * left)
         size = self.stage.micro_batch_size
-        return self.graphs.find_captured(
-            self.activations, size, spare, accumulates=self._accumulates(size)
-        )
+        loads = self._count_loads(self.activations, size)
+        if self.graphs != "auto":
+            return loads if self.graphs else {}
+        spare = max(0.0, MAX_SHARE * (self.gpu_bytes / SOLD - self.own_memory.peak))
+        accumulates = self._accumulates(size)
+        chosen = choose_rows(list(loads.values()), spare, accumulates=accumulates)
+        return {part: loads[part] for part, taken in zip(loads, chosen, strict=True) if taken}
+
+    def _count_loads(self, activations: Activations, micro_batch: int) -> dict[str, RowLoad]:
+        tokens = {"vision": self.images * self.patches, "language": self.tokens}
+        return {
+            part: RowLoad(*counts, tokens[part] * micro_batch, activations.saved[part])
+            for part, counts in self.graph_blocks.items()
+        }
 
     def _accumulates(self, micro_batch: int) -> bool:
         """Return whether a step has several micro-batches."""
@@ -178,7 +184,7 @@ class StagePlan:
         size = self.stage.micro_batch_size
         for frames in range(self.frames.most, 0, -1):
             activations = self.frames.activations(frames)
-            memory = self.estimate_memory(self.recipe_zero, size, activations=activations)
+            memory = self.estimate_memory(self.recipe.zero_stage, size, activations=activations)
             if memory.peak <= self.usable_bytes:
                 return frames
         return 0
@@ -248,11 +254,10 @@ def plan_recipe(
         plans.append(
             StagePlan(
                 name=name,
+                recipe=recipe,
                 stage=stage,
-                precision=recipe.precision,
                 recompute_qkv=fp8 is not None and fp8.recompute_qkv is True,
-                optimizer=optimizer.__name__,
-                master_weights=recipe.master_weights,
+                optimizer=optimizer,
                 ranks=ranks,
                 gpu_bytes=gpu_bytes,
                 tokens=tokens,
@@ -262,9 +267,11 @@ def plan_recipe(
                 patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
                 sizes=count_sizes(model, stage, measure_state_bytes(optimizer), low_bits=low_bits),
                 traced=_share_tokens(traced, stage.sequence_parallel),
-                recipe_zero=recipe.zero_stage,
-                graphs=plan_graphs(model, choose_graphs(recipe, stage, arithmetic), tokens, tiles),
-                trace_columns=partial(_trace_columns, recipe, stage, vocab_size, tokens, tiles),
+                graphs=choose_graphs(recipe, stage, arithmetic),
+                graph_blocks=_count_graph_blocks(model),
+                trace_variant=cache(
+                    partial(_trace_variant, recipe, stage, vocab_size, tokens, tiles)
+                ),
                 trace_frames=partial(
                     trace_frames, model, recipe, tokens, rows, reuse_weights=cached
                 ),
@@ -288,38 +295,113 @@ def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     ]
 
 
-def _trace_columns(
-    recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
-) -> dict[tuple[str, bool], Activations]:
-    """Trace every column that the model supports, without and with checkpointing."""
-    found: dict[tuple[str, bool], Activations] = {}
-    cases = list(product(COLUMNS, (False, True)))
-    for column, checkpointing in tqdm(cases, desc="precisions", leave=False):
-        precision, recompute = COLUMNS[column]
-        given = recipe.fp8 or Fp8Config()
-        fp8 = dataclasses.replace(
-            given,
-            vision=None,
-            language=None,
-            group_size=16,
-            optimizer=None,
-            cuda_graphs=False,
-            recompute_qkv=recompute,
-            bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
-        )
-        arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
-        changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
-        try:
-            meta_model = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
-        except ValueError:
-            if precision == recipe.precision:
-                raise
-            continue  # a model without FP8 blocks has no such column
-        found[column, checkpointing] = trace(
-            meta_model,
-            stage.micro_batch_size,
-            tokens,
-            images,
-            pool_frames=recipe.model.video.pool_frames or 1,
-        ).scale(1 / stage.sequence_parallel)
-    return found
+def _trace_variant(
+    recipe: Recipe,
+    stage: StageConfig,
+    vocab_size: int | None,
+    tokens: int,
+    images: int,
+    recompute_qkv: bool,
+    checkpointing: bool,
+) -> Activations | None:
+    given = recipe.fp8 or Fp8Config()
+    precision = "coat" if recompute_qkv else recipe.precision
+    fp8 = dataclasses.replace(
+        given,
+        vision=None,
+        language=None,
+        group_size=16,
+        optimizer=None,
+        cuda_graphs=False,
+        recompute_qkv=recompute_qkv,
+        bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
+    )
+    arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
+    changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
+    try:
+        model = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
+    except ValueError:
+        if precision == recipe.precision:
+            raise
+        return None
+    pool = recipe.model.video.pool_frames or 1
+    traced = trace(model, stage.micro_batch_size, tokens, images, pool_frames=pool)
+    return traced.scale(1 / stage.sequence_parallel)
+
+
+def _count_graph_blocks(model: CoatVlm) -> dict[str, tuple[int, int]]:
+    """Count the FP8 blocks that have a backward pass, and their parameters, by part.
+
+    A frozen language model has one, for the gradients of what is before it.
+    """
+    blocks: dict[str, tuple[int, int]] = {}
+    for name, block in fp8_blocks(model, adapted=False):
+        part = "vision" if name.startswith("vision_tower") else "language"
+        if part == "vision" and not any(p.requires_grad for p in block.parameters()):
+            continue
+        number, parameters = blocks.get(part, (0, 0))
+        own = sum(p.numel() for p in block.parameters())
+        blocks[part] = (number + 1, parameters + own)
+    return blocks
+
+
+def add_graphs(memory: RankMemory, captured: Sequence[RowLoad]) -> RankMemory:
+    """Add the memory of captured rows of blocks to both peaks of a rank."""
+    saved = sum(load.saved for load in captured)
+    return dataclasses.replace(
+        memory,
+        backward_peak=memory.backward_peak + GRAPH_OVERHEAD * saved,
+        step_peak=memory.step_peak + (1 + GRAPH_OVERHEAD) * saved,
+    )
+
+
+def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
+    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row."""
+    longest = recipe.model.max_length
+    return longest if stage.packing is None else stage.packing.row_tokens(longest)
+
+
+def count_images_per_row(
+    recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
+) -> tuple[int, str]:
+    """Count the tiles per row of ``tokens`` tokens, and return the source of the number as text.
+
+    The first rows of each source of the stage are read. Packed rows are assumed to contain as many
+    tiles as possible.
+    """
+    if not model.has_vision:
+        return 0, "no vision tower"
+    sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
+    if stage.packing is not None:
+        if stage.packing.images is not None:
+            return stage.packing.images, "packing.images"
+        # The tower reads the tiles of all scales; only tiles of the largest scale become tokens.
+        placed = (tokens - 1) // model.tokens_per_image
+        smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
+        most = placed * (recipe.model.video.pool_frames or 1) + smaller
+        return most, "as many as fit into a packed row"
+    counts: list[int] = []
+    try:
+        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
+            for row in range(min(_ROWS, len(dataset))):
+                media = dataset[row].media
+                counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
+    except (DataError, OSError) as error:
+        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
+    if not counts:
+        return 1, "assumed: the data has no rows"
+    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
+
+
+def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
+    """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
+    if medium.kind == "video":
+        if model.video.sampling == "uniform":
+            return model.video.num_frames or 8
+        return model.video.max_frames or 64
+    if model.image.mode in ("resize", "pad"):
+        return 1
+    largest = model.image.max_tiles or 12
+    if model.image.mode == "dynamic":
+        return largest + (largest > 1)  # plus the thumbnail
+    return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])

@@ -1,4 +1,4 @@
-"""Formats a plan as tables, and gives advice in one sentence.
+"""Formats a plan: advice in one sentence, the assumptions, and a table of the ZeRO stages.
 
 The advice states whether the plan fits, and the smallest change that makes it fit.
 """
@@ -8,14 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import PARTS
-from coat_vlm.plan.graphs import add_graphs
-from coat_vlm.plan.stage import COLUMNS, MARGIN, RECOMPUTE_QKV, StagePlan
-from coat_vlm.plan.zero import (
-    ZERO_STAGES,
-    ZeroStage,
-    measure_state_bytes,
-)
+from coat_vlm.plan.stage import MARGIN, StagePlan, add_graphs
+from coat_vlm.plan.zero import ZERO_STAGES, ZeroStage, measure_state_bytes
 
 GB = 1e9
 
@@ -26,18 +20,18 @@ class _Change:
 
     zero_stage: ZeroStage
     micro_batch: int
-    recompute_qkv: bool = False
-    checkpointing: bool = False
+    recompute_qkv: bool
+    checkpointing: bool
     low_bits: bool = False
 
     def overrides(self, plan: StagePlan) -> list[str]:
         """Return the command-line overrides of the recipe."""
-        stage = f"stages.{plan.name}"
+        stage, recipe = f"stages.{plan.name}", plan.recipe
         words = {
-            f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
-            "master_weights=auto": plan.master_weights == "low_bits" and not self.low_bits,
-            "master_weights=low_bits": plan.master_weights == "fp32" and self.low_bits,
-            "precision=coat": self.recompute_qkv and plan.precision != "coat",
+            f"zero_stage={self.zero_stage}": self.zero_stage != recipe.zero_stage,
+            "master_weights=auto": recipe.master_weights == "low_bits" and not self.low_bits,
+            "master_weights=low_bits": recipe.master_weights == "fp32" and self.low_bits,
+            "precision=coat": self.recompute_qkv and recipe.precision != "coat",
             "fp8.recompute_qkv=true": self.recompute_qkv,
             f"{stage}.micro_batch_size={self.micro_batch}": (
                 self.micro_batch != plan.stage.micro_batch_size
@@ -46,21 +40,38 @@ class _Change:
         }
         return [word for word, differs in words.items() if differs]
 
+    def peak(self, plan: StagePlan) -> float:
+        """Return the planned peak in bytes; infinite if the model does not support the change."""
+        sizes = dataclasses.replace(plan.sizes, low_bits=self.low_bits)
+        activations = None
+        if self.recompute_qkv:
+            sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
+        if self.recompute_qkv or self.checkpointing:
+            of_recipe = plan.trace_variant(
+                self.recompute_qkv or plan.recompute_qkv,
+                self.checkpointing or plan.stage.gradient_checkpointing,
+            )
+            if of_recipe is None:
+                return float("inf")
+            activations = of_recipe.scale(self.micro_batch / plan.stage.micro_batch_size)
+        return plan.estimate_memory(self.zero_stage, self.micro_batch, sizes, activations).peak
+
 
 def advice(plan: StagePlan) -> str:
     """State whether the stage fits with the recipe's settings, and what to change."""
-    needed, usable = plan.memory[plan.recipe_zero].peak, plan.usable_bytes
-    written = f"ZeRO {plan.recipe_zero}, micro_batch_size {plan.stage.micro_batch_size}"
+    needed, usable = plan.own_memory.peak, plan.usable_bytes
+    zero_stage = plan.recipe.zero_stage
+    written = f"ZeRO {zero_stage}, micro_batch_size {plan.stage.micro_batch_size}"
     numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may use"
     if needed <= usable:
-        largest = plan.largest_micro_batch(plan.recipe_zero)
+        largest = plan.largest_micro_batch(zero_stage)
         per_rank = plan.stage.batch_size // plan.replicas
         best = max((n for n in range(1, largest + 1) if per_rank % n == 0), default=1)
         more = f"; the largest micro-batch that fits is {largest}"
         if best > plan.stage.micro_batch_size:
             more += f" (stages.{plan.name}.micro_batch_size={best} divides the batch)"
         return f"It fits as written ({written}): {numbers}{more}."
-    options = [(_peak(plan, change), change.overrides(plan)) for change in _changes(plan)]
+    options = [(change.peak(plan), change.overrides(plan)) for change in _changes(plan)]
     start = f"It does not fit as written ({written}): {numbers}."
     if fitting := [option for option in options if option[0] <= usable]:
         peak, overrides = min(fitting, key=lambda option: len(option[1]))
@@ -75,101 +86,88 @@ def advice(plan: StagePlan) -> str:
 
 def _changes(plan: StagePlan) -> Iterator[_Change]:
     """Yield changes in the order of their cost: none, communication, accuracy, time."""
-    graphs = plan.graphs.mode is True  # which a recipe refuses with ZeRO-3 and checkpointing
+    graphs = plan.graphs is True  # which a recipe refuses with ZeRO-3 and checkpointing
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
-    qkv = plan.precision != "fp32" and not plan.recompute_qkv
+    qkv = plan.recipe.precision != "fp32" and not plan.recompute_qkv
     recompute = not plan.stage.gradient_checkpointing and not graphs
     # One process has nothing to shard.
-    least = 0 if plan.ranks == 1 else plan.recipe_zero
+    least = 0 if plan.ranks == 1 else plan.recipe.zero_stage
     for checkpointing in dict.fromkeys((False, recompute)):
         for recompute_qkv in dict.fromkeys((False, qkv)):
-            if recompute_qkv and (RECOMPUTE_QKV, checkpointing) not in plan.saved:
-                continue
-            coat = recompute_qkv or plan.optimizer == CoatAdamW.__name__
+            coat = recompute_qkv or plan.optimizer is CoatAdamW
             for micro_batch in micro_batches:
+                settings = micro_batch, recompute_qkv, checkpointing
                 if coat and least == 0:
-                    yield _Change(0, micro_batch, recompute_qkv, checkpointing, low_bits=True)
+                    yield _Change(0, *settings, low_bits=True)
                 for zero_stage in ZERO_STAGES:
-                    if zero_stage == 0 and coat and plan.master_weights != "fp32":
+                    if zero_stage == 0 and coat and plan.recipe.master_weights != "fp32":
                         continue  # low bits, as written
                     if zero_stage >= least and not (graphs and zero_stage == 3):
-                        yield _Change(zero_stage, micro_batch, recompute_qkv, checkpointing)
-
-
-def _peak(plan: StagePlan, change: _Change) -> float:
-    sizes = dataclasses.replace(plan.sizes, low_bits=change.low_bits)
-    activations, rows = None, change.micro_batch
-    if change.recompute_qkv:
-        sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
-    if change.recompute_qkv or change.checkpointing:
-        checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
-        recompute_qkv = change.recompute_qkv or plan.recompute_qkv
-        column = RECOMPUTE_QKV if recompute_qkv else plan.precision
-        of_recipe = plan.saved.get((column, checkpointing))
-        if of_recipe is None:
-            return float("inf")
-        activations = of_recipe.scale(rows / plan.stage.micro_batch_size)
-    return plan.estimate_memory(change.zero_stage, rows, sizes, activations).peak
+                        yield _Change(zero_stage, *settings)
 
 
 _LABEL, _CELL = 26, 14
 
-_LINES = (
-    ("weights", "weights"),
-    ("master weights", "master_weights"),
-    ("optimizer states", "states"),
-    ("gradients", "gradients"),
-    ("activations", "activations"),
-    ("buckets, gathered weights", "buffers"),
-    ("peak, forward/backward", "backward_peak"),
-    ("peak, optimizer step", "step_peak"),
-)
+_LINES = {
+    "weights": "weights",
+    "master weights": "master_weights",
+    "optimizer states": "states",
+    "gradients": "gradients",
+    "activations": "activations",
+    "buckets, gathered weights": "buffers",
+    "peak, forward/backward": "backward_peak",
+    "peak, optimizer step": "step_peak",
+}
 
 
-def format_plan(plans: Sequence[StagePlan], *, verbose: bool = False) -> str:
-    """Format the advice and the assumptions of each stage; ``verbose`` adds the tables."""
-    return "\n\n".join(_stage(plan, verbose=verbose) for plan in plans)
+def format_plan(plans: Sequence[StagePlan]) -> str:
+    """Format the advice, the assumptions and the table of each stage."""
+    return "\n\n".join(map(_format_stage, plans))
 
 
-def _stage(plan: StagePlan, *, verbose: bool) -> str:
+def _format_stage(plan: StagePlan) -> str:
     sizes, stage = plan.sizes, plan.stage
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.replicas)
     shared = stage.sequence_parallel
     sharing = "rank(s)" if shared == 1 else f"group(s) of {shared} ranks, which share tokens,"
-    assumed = [f"  assumed: {plan.assumed}"] if plan.assumed else []
-    checkpointed = ", gradient checkpointing" if stage.gradient_checkpointing else ""
+    settings = f"{plan.recipe.precision}, {plan.optimizer.__name__}"
+    if stage.gradient_checkpointing:
+        settings += ", gradient checkpointing"
     if sizes.low_bits:
-        checkpointed += ", low bits of master weights at ZeRO 0"
-    lines = [
-        f"stage {plan.name}: {advice(plan)}",
-        *_frames(plan),
-        f"  {sizes.parameters:,} parameters, {sizes.trained:,} trained; "
-        f"{plan.precision}, {plan.optimizer}{checkpointed}",
-        *assumed,
-        f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
-        f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
-        f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
-        f"micro-batch(es) x {stage.micro_batch_size}",
-        f"  a row: {plan.tokens:,} tokens, all filled; "
-        + (
-            f"{plan.images} image(s) of {plan.patches:,} patches ({plan.images_reason})"
-            if plan.patches
-            else f"only text ({plan.images_reason})"
+        settings += ", low bits of master weights at ZeRO 0"
+    pictures = (
+        f"{plan.images} image(s) of {plan.patches:,} patches" if plan.patches else "only text"
+    )
+    return "\n".join(
+        [
+            f"stage {plan.name}: {advice(plan)}",
+            *_frames(plan),
+            f"  {sizes.parameters:,} parameters, {sizes.trained:,} trained; {settings}",
+            *([f"  assumed: {plan.assumed}"] if plan.assumed else []),
+            f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
+            f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
+            f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
+            f"micro-batch(es) x {stage.micro_batch_size}",
+            f"  a row: {plan.tokens:,} tokens, all filled; {pictures} ({plan.images_reason})",
+            *_graphs(plan),
+            *_table(plan),
+        ]
+    )
+
+
+def _table(plan: StagePlan) -> list[str]:
+    memory, saved = plan.memory, plan.activations.saved
+    parts = ", ".join(f"{part} {_gb(size)}" for part, size in saved.items())
+    return [
+        _row("GB per rank", [f"ZeRO {zero}" for zero in memory]),
+        *(
+            _row(label, [_gb(getattr(of_zero, name)) for of_zero in memory.values()])
+            for label, name in _LINES.items()
         ),
+        _row("fits", ["yes" if m.peak <= plan.usable_bytes else "no" for m in memory.values()]),
+        _row("largest micro-batch", [str(plan.largest_micro_batch(zero)) for zero in memory]),
+        f"  activations by part, GB: {parts}",
     ]
-    return "\n".join([*lines, *(_tables(plan) if verbose else _graphs(plan))])
-
-
-def _tables(plan: StagePlan) -> list[str]:
-    lines = ["", _row("GB per rank", [f"ZeRO {zero}" for zero in plan.memory])]
-    memories = list(plan.memory.values())
-    lines += [
-        _row(label, [_gb(getattr(memory, name)) for memory in memories]) for label, name in _LINES
-    ]
-    fits = [memory.peak <= plan.usable_bytes for memory in memories]
-    lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
-    largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
-    return [*lines, _row("largest micro-batch", largest), "", *_activations(plan), *_graphs(plan)]
 
 
 def _frames(plan: StagePlan) -> list[str]:
@@ -183,25 +181,9 @@ def _frames(plan: StagePlan) -> list[str]:
     limit = "of the row's length" if most == frames.most else "of memory"
     return [
         f"  videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
-        f"{plan.recipe_zero}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), because "
-        f"{limit}."
+        f"{plan.recipe.zero_stage}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), "
+        f"because {limit}."
     ]
-
-
-def _activations(plan: StagePlan) -> list[str]:
-    """Format the bytes that a micro-batch saves for backward, by precision."""
-    found = [column for column in COLUMNS if (column, False) in plan.saved]
-    lines = [_row("GB saved per micro-batch", list(found))]
-    for part in PARTS:
-        cells = [_gb(plan.saved[name, False].saved[part]) for name in found]
-        lines.append(_row(f"  {part}", cells))
-    for label, checkpointing in (("all", False), ("all, with checkpointing", True)):
-        cells = [_gb(plan.saved[name, checkpointing].total_saved) for name in found]
-        lines.append(_row(f"  {label}", cells))
-    workspace = plan.activations.attention_workspace
-    copies = plan.activations.weight_copies
-    note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"
-    return [*lines, note + (f", cached FP8 weights {_gb(copies)} GB" if copies else "")]
 
 
 def _graphs(plan: StagePlan) -> list[str]:
@@ -210,12 +192,12 @@ def _graphs(plan: StagePlan) -> list[str]:
     if not captured:
         return []
     blocks = " and ".join(f"{load.blocks} blocks of {part}" for part, load in captured.items())
-    memory = add_graphs(plan.memory[plan.recipe_zero], [*captured.values()])
+    memory = add_graphs(plan.own_memory, [*captured.values()])
     return [
         f"  CUDA graphs launch {blocks} (fp8.cuda_graphs): "
         + (
             "the peaks contain their memory"
-            if plan.graphs.mode is True
+            if plan.graphs is True
             else f"they use memory that is left, for a peak of {_gb(memory.peak)} GB"
         )
     ]

@@ -19,15 +19,13 @@ def add(commands: Commands) -> None:
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
   coat-vlm plan my_recipe.yaml --gpus 8 precision=coat fp8.recompute_qkv=true
-  coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft --verbose
+  coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft
   coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
   torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2
 
 The estimate assumes full rows: every row has model.max_length tokens, and all tokens except those
 of images are supervised. The model runs once on shapes only, which takes no memory and, for an 8B
 model, seconds to minutes (long rows with recomputation).
-
---verbose adds a table of all ZeRO stages, precisions and parts of the memory.
 
 --measure also takes a few steps of training with random weights and data on the GPUs of this
 launch, and prints their speed and their peak memory next to the plan's. init_from must be a folder
@@ -51,7 +49,6 @@ in every step; loading data is not part of it.
         metavar="N",
         help="image tiles and video frames per row; default: counted in the stage's data, else 1",
     )
-    add("--verbose", action="store_true", help="also print the table of all settings")
     add("--measure", action="store_true", help="also measure a few steps")
 
 
@@ -73,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
         images=args.images,
         only_stage=args.stage,
     )
-    say(format_plan(plans, verbose=args.verbose))
+    say(format_plan(plans))
     if args.measure:
         from coat_vlm.distributed import join_world
         from coat_vlm.plan.measure import measure_stage

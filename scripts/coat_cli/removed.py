@@ -12,7 +12,8 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
     ("train",): {"--precision": "write precision=NAME"},
     ("plan",): {
         "--precision": "write precision=NAME",
-        "--zero": "--verbose compares all ZeRO stages",
+        "--zero": "the table compares all ZeRO stages",
+        "--verbose": "the table of ZeRO stages is always printed",
         "--tokens": "write model.max_length=TOKENS",
     },
     ("eval",): {

@@ -86,7 +86,7 @@ def _plan_memory(folder: Path) -> tuple[dict[str, float], str]:
         recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
         for name, number in ranks.items():
             (plan,) = plan_recipe(recipe, ranks=number, gpu_bytes=0.0, only_stage=name)
-            planned[name] = plan.memory[plan.recipe_zero].peak
+            planned[name] = plan.own_memory.peak
     except (ValueError, OSError) as error:
         return planned, f"not computed: {error}"
     return planned, ""

@@ -1,6 +1,7 @@
 """``coat-vlm plan``: refusals, advice, and runs measured on an H200."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from coat_cli.main import main
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.plan import format_plan, plan_recipe
-from coat_vlm.plan.stage import RECOMPUTE_QKV, StagePlan
+from coat_vlm.plan.stage import StagePlan
 from coat_vlm.plan.table import advice
 
 TEXT = """\
@@ -111,11 +112,8 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
     out = capsys.readouterr().out
     assert out.startswith("stage sft: It fits as written")
     assert "2 GPU(s) of 16.0 GB" in out
-    assert "GB per rank" not in out
-    assert main([*words, "--verbose"]) == 0
-    out = capsys.readouterr().out
-    assert "ZeRO 3" in out
-    assert RECOMPUTE_QKV in out
+    assert re.search(r"GB per rank +ZeRO 0 .*\n  weights ", out)
+    assert "activations by part, GB: vision 0." in out
     assert main(["plan", str(path), "--gpus", "5"]) == 2
     assert "not a multiple" in capsys.readouterr().err
 
