@@ -4,49 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    GotOcr2ImageProcessor,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-    SiglipVisionConfig,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-)
+import transformers
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.model.processor import train_tokenizer
@@ -144,45 +102,47 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
         "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     text = {**TEXT, **find_ids(tokenizer), "rope_parameters": ROPE, **text}
-    image = Qwen2VLImageProcessor(**PIXELS, size=SIZE)
+    image = transformers.Qwen2VLImageProcessor(**PIXELS, size=SIZE)
     if kind == "qwen3_vl":
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-        config = Qwen3VLConfig(
+        config = transformers.Qwen3VLConfig(
             text_config={**text, "head_dim": 8}, vision_config=vision, tie_word_embeddings=True,
             **ids,
         )  # fmt: skip
-        video = Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
-        model = Qwen3VLForConditionalGeneration(config)
-        processor = Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
+        video = transformers.Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
+        model = transformers.Qwen3VLForConditionalGeneration(config)
+        processor = transformers.Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
     else:
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
-        video = Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-        processor = Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=QWEN)
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+        video = transformers.Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+        processor = transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=QWEN)
     save(model, processor, folder)
 
 
 def make_onevision(folder: Path) -> None:
     tokenizer = make_tokenizer("<image>", "<video>")
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
-        text_config=Qwen2Config(**TEXT, **find_ids(tokenizer)),
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER, vision_use_head=False),
+        text_config=transformers.Qwen2Config(**TEXT, **find_ids(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=PINPOINTS,
         vision_feature_select_strategy="full",
     )
     size: Any = {"height": 16, "width": 16}
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
+    processor = transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(
+            size=size, image_grid_pinpoints=PINPOINTS
+        ),
         tokenizer=tokenizer,
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
         chat_template=ONEVISION,
     )
-    save(LlavaOnevisionForConditionalGeneration(config), processor, folder)
+    save(transformers.LlavaOnevisionForConditionalGeneration(config), processor, folder)
 
 
 def save(model: Any, processor: Any, folder: Path) -> None:
@@ -198,49 +158,51 @@ def save(model: Any, processor: Any, folder: Path) -> None:
 def make_llava(folder: Path) -> None:
     tokenizer = make_tokenizer("<image>", "</s>")
     tokenizer.eos_token = "</s>"
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**TOWER),
-        text_config=LlamaConfig(**TEXT, **find_ids(tokenizer)),
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**TOWER),
+        text_config=transformers.LlamaConfig(**TEXT, **find_ids(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
     size: Any = {"height": 16, "width": 16}
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(size=size, crop_size=size),
+    processor = transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(size=size, crop_size=size),
         tokenizer=tokenizer,
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=LLAVA,
     )
-    save(LlavaForConditionalGeneration(config), processor, folder)
+    save(transformers.LlavaForConditionalGeneration(config), processor, folder)
 
 
 def make_internvl(folder: Path) -> None:
     marks = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
     tokenizer: Any = make_tokenizer(*marks.values(), "<video>")
     names = {f"{name}_token": mark for name, mark in marks.items()} | {"video_token": "<video>"}
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         pad_token=tokenizer.pad_token,
         eos_token=tokenizer.eos_token,
         extra_special_tokens=names,
     )
     vision = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
-    config = InternVLConfig(
+    config = transformers.InternVLConfig(
         vision_config=vision,
-        text_config=Qwen2Config(**TEXT, **find_ids(tokenizer)),
+        text_config=transformers.Qwen2Config(**TEXT, **find_ids(tokenizer)),
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
     )
     size: Any = {"height": 16, "width": 16}
-    processor = InternVLProcessor(
-        GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+    processor = transformers.InternVLProcessor(
+        transformers.GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
         tokenizer,
-        InternVLVideoProcessor(size=size),
+        transformers.InternVLVideoProcessor(size=size),
         image_seq_length=4,
         chat_template=QWEN.replace(QWEN_IMAGE, "<IMG_CONTEXT>\n"),
     )
-    save(InternVLForConditionalGeneration(config), processor, folder)
+    save(transformers.InternVLForConditionalGeneration(config), processor, folder)
 
 
 def make_idefics(kind: str, folder: Path) -> None:
@@ -250,26 +212,32 @@ def make_idefics(kind: str, folder: Path) -> None:
     image: Any = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     settings: Any = {
         "vision_config": {**TOWER, "patch_size": 2},
-        "text_config": LlamaConfig(**TEXT, **find_ids(tokenizer)),
+        "text_config": transformers.LlamaConfig(**TEXT, **find_ids(tokenizer)),
         "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
         "scale_factor": 2,
         "pad_token_id": tokenizer.pad_token_id,
     }
     options: Any = {"image_seq_len": 16, "chat_template": IDEFICS}
     if kind == "idefics3":
-        model: Any = Idefics3ForConditionalGeneration(Idefics3Config(**settings))
-        processor: Any = Idefics3Processor(Idefics3ImageProcessor(**image), tokenizer, **options)
+        model: Any = transformers.Idefics3ForConditionalGeneration(
+            transformers.Idefics3Config(**settings)
+        )
+        processor: Any = transformers.Idefics3Processor(
+            transformers.Idefics3ImageProcessor(**image), tokenizer, **options
+        )
     else:
-        model = SmolVLMForConditionalGeneration(SmolVLMConfig(**settings))
-        videos = SmolVLMVideoProcessor(**image)
-        processor = SmolVLMProcessor(SmolVLMImageProcessor(**image), tokenizer, videos, **options)
+        model = transformers.SmolVLMForConditionalGeneration(transformers.SmolVLMConfig(**settings))
+        videos = transformers.SmolVLMVideoProcessor(**image)
+        processor = transformers.SmolVLMProcessor(
+            transformers.SmolVLMImageProcessor(**image), tokenizer, videos, **options
+        )
     save(model, processor, folder)
 
 
 def make_gemma(folder: Path) -> None:
     marks = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
     tokenizer = make_tokenizer("<start_of_turn>", "<end_of_turn>", *marks.values())
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         pad_token=tokenizer.pad_token,
         eos_token=tokenizer.eos_token,
@@ -279,7 +247,7 @@ def make_gemma(folder: Path) -> None:
         zip(marks, map(tokenizer.convert_tokens_to_ids, marks.values()), strict=True)
     )
     text = {**TEXT, **find_ids(tokenizer), "head_dim": 8, "sliding_window": 16}
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config={**TOWER, "vision_use_head": False},
         mm_tokens_per_image=4,
@@ -288,9 +256,11 @@ def make_gemma(folder: Path) -> None:
         image_token_index=ids["image"],
     )
     size: Any = {"height": 16, "width": 16}
-    image = Gemma3ImageProcessor(size=size)
-    processor = Gemma3Processor(image, tokenizer, chat_template=GEMMA, image_seq_length=4)
-    save(Gemma3ForConditionalGeneration(config), processor, folder)
+    image = transformers.Gemma3ImageProcessor(size=size)
+    processor = transformers.Gemma3Processor(
+        image, tokenizer, chat_template=GEMMA, image_seq_length=4
+    )
+    save(transformers.Gemma3ForConditionalGeneration(config), processor, folder)
 
 
 MAKERS = {

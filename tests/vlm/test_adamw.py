@@ -1,11 +1,9 @@
-"""CoatAdamW as an optimizer: against torch's AdamW, and what it saves and loads."""
+"""CoatAdamW as an optimizer: against torch's AdamW, and what it refuses."""
 
-import io
 import math
 
 import pytest
 import torch
-from op_check import assert_same_bits
 from torch import nn
 
 from coat_vlm.optim import CoatAdamW
@@ -56,30 +54,6 @@ def test_a_state_takes_less_than_2_1_bytes_per_parameter() -> None:
     count = 4  # of steps
     assert sum(t.nbytes for t in tensors) == (2 + 12 / 128) * weight.numel() + count
     assert optimizer.state[weight]["exp_avg"].dtype == torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saving_and_loading_continues_bit_exactly(dtype: torch.dtype) -> None:
-    model, x, y = problem()
-    model, x, y = model.to(dtype), x.to(dtype), y.to(dtype)
-    optimizer = CoatAdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, x, y, 5)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    expected = train(model, optimizer, x, y, 5)
-    again, _, _ = problem()
-    again = again.to(dtype)
-    again.load_state_dict(saved["model"])
-    resumed = CoatAdamW(again.parameters(), lr=1e-2)
-    resumed.load_state_dict(saved["optimizer"])
-    assert train(again, resumed, x, y, 5) == expected
-    for a, b in zip(optimizer.state.values(), resumed.state.values(), strict=True):
-        assert a["step"] == b["step"] == 10
-        for key in a:
-            assert a[key].dtype == b[key].dtype
-            assert_same_bits(key, a[key], b[key])
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:

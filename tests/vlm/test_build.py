@@ -5,24 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    PreTrainedTokenizerFast,
-    SiglipConfig,
-    SiglipModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
 
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import CoatVlm, build_model
@@ -47,16 +31,20 @@ def checkpoints(tiny, tmp_path_factory):
     torch.manual_seed(11)
     tower = {k: v for k, v in tiny.vision().items() if k != "model_type"}
     models = {
-        "siglip": SiglipModel(SiglipConfig(vision_config=tower, text_config=TEXT)),
-        "clip": CLIPModel(CLIPConfig(vision_config=tower, text_config=TEXT)),
-        "siglip_vision": SiglipVisionModel(SiglipVisionConfig(**tower)),
-        "clip_vision": CLIPVisionModel(CLIPVisionConfig(**tower)),
-        "clip_text": CLIPTextModel(CLIPTextConfig(**TEXT)),
-        "bert": BertForMaskedLM(BertConfig(**TEXT)),
+        "siglip": transformers.SiglipModel(
+            transformers.SiglipConfig(vision_config=tower, text_config=TEXT)
+        ),
+        "clip": transformers.CLIPModel(
+            transformers.CLIPConfig(vision_config=tower, text_config=TEXT)
+        ),
+        "siglip_vision": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**tower)),
+        "clip_vision": transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**tower)),
+        "clip_text": transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT)),
+        "bert": transformers.BertForMaskedLM(transformers.BertConfig(**TEXT)),
     }
     for family in FAMILIES:
-        config = AutoConfig.for_model(**tiny.language(family, vocab_size=60))
-        models[family] = AutoModelForCausalLM.from_config(config)
+        config = transformers.AutoConfig.for_model(**tiny.language(family, vocab_size=60))
+        models[family] = transformers.AutoModelForCausalLM.from_config(config)
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, model in models.items():
         model.eval().save_pretrained(folder / name)
@@ -99,7 +87,7 @@ def test_a_pretrained_language_model_keeps_its_weights(
 
 
 def larger(tokenizer, extra):
-    copied = PreTrainedTokenizerFast(
+    copied = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
@@ -111,8 +99,10 @@ def larger(tokenizer, extra):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_grow_to_the_tokenizer(tiny, tiny_tokenizer, tmp_path, tied):
-    config = AutoConfig.for_model(**tiny.language("qwen2", vocab_size=50, tie_word_embeddings=tied))
-    source: Any = AutoModelForCausalLM.from_config(config)
+    config = transformers.AutoConfig.for_model(
+        **tiny.language("qwen2", vocab_size=50, tie_word_embeddings=tied)
+    )
+    source: Any = transformers.AutoModelForCausalLM.from_config(config)
     source.save_pretrained(tmp_path)
     model = build(tiny, tiny_tokenizer, language=tmp_path)
     for table, old in [
@@ -149,7 +139,9 @@ def test_a_published_models_end_tokens_stay(tiny, tiny_tokenizer, checkpoints, t
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_all_weights_have_one_dtype(tiny, tiny_tokenizer, checkpoints, tmp_path, dtype):
     folder, _ = checkpoints
-    AutoModelForCausalLM.from_pretrained(folder / "qwen2").bfloat16().save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2").bfloat16().save_pretrained(
+        tmp_path
+    )
     model = build(tiny, tiny_tokenizer, folder / "siglip", tmp_path, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype or torch.float32}
     model.save_pretrained(tmp_path / "composed")
@@ -215,13 +207,13 @@ def test_a_larger_base_extends_the_context(tiny, tiny_tokenizer, checkpoints):
     assert text is model.language_model.config
     assert text.rope_parameters["rope_theta"] == 5e5
     assert text.max_position_embeddings >= 4096
-    expected: Any = AutoModelForCausalLM.from_config(copy.deepcopy(text)).eval()
+    expected: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(text)).eval()
     expected.load_state_dict(model.language_model.state_dict())
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         found = model.language_model(ids).logits
         assert torch.equal(found, expected(ids).logits)
-        original = AutoModelForCausalLM.from_pretrained(folder / "qwen2").eval()
+        original = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2").eval()
         assert not torch.equal(found[..., :60], original(ids).logits)  # ids below 60
 
 

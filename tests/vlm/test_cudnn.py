@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -10,27 +11,17 @@ from typing import Any, Literal
 import pytest
 import torch
 from attention_calls import Call, record_attention
+from one_stage import one_stage
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.model.cudnn import avoid_unsafe_cudnn, set_cudnn_attention
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 PLAIN = F.scaled_dot_product_attention
-TRAINS = ModuleTraining(train=True, lr=1e-3)
-STAGE = StageConfig(
-    data=[SourceConfig(name="a", path="a.json")],
-    vision=TRAINS,
-    projector=TRAINS,
-    language=TRAINS,
-    batch_size=1,
-    micro_batch_size=1,
-    max_steps=1,
-)
+STAGE = one_stage("vision", "projector", "language")
 
 
 @pytest.fixture(autouse=True)
@@ -125,10 +116,6 @@ def test_every_attention_of_a_training_step_is_checked(
     }
 
 
-SAFE = [(tokens, True) for tokens in (64, 192, 704, 1000, 1024)]
-SAFE += [(tokens, False) for tokens in (256, 577, 640, 729, 1024)]
-HEAD_DIMS = [64, 72, 128]
-HEADS = [pytest.param(4, id="equal"), pytest.param(2, id="grouped")]
 LOW = -120.0
 """Scores whose log-sum-exp is below -88.7, where cuDNN's error appears."""
 
@@ -210,56 +197,32 @@ def check_gradients(
         assert worst <= 1, f"{shape}: the gradient of {name} is wrong by {worst:.2f} of its bound"
 
 
-needs_hopper = pytest.mark.skipif(
+@pytest.mark.gpu
+@pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
     reason="torch prefers cuDNN attention on Hopper",
 )
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("shift", [0.0, LOW], ids=["normal", "low"])
-@pytest.mark.parametrize("kv_heads", HEADS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("tokens", "causal"), SAFE)
-def test_cudnn_gradients_of_safe_calls_are_those_of_the_formula(
-    tokens: int, causal: bool, head_dim: int, kv_heads: int, shift: float
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize(
+    ("tokens", "causal", "masked", "safe"),
+    [
+        (64, True, False, True),
+        (704, True, False, True),
+        (577, False, False, True),
+        (1024, False, False, True),
+        (64, False, False, False),
+        (704, False, False, False),
+        (576, False, True, False),
+    ],
+)
+def test_gradients_are_those_of_the_formula(
+    tokens: int, causal: bool, masked: bool, safe: bool, head_dim: int, kv_heads: int
 ) -> None:
-    """Through autograd, and with the separate passes of FP8 blocks."""
-    shape = f"{tokens} tokens, causal {causal}, heads of {head_dim}, {kv_heads} of keys, {shift:+}"
-    q, k, v, grad = make_heads(tokens, head_dim, kv_heads, shift)
-    wanted = attention_gradients(q, k, v, grad, causal)
-    set_cudnn_attention("auto")
-    for x in (q, k, v):
-        x.requires_grad_()
-    # Only cuDNN is allowed, so a call without it is an error; which one torch prefers: below.
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=kv_heads < q.shape[1]
-        )
-        assert "Cudnn" in backward_kernels(out), f"{shape}: {backward_kernels(out)}"
-        check_gradients(torch.autograd.grad(out, (q, k, v), grad), wanted, shape)
-        with torch.no_grad():
-            how = sdpa.choose(q, k, v, causal, None)
-            assert how is not None, shape
-            assert how.kernel == "cudnn", shape
-            flat, statistics = sdpa.forward(how, q, k, v)
-            dy = grad.transpose(1, 2).flatten(-2)
-            found = sdpa.backward(how, dy, q, k, v, flat, statistics)
-    check_gradients(found, wanted, f"{shape}, separate passes")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", HEADS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("masked", [False, True], ids=["not_causal", "mask"])
-@pytest.mark.parametrize("tokens", [64, 192, 576, 704])
-def test_unsafe_calls_have_another_kernel_and_right_gradients(
-    tokens: int, masked: bool, head_dim: int, kv_heads: int
-) -> None:
-    shape = f"{tokens} tokens, mask {masked}, heads of {head_dim}, {kv_heads} of keys"
+    """Safe calls through cuDNN and others without it; and with the passes of FP8 blocks."""
+    shape = f"{tokens} tokens, causal {causal}, mask {masked}, heads of {head_dim}, {kv_heads}"
     q, k, v, grad = make_heads(tokens, head_dim, kv_heads, LOW)
-    wanted = attention_gradients(q, k, v, grad, masked)
+    wanted = attention_gradients(q, k, v, grad, causal or masked)
     set_cudnn_attention("auto")
     mask = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril() if masked else None
     for x in (q, k, v):
@@ -267,12 +230,20 @@ def test_unsafe_calls_have_another_kernel_and_right_gradients(
     # As transformers does, which repeats keys only if there is a mask.
     shared = q.shape[1] // kv_heads
     keys, values = (x.repeat_interleave(shared, 1) if masked else x for x in (k, v))
-    grouped = shared > 1 and not masked
-    out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=grouped)
-    assert "Cudnn" not in backward_kernels(out), f"{shape}: {backward_kernels(out)}"
-    check_gradients(torch.autograd.grad(out, (q, k, v), grad), wanted, shape)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-    if not masked:
-        how = sdpa.choose(q, k, v, False, None)
-        assert how is not None, shape
-        assert how.kernel == "flash", shape
+    # Where only cuDNN is allowed, a call without it is an error.
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if safe else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q, keys, values, mask, is_causal=causal, enable_gqa=shared > 1 and not masked
+        )
+        assert ("Cudnn" in backward_kernels(out)) == safe, f"{shape}: {backward_kernels(out)}"
+        check_gradients(torch.autograd.grad(out, (q, k, v), grad), wanted, shape)
+        if masked:
+            return
+        with torch.no_grad():
+            how = sdpa.choose(q, k, v, causal, None)
+            assert how is not None, shape
+            assert how.kernel == ("cudnn" if safe else "flash"), shape
+            flat, statistics = sdpa.forward(how, q, k, v)
+            dy = grad.transpose(1, 2).flatten(-2)
+            found = sdpa.backward(how, dy, q, k, v, flat, statistics)
+    check_gradients(found, wanted, f"{shape}, separate passes")

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from one_stage import one_stage
 
-from coat_vlm.config import Fp8Config, StageConfig
+from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
-from coat_vlm.config.stage import LoraTraining, ModuleTraining, SourceConfig
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, share_stored, store_frozen_weights
 from coat_vlm.generate import load
 from coat_vlm.train import preference
@@ -96,18 +97,7 @@ def test_rows_of_the_wrong_kind_are_found_before_training(
 def test_the_reference_shares_what_does_not_train(checkpoint: Path) -> None:
     model, _ = load(checkpoint)
     model.float()
-    frozen = ModuleTraining(train=False)
-    stage = StageConfig(
-        data=[SourceConfig(name="a", path="a.json")],
-        vision=frozen,
-        projector=ModuleTraining(train=True, lr=1e-3),
-        language=ModuleTraining(train=True, lr=1e-3),
-        lora=LoraTraining(rank=4, dropout=0.0),
-        batch_size=1,
-        micro_batch_size=1,
-        max_steps=1,
-    )
-    set_trainable(model, stage)
+    set_trainable(model, one_stage("projector", "language", lora=LoraTraining(rank=4, dropout=0.0)))
     convert(model, Fp8Config())
     reference = copy_reference(model)
     own, other = dict(model.named_parameters()), dict(reference.named_parameters())

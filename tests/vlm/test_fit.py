@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.train import _choose_settings
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.plan import adopt_choices, fit_recipe, plan_recipe

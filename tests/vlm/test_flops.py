@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_stage import one_stage
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import EncodedSample
-from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.config import StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.model import build_model
 from coat_vlm.model.flops import Work, count_flops
@@ -27,20 +27,7 @@ from coat_vlm.train.model_setup import set_train_mode, set_trainable
 IMAGE = 2  # of tiny_tokenizer
 ROWS, TOKENS = 2, 40
 PARTS = ("vision", "projector", "language")
-TRAINS = ModuleTraining(train=True, lr=1e-3)
 HEADS, WIDTH, LAYERS = 4, 8, 2  # of tiny.language
-
-
-def stage(*trained: str, **changes: Any) -> StageConfig:
-    parts: Any = dict.fromkeys(trained, TRAINS)
-    return StageConfig(
-        data=[SourceConfig(name="a", path="a.json")],
-        batch_size=1,
-        micro_batch_size=1,
-        max_steps=1,
-        **parts,
-        **changes,
-    )
 
 
 def trained(model: CoatVlm, stage: StageConfig) -> CoatVlm:
@@ -98,7 +85,7 @@ def test_every_tower(
         own |= {"select_layer": -3}
     else:
         own = {"vision": tiny.vision(kind), "select_feature": what or "patch", "select_layer": -2}
-    model = trained(tiny.model(projector="mlp2x_gelu", **own), stage(*parts))
+    model = trained(tiny.model(projector="mlp2x_gelu", **own), one_stage(*parts))
     pixels = batch(model)["pixel_values"]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         assert model.vision_tower is not None
@@ -119,7 +106,7 @@ def test_the_output_layer_reads_trained_positions(
     tiny: Any, tiny_tokenizer: Any, tied: bool
 ) -> None:
     model = text_model(tiny, tiny_tokenizer, tie_word_embeddings=tied)
-    inputs = batch(trained(model, stage("language")), tiles=0)
+    inputs = batch(trained(model, one_stage("language")), tiles=0)
     inputs["labels"][:, 3:20] = -100
     flops = count_flops(model)
     found = flops.count(measure_work(inputs, None))
@@ -130,13 +117,13 @@ def test_the_output_layer_reads_trained_positions(
 
 def test_lora(tiny: Any, tiny_tokenizer: Any) -> None:
     lora = LoraTraining(rank=4, alpha=8, dropout=0.0)
-    model = trained(tiny.model(), stage("projector", "language", lora=lora))
+    model = trained(tiny.model(), one_stage("projector", "language", lora=lora))
     inputs = batch(model)
     found = sum(count_flops(model).count(measure_work(inputs)).values())
     assert found == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
     # Nothing trains below: the first block's k and v have no gradient of their input, nor have
     # their adapters' A; they are counted with one.
-    model = trained(text_model(tiny, tiny_tokenizer), stage("language", lora=lora))
+    model = trained(text_model(tiny, tiny_tokenizer), one_stage("language", lora=lora))
     inputs = batch(model, tiles=0)
     found = count_flops(model).count(measure_work(inputs, None))["language"]
     first = 2 * (2 * ROWS * TOKENS) * (32 * 16 + 32 * 4)
@@ -144,7 +131,7 @@ def test_lora(tiny: Any, tiny_tokenizer: Any) -> None:
 
 
 def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: Any) -> None:
-    model = trained(tiny.model(), stage(*PARTS))
+    model = trained(tiny.model(), one_stage(*PARTS))
     model.language_model.set_attn_implementation(PACKED)
     draw = torch.Generator().manual_seed(1)
     samples = []
@@ -168,7 +155,9 @@ def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: An
 @pytest.mark.parametrize("window", [None, 16])
 def test_the_estimate_is_the_count_without_the_output_layer(tiny: Any, window: int | None) -> None:
     flops = dataclasses.replace(
-        count_flops(trained(tiny.model(), stage(*PARTS))), windows=Counter({window: 2}), output=0
+        count_flops(trained(tiny.model(), one_stage(*PARTS))),
+        windows=Counter({window: 2}),
+        output=0,
     )
     tokens, images = np.array([5, 40, 400]), np.array([0, 3, 13])
     exact = [

@@ -1,4 +1,4 @@
-"""A BF16 step without ZeRO, on all parameters at once, against DeepSpeed's own."""
+"""BF16 steps against DeepSpeed's own, and steps with bad gradients, which are left out."""
 
 import math
 from collections.abc import Iterator
@@ -75,7 +75,9 @@ def steps(engine: Any, count: int, scale: float = 1.0) -> list[float]:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    parameters = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: p.detach().clone() for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize("coat", [False, True])
@@ -93,17 +95,33 @@ def test_steps_are_those_of_deepspeed(max_grad_norm: float, coat: bool) -> None:
         assert torch.allclose(there, weight, rtol=2**-7) if clipped else there.equal(weight), name
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e15])
-def test_a_bad_gradient_changes_nothing(bad: float) -> None:
-    """The third has a finite gradient, whose square is not."""
-    engine = engine_of(1.0, own=True)
-    steps(engine, 1)
+@pytest.mark.parametrize(
+    ("zero_stage", "bad"),
+    # The last value has a finite gradient, whose square is not; stage 3 takes FP64.
+    [
+        (0, math.nan),
+        (0, math.inf),
+        (0, 1e15),
+        (1, math.nan),
+        (2, math.nan),
+        (2, 1e15),
+        (3, math.inf),
+    ],
+)
+def test_a_bad_gradient_changes_nothing(zero_stage: int, bad: float) -> None:
+    """The norm decides: ZeRO's own search for bad gradients is not needed."""
+    engine = engine_of(1.0, own=False, zero_stage=zero_stage)
+    searches: list[bool] = []
+    engine.optimizer.has_overflow = lambda *_: searches.append(True)
+    replace_slow_step(engine)
+    assert math.isfinite(*steps(engine, 1))
     before = weights(engine)
     assert steps(engine, 1, scale=bad) == [math.inf]
     assert engine.skipped_steps == 1
     assert all(weights(engine)[name].equal(weight) for name, weight in before.items())
     assert math.isfinite(*steps(engine, 1))  # the bad gradient is gone
     assert not weights(engine)["first.weight"].equal(before["first.weight"])
+    assert searches == []
 
 
 def test_engines_with_zero_keep_their_step() -> None:

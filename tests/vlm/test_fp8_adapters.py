@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from one_stage import one_stage
 from torch import Tensor, nn
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import (
     E5M2,
     dequantize_tensor,
@@ -14,7 +14,7 @@ from coat_kernels import (
     quantize_tensor,
     transpose_quantized,
 )
-from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.config import Fp8Config
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, fp8_blocks, gemm, store_frozen_weights
 from coat_vlm.fp8.convert import back_to_bf16, count_fp8_weights
@@ -23,15 +23,7 @@ from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 RANK, SCALE = 4, 3.0
-TRAINS = ModuleTraining(train=True, lr=1e-3)
-STAGE = StageConfig(
-    data=[SourceConfig(name="a", path="a.json")],
-    language=TRAINS,
-    lora=LoraTraining(rank=RANK, alpha=12, dropout=0.0),
-    batch_size=1,
-    micro_batch_size=1,
-    max_steps=1,
-)
+STAGE = one_stage("language", lora=LoraTraining(rank=RANK, alpha=12, dropout=0.0))
 CPU = torch.device("cpu")
 
 

@@ -15,7 +15,6 @@ from transformers import (
     Qwen3Config,
 )
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, convert, norm_mlp, sdpa
 from coat_vlm.model.packing import PACKED

@@ -9,7 +9,6 @@ import torch
 from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, relative, run_block
 from torch import Tensor, nn
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert, linear, norm_mlp, watching
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks
 

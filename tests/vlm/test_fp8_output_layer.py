@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, output_layer
 from coat_vlm.fp8.output_layer import Fp8Gradients

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, reused_weights, saved_bytes, weights
 from coat_vlm.model.loss import linear_cross_entropy

@@ -7,22 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from one_stage import one_stage
 from torch import Tensor, nn
 
-from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
-TRAINS = ModuleTraining(train=True, lr=1e-3)
-STAGE = StageConfig(
-    data=[SourceConfig(name="a", path="a.json")],
-    vision=TRAINS,
-    projector=TRAINS,
-    language=TRAINS,
-    batch_size=1,
-    micro_batch_size=1,
-    max_steps=1,
-)
+STAGE = one_stage("vision", "projector", "language")
 
 
 class Step:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from one_stage import TRAINS, one_stage
 from torch import Tensor, nn
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.config import Fp8Config, ModuleTraining, Precision, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert, store_frozen_weights
 from coat_vlm.model.lora import (
@@ -27,16 +27,7 @@ from coat_vlm.train.model_setup import set_train_mode, set_trainable
 
 RANK, ALPHA = 4, 12
 LORA = LoraTraining(rank=RANK, alpha=ALPHA, dropout=0.0)
-TRAINS = ModuleTraining(train=True, lr=1e-3)
-STAGE = StageConfig(
-    data=[SourceConfig(name="a", path="a.json")],
-    projector=TRAINS,
-    language=TRAINS,
-    lora=LORA,
-    batch_size=1,
-    micro_batch_size=1,
-    max_steps=1,
-)
+STAGE = one_stage("projector", "language", lora=LORA)
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from one_stage import one_stage
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from coat_vlm.config import ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.config import ModuleTraining, Precision
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, module_parameters
@@ -29,15 +30,7 @@ def test_schedules_after_warmup_equal_transformers(schedule, reference):
         scheduler.step()
 
 
-STAGE = StageConfig(
-    data=[SourceConfig(name="a", path="a.json")],
-    projector=ModuleTraining(train=True, lr=1e-3),
-    language=ModuleTraining(train=True, lr=1e-4),
-    batch_size=1,
-    micro_batch_size=1,
-    max_steps=1,
-    weight_decay=0.1,
-)
+STAGE = one_stage("projector", language=ModuleTraining(train=True, lr=1e-4), weight_decay=0.1)
 
 
 def test_groups_hold_every_trained_parameter_once(tiny):

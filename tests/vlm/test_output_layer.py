@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model import loss as loss_module

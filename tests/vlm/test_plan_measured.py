@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World

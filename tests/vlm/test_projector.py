@@ -69,33 +69,3 @@ def test_projector_is_vilas(kind, grid):
         torch.testing.assert_close(
             output[image], expected(kind, projector, features[image]), rtol=1e-4, atol=1e-4
         )
-
-
-@pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [
-        ("linear", {"layers": (H, C)}),
-        ("mlp2x_gelu", {"layers.0": (H, C), "layers.2": (H, H)}),
-        (
-            "mlp_downsample",
-            {"layers.1": (4 * C,), "layers.2": (H, 4 * C), "layers.4": (H, H)},
-        ),
-        (
-            "mlp_downsample_3x3_fix",
-            {
-                "layers.1": (9 * C,),
-                "layers.2": (3 * C, 9 * C),
-                "layers.4": (3 * C,),
-                "layers.5": (H, 3 * C),
-                "layers.7": (H, H),
-            },
-        ),
-    ],
-)
-def test_parameter_names_and_shapes_are_vilas(kind, shapes):
-    projector = build_projector(kind, C, H)
-    found = {name: tuple(p.shape) for name, p in projector.named_parameters()}
-    expected_shapes = {}
-    for name, shape in shapes.items():
-        expected_shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    assert found == expected_shapes

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import collate
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.sequence_parallel import (

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.distributed import World
 from coat_vlm.train.tracking import StepLine
 

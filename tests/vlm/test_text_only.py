@@ -90,21 +90,5 @@ def test_it_is_saved_loaded_and_exported(
     assert again.tokenizer.decode(prompt.input_ids) == "w5 w6"  # a text to go on with
 
 
-def test_a_composed_model_gives_its_language_model(
-    tiny: Any, tiny_tokenizer: Any, tmp_path: Path, in_own_memory: Callable[[Any], Any]
-) -> None:
-    model = tiny.model()
-    processor = build_processor(
-        dataclasses.replace(tiny.recipe(), template="plain"), tiny_tokenizer, model.config
-    )
-    model.save_pretrained(tmp_path / "ours")
-    processor.save_pretrained(tmp_path / "ours")
-    export(tmp_path / "ours", tmp_path / "stock", layout="language")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(in_own_memory(stock)(ids).logits, model(input_ids=ids).logits)
-
-
 def _tower() -> Any:
     return VisionConfig(config={"model_type": "siglip_vision_model"})

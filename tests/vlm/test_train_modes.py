@@ -7,7 +7,6 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.distributed import join_world
 from coat_vlm.plan.measure import build_stage_model, build_training_step, make_batch, open_case
 from step_models import make_recipe

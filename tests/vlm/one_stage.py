@@ -1,0 +1,14 @@
+"""A stage of a single step, for tests that train a tiny model without files."""
+
+from typing import Any
+
+from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
+
+TRAINS = ModuleTraining(train=True, lr=1e-3)
+
+
+def one_stage(*trained: str, **changes: Any) -> StageConfig:
+    """Return a stage that trains these modules."""
+    source = SourceConfig(name="a", path="a.json")
+    sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "max_steps": 1}
+    return StageConfig(data=[source], **dict.fromkeys(trained, TRAINS) | sizes | changes)
