@@ -9,6 +9,6 @@ TRAINS = ModuleTraining(train=True, lr=1e-3)
 
 def one_stage(*trained: str, **changes: Any) -> StageConfig:
     """Return a stage that trains these modules."""
-    source = SourceConfig(name="a", path="a.json")
-    sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "max_steps": 1}
-    return StageConfig(data=[source], **dict.fromkeys(trained, TRAINS) | sizes | changes)
+    settings: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "max_steps": 1}
+    settings |= dict.fromkeys(trained, TRAINS) | changes
+    return StageConfig(data=[SourceConfig(name="a", path="a.json")], **settings)

@@ -56,14 +56,6 @@ def test_a_state_takes_less_than_2_1_bytes_per_parameter() -> None:
     assert optimizer.state[weight]["exp_avg"].dtype == torch.float8_e4m3fn
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    model, x, y = problem()
-    other = torch.optim.AdamW(model.parameters())
-    train(model, other, x, y, 1)
-    with pytest.raises(ValueError, match=r"lacks .*exp_avg_amax.*another optimizer"):
-        CoatAdamW(model.parameters()).load_state_dict(other.state_dict())
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_a_scale_that_is_not_finite_skips_the_step(scale: float, device: str) -> None:

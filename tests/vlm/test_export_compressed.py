@@ -1,13 +1,13 @@
 """Exports with compressed weights: what is in the files, who reads them, what they compute."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved_model import saved
 from torch import Tensor
 
 from coat_cli.main import main
@@ -22,8 +22,6 @@ from coat_vlm.model.compressed import (
 )
 from coat_vlm.model.vlm import CoatVlm
 
-llava = runpy.run_path(str(Path(__file__).with_name("test_export_llava.py")))
-saved, QUESTION = llava["saved"], llava["QUESTION"]
 NAMES: tuple[WeightFormat, ...] = ("fp8", "fp8_block", "int8")
 LAYERS = 2 * 7
 DOWN = "language_model.model.layers.0.mlp.down_proj"

@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from saved_model import QUESTION, SIDE, saved
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from coat_cli.main import main
 from coat_vlm import torchvision_ops
 from coat_vlm.generate import PromptEncoder, load
-from coat_vlm.model import build_model
 from coat_vlm.model.pretrained import check_composed_folder
-from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
-
-QUESTION = "What is in the image?"
-SIDE = 28
+from coat_vlm.model.processor import train_tokenizer
 
 STOCK = """
 import runpy, sys
@@ -59,31 +56,6 @@ assert not [name for name in sys.modules if name.split(".")[0].startswith("coat_
 """
 
 
-def saved(tiny: Any, folder: Path, projector: str = "mlp2x_gelu", **choices: Any) -> Path:
-    """A tiny composed model in a folder of its own, with weights large enough to matter."""
-    mode, template = choices.pop("mode", "resize"), choices.pop("template", "chatml")
-    tokenizer = train_tokenizer([QUESTION, "A red circle."] * 5, 320)
-    recipe = tiny.recipe(projector=projector, **choices)
-    torch.manual_seed(0)
-    model = build_model(recipe, tokenizer).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    config = model.config
-    processor = CoatVlmProcessor(
-        tokenizer,
-        image_size=SIDE,
-        image_mean=(0.3, 0.5, 0.6),
-        image_std=(0.4, 0.5, 0.6),
-        image_mode=mode,
-        tokens_per_image=config.tokens_per_image,
-        template=template,
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
 def ask(processor: Any, image: Any) -> Any:
     content = [{"type": "image", "image": image}, {"type": "text", "text": f"\n{QUESTION}"}]
     options: Any = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -94,7 +66,7 @@ def ask(processor: Any, image: Any) -> Any:
 CASES = [
     ("clip", "llama", {"select_feature": "patch"}, "default", 16),
     ("clip", "qwen2", {"select_feature": "cls_patch", "select_layer": -1}, "full", 17),
-    ("siglip", "llama", {"mode": "pad", "template": "vicuna_v1"}, "full", 16),
+    ("siglip", "llama", {"image": {"mode": "pad"}, "template": "vicuna_v1"}, "full", 16),
     ("siglip", "qwen2", {"select_layer": 1}, "full", 16),
 ]
 
@@ -239,20 +211,3 @@ def test_a_checkpoint_of_transformers_is_read(tiny: Any, tmp_path: Path) -> None
         logits = model(**inputs).logits
     assert logits.std() > 0.5
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-def test_there_and_back(tiny: Any, tmp_path: Path) -> None:
-    choices = {
-        "vision": tiny.vision("siglip"),
-        "language": tiny.language("qwen2", tie_word_embeddings=True),
-    }
-    ours = saved(tiny, tmp_path / "ours", select_layer=1, **choices)
-    main(["export", "--model", str(ours), "--to", str(tmp_path / "llava"), "--format", "llava"])
-    assert main(["export", "--model", str(tmp_path / "llava"), "--to", str(tmp_path / "back")]) == 0
-    before, after = (load(tmp_path / name, dtype=torch.float32) for name in ("ours", "back"))
-    weights: Any = before[0].state_dict()
-    for name, tensor in after[0].state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-    processors: Any = (before[1], after[1])
-    old, new = (dict(processor.to_dict()) for processor in processors)
-    assert {name for name in old if old[name] != new.get(name)} <= {"tokenizer", "chat_template"}

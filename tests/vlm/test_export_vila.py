@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from saved_model import saved
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,41 +22,16 @@ from transformers import (
 
 from coat_cli.main import main
 from coat_vlm.generate import load
-from coat_vlm.model import build_model
-from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 
 TOWERS = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel}
-SCALES = {"mode": "dynamic_s2", "s2_scales": [28, 56], "max_tiles": 4}
+SCALES = {"mode": "dynamic_s2", "s2_scales": (28, 56), "max_tiles": 4}
 
 
-def saved(tiny: Any, folder: Path, tower: str, language: str, **choices: Any) -> Path:
-    """A tiny composed model and its processor."""
-    image = choices.pop("image", {"mode": "resize"})
-    tokenizer = train_tokenizer(["What is in the image?", "A red circle."] * 5, 320)
+def make(tiny: Any, folder: Path, tower: str, language: str, **choices: Any) -> Path:
     text = tiny.language(language, rope_theta=500.0, tie_word_embeddings=language == "qwen2")
-    recipe = tiny.recipe(vision=tiny.vision(tower), language=text, **choices)
-    if "s2_scales" in image:
-        recipe = type(recipe)(
-            vision=recipe.vision,
-            language=recipe.language,
-            projector=recipe.projector,
-            image=type(recipe.image)(**image),
-        )
-    torch.manual_seed(0)
-    model = build_model(recipe, tokenizer).eval()
-    processor = CoatVlmProcessor(
-        tokenizer,
-        image_size=28,
-        image_mean=(0.3, 0.5, 0.6),
-        image_mode=image["mode"],
-        image_max_tiles=image.get("max_tiles", 12),
-        image_s2_scales=image.get("s2_scales"),
-        tokens_per_image=model.config.tokens_per_image,
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return saved(tiny, folder, vision=tiny.vision(tower), language=text, **choices)
 
 
 CASES = [
@@ -74,7 +50,7 @@ def test_there_and_back(
     choices: dict[str, Any],
     feature: str,
 ) -> None:
-    source = saved(tiny, tmp_path / "ours", tower, language, **choices)
+    source = make(tiny, tmp_path / "ours", tower, language, **choices)
     vila, back = tmp_path / "vila", tmp_path / "back"
     assert main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"]) == 0
     ours, processor = load(source)
@@ -132,7 +108,7 @@ def changed(path: Path, **values: Any) -> None:
 
 def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
     """The whole tower, a select layer of -2, a vocabulary without a row for <image>."""
-    source = saved(tiny, tmp_path / "ours", "siglip", "qwen2")
+    source = make(tiny, tmp_path / "ours", "siglip", "qwen2")
     vila = tmp_path / "vila"
     main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"])
     whole = SiglipVisionModel(SiglipVisionConfig(**tiny.vision("siglip")))
@@ -172,7 +148,7 @@ def test_what_cannot_be_read(
     values: dict[str, Any] | None,
     message: str,
 ) -> None:
-    source, vila = saved(tiny, tmp_path / "ours", "siglip", "llama"), tmp_path / "vila"
+    source, vila = make(tiny, tmp_path / "ours", "siglip", "llama"), tmp_path / "vila"
     main(["export", "--model", str(source), "--to", str(vila), "--format", "vila"])
     if values is None:
         save_file({"layers.1.weight": torch.zeros(3)}, vila / part / "model.safetensors")

@@ -179,28 +179,6 @@ def test_frozen_layers_are_those_without_adapters(
     assert ("encoder block" in what) == (precision != "fp8_linear")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "coat"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_adapters_learn_in_every_precision_and_with_checkpointing(
-    tiny: Any, precision: Precision, dropout: float
-) -> None:
-    """A's gradients are those of FP32 within the precision, and the same with blocks run twice."""
-    stage = replace(STAGE, lora=replace(LORA, dropout=dropout))
-    gradients = []
-    cases: list[tuple[Precision, bool]] = [("fp32", False), (precision, False), (precision, True)]
-    for name, checkpointing in cases:
-        own = replace(stage, gradient_checkpointing=checkpointing)
-        model = adapted(tiny, own)
-        arithmetic_of(name, None, torch.device("cpu")).apply(model)
-        torch.manual_seed(5)
-        model(**inputs(model)).loss.backward()
-        gradients.append({n: p.grad for n, p in adapters_of(model).items()})
-    exact, plain, again = gradients
-    for name, gradient in plain.items():
-        assert torch.equal(gradient, again[name]), name
-        assert (gradient - exact[name]).norm() < 0.25 * exact[name].norm(), name
-
-
 def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     with pytest.raises(ValueError, match=r"'qproj' is not a linear layer .* did you mean q_proj"):

@@ -78,37 +78,6 @@ def test_the_loss_of_sft_is_that_of_the_logits(
         assert any(name.startswith(part) for name in moved), part
 
 
-def test_messages_supervise_their_answers(
-    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path
-) -> None:
-    """As prompt and completion, but for the line break after the end token."""
-    by_parts = trl_trainers.build_trainer("sft", checkpoint, tmp_path, steps=1)
-    data = by_parts.train_dataset.select(range(4))
-    messages = data.map(
-        lambda row: {"messages": row["prompt"] + row["completion"]},
-        remove_columns=["prompt", "completion"],
-    )
-    arguments = trl.SFTConfig(str(tmp_path), assistant_only_loss=True, bf16=False)
-    trainer = trl.SFTTrainer(
-        model=trl_trainers.load(checkpoint),
-        args=arguments,
-        train_dataset=messages,
-        processing_class=by_parts.processing_class,
-    )
-    found, expected = (
-        one.data_collator(list(rows)) for one, rows in ((trainer, messages), (by_parts, data))
-    )
-    assert torch.equal(found["pixel_values"], expected["pixel_values"])
-    end = trainer.processing_class.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
-    for row, labels, ids in zip(
-        found["labels"], expected["labels"], found["input_ids"], strict=True
-    ):
-        assert [token for token in labels.tolist() if token not in (-100, end)] == row[
-            row != -100
-        ].tolist()
-        assert torch.equal(ids[row != -100], row[row != -100])
-
-
 def test_dpo_begins_at_log_2_and_prefers_the_chosen_answers(
     trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path
 ) -> None:
