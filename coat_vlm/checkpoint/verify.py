@@ -8,7 +8,7 @@ which rank misses which file.
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +30,30 @@ WAIT_S = 120.0
 _CHUNK = 1 << 24
 
 
-def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None) -> str | None:
+def find_damage(folder: Path, world: World = ALONE) -> str | None:
     """Return why a folder is incomplete or damaged, or None; reads and compares every file.
 
     All ranks share the work and get the same result. Raises ValueError if a rank does not see the
-    files that rank 0 sees after ``wait_s``, or the folder has another format version.
+    files that rank 0 sees after ``WAIT_S``, or the folder has another format version.
     """
 
     def look() -> tuple[str | None, str, dict[str, Entry]]:
         problem = find_problem(folder)
-        return (problem, "", {}) if problem else (None, *_read_manifest(folder))
+        if problem is not None:
+            return problem, "", {}
+        return None, hash_file(folder / MANIFEST), read_manifest(folder)
 
     problem, digest, entries = world.run_on_rank0(look)
     if problem is not None:
         return problem
-    raise_if_different(
-        world,
-        lambda: _find_unseen(folder, digest, entries),
-        WAIT_S if wait_s is None else wait_s,
-    )
-    found = world.gather(_find_damaged_file(folder, entries, world))
-    name = next((name for name, _ in filter(None, found)), None)
+    _wait_for_files(folder, digest, entries, world)
+    damaged = world.gather(_find_damaged_file(folder, entries, world))
+    name = next((name for name, _ in filter(None, damaged)), None)
     if name is None:
         return None
-
-    def read_again() -> str | None:
-        return _check_file(folder, name, entries[name])
-
-    damage = world.run_on_rank0(read_again)
+    damage = world.run_on_rank0(lambda: _check_file(folder, name, entries[name]))
     if damage is None:
-        rank = next(rank for rank, problem in enumerate(found) if problem is not None)
+        rank = next(rank for rank, problem in enumerate(damaged) if problem is not None)
         raise ValueError(
             f"rank {rank} reads other bytes in {folder / name} than rank 0; make sure that the "
             "folder is one file system, shared by all nodes"
@@ -67,48 +61,19 @@ def find_damage(folder: Path, world: World = ALONE, wait_s: float | None = None)
     return damage
 
 
-def read_same(path: Path, sha256: str, world: World, wait_s: float | None = None) -> bytes:
-    """Read a file that rank 0 has written or chosen, with the same content on every rank.
-
-    Raises:
-        ValueError: a rank does not see the file with this content.
-    """
-    content = b""
-
-    def find_unseen() -> str | None:
-        nonlocal content
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-        return None if hashlib.sha256(content).hexdigest() == sha256 else f"{path} has other bytes"
-
-    raise_if_different(world, find_unseen, WAIT_S if wait_s is None else wait_s)
-    return content
-
-
-def raise_if_different(world: World, find_unseen: Callable[[], str | None], wait_s: float) -> None:
-    """Wait on every rank until ``find_unseen`` returns None: it sees what rank 0 sees.
-
-    Raises:
-        ValueError: on every rank, if one of them still misses something.
-    """
-    deadline = time.monotonic() + wait_s
-    while (unseen := find_unseen()) is not None and time.monotonic() < deadline:
-        time.sleep(min(1.0, wait_s / 10))
-    unseen = None if unseen is None else f"{unseen} (host {socket.gethostname()})"
+def _wait_for_files(folder: Path, digest: str, entries: Mapping[str, Entry], world: World) -> None:
+    """Wait until every rank sees what rank 0 sees; otherwise ValueError on every rank."""
+    deadline = time.monotonic() + WAIT_S
+    while (unseen := _find_unseen(folder, digest, entries)) and time.monotonic() < deadline:
+        time.sleep(min(1.0, WAIT_S / 10))
+    unseen = unseen and f"{unseen} (host {socket.gethostname()})"
     for rank, missing in enumerate(world.gather(unseen)):
         if missing is not None:
             raise ValueError(
                 f"rank {rank} does not see the files that rank 0 sees, after waiting "
-                f"{wait_s:.0f} s: {missing}; make sure that the folder is one file system, shared "
+                f"{WAIT_S:.0f} s: {missing}; make sure that the folder is one file system, shared "
                 "by all nodes, and start the command again"
             )
-
-
-def _read_manifest(folder: Path) -> tuple[str, dict[str, Entry]]:
-    """Return the SHA-256 of a manifest, and the files in it."""
-    return hash_file(folder / MANIFEST), read_manifest(folder)
 
 
 def _find_unseen(folder: Path, digest: str, entries: Mapping[str, Entry]) -> str | None:
@@ -119,7 +84,7 @@ def _find_unseen(folder: Path, digest: str, entries: Mapping[str, Entry]) -> str
             return f"{folder / MANIFEST} has other bytes"
     except OSError as error:
         return f"{folder / MANIFEST}: {error.strerror}"
-    wrong = next(filter(None, (find_wrong_size(folder, *one) for one in entries.items())), None)
+    wrong = next(filter(None, (find_wrong_size(folder, *item) for item in entries.items())), None)
     return None if wrong is None else f"{folder}: {wrong}"
 
 

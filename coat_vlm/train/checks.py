@@ -26,7 +26,6 @@ from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm, count_parameters
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.cudnn import has_safe_gradients
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import AnyProcessor, check_start, start_processor
 from coat_vlm.model.loss import why_logits_are_needed
@@ -46,7 +45,6 @@ from coat_vlm.train.model_setup import (
     find_start,
     select_stages,
 )
-from coat_vlm.train.preference import check_trl
 
 _META = torch.device("meta")
 _TOKENIZER_SIZE = 512
@@ -110,17 +108,12 @@ def check_recipe(
         names = [name for name in names if find_problem(run_dir / name / "model") is not None]
     if not names:
         return findings
-    if recipe.tracking.wandb_project and find_spec("wandb") is None:
-        findings.add(
-            f"tracking.wandb_project={recipe.tracking.wandb_project!r} needs the wandb package; "
-            "pip install -e '.[wandb]', or remove the key"
-        )
+    _check_packages(recipe, names, findings)
     for name in names:
         stage = recipe.stages[name]
         with findings.collect(f"stages.{name}"):
             replicas = stage.count_replicas(num_ranks)
             check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
-            check_trl(stage)
     _check_device(recipe, num_ranks, findings)
     known = len(findings.problems)
     emptied = overwrite and (run_dir / "recipe.yaml").is_file()
@@ -144,9 +137,22 @@ def check_recipe(
                 meta_models[name] = build_planned_model(
                     planned, recipe.stages[name], arithmetic, vocab_size if start is None else None
                 )
-    _check_meta_models(recipe, meta_models, processor, findings)
+    _check_meta_models(meta_models, processor, findings)
     _check_disk(recipe, meta_models, data, run_dir, findings)
     return findings
+
+
+def _check_packages(recipe: Recipe, names: Sequence[StageName], findings: Findings) -> None:
+    if recipe.tracking.wandb_project and find_spec("wandb") is None:
+        findings.add(
+            f"tracking.wandb_project={recipe.tracking.wandb_project!r} needs the wandb package; "
+            "pip install -e '.[wandb]', or remove the key"
+        )
+    for name in names:
+        if recipe.stages[name].dpo is not None and find_spec("trl") is None:
+            findings.add(
+                f"stages.{name}: dpo needs trl, which is not installed: pip install -e '.[trl]'"
+            )
 
 
 def _check_device(recipe: Recipe, num_ranks: int, findings: Findings) -> None:
@@ -264,7 +270,6 @@ def _build_processor(
 
 
 def _check_meta_models(
-    recipe: Recipe,
     meta_models: dict[StageName, PreTrainedModel],
     processor: AnyProcessor | None,
     findings: Findings,
@@ -285,22 +290,6 @@ def _check_meta_models(
         except ValueError as error:
             why = f"{error}".removeprefix("--format llava: ")
             findings.notes.append(f"this model cannot be exported as llava: {why}")
-    if recipe.cudnn_attention is True and meta_model.config.has_vision:
-        trained = [name for name in meta_models if recipe.stages[name].vision.train]
-        findings.notes += _describe_unsafe_tower(trained, cast(CoatVlmConfig, meta_model.config))
-
-
-def _describe_unsafe_tower(trained: Sequence[str], config: CoatVlmConfig) -> list[str]:
-    """Return a note if cuDNN's gradients may be NaN in a tower that these stages train."""
-    vision = config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2 + config.num_prefix_tokens
-    if not trained or has_safe_gradients(tokens, causal=False, masked=False):
-        return []
-    return [
-        f"cudnn_attention=true may give NaN gradients on Hopper GPUs in {', '.join(trained)}: the "
-        f"attention of the tower is not causal and has {tokens} tokens (64 modulo 128); "
-        "cudnn_attention=auto uses another kernel there"
-    ]
 
 
 def _check_disk(

@@ -6,7 +6,6 @@ the stage's folder; a resumed run reads them from there.
 """
 
 import hashlib
-import io
 import json
 import logging
 import zipfile
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -32,10 +31,9 @@ from coat_data.mixture.sampler import SourceShare
 from coat_data.mixture.selection import Rows, SelectedRows, original_row
 from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
-from coat_vlm.checkpoint.verify import read_same
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
-from coat_vlm.distributed import ALONE, World
+from coat_vlm.distributed import World
 from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.open_sources import (
@@ -344,77 +342,45 @@ def _load_or_compute(
         compute: yields arrays for the given rows in order, each with its number of rows.
         join: merges the arrays of all ranks; rank r computes rows r, r + world.size, ...
     """
-    known = world.run_on_rank0(lambda: _find_saved(path, json.dumps(state()), len(datasets)))
-    digest = known.digest
-    if digest is None:
-        rows = [range(world.rank, len(dataset), world.size) for dataset in datasets]
-        shares: list[np.ndarray] = []
-        with tqdm(
-            total=sum(map(len, rows)),
-            desc=title,
-            unit="row",
-            disable=None if world.is_main else True,
-            mininterval=1.0,
-        ) as bar:
-            for dataset, own in zip(datasets, rows, strict=True):
-                chunks = [empty]
-                for chunk, number in compute(dataset, own):
-                    chunks.append(chunk)
-                    bar.update(number)
-                shares.append(np.concatenate(chunks))
-        part = path.with_name(f"{path.stem}-{world.rank:05d}.npz")
-        parts = world.gather((part, _write_arrays(part, shares)))
+    key, saved = world.run_on_rank0(lambda: _load(path, json.dumps(state()), len(datasets)))
+    if saved is not None:
+        return saved
+    shares = [range(world.rank, len(dataset), world.size) for dataset in datasets]
+    arrays: list[np.ndarray] = []
+    with tqdm(
+        total=sum(map(len, shares)),
+        desc=title,
+        unit="row",
+        disable=None if world.is_main else True,
+        mininterval=1.0,
+    ) as bar:
+        for dataset, rows in zip(datasets, shares, strict=True):
+            chunks = [empty]
+            for chunk, number in compute(dataset, rows):
+                chunks.append(chunk)
+                bar.update(number)
+            arrays.append(np.concatenate(chunks))
+    joined = [join(parts) for parts in zip(*world.gather(arrays), strict=True)]
 
-        def write_whole() -> str:
-            ranks = [_read_arrays(read_same(*one, ALONE), len(datasets)) for one in parts]
-            whole = list(map(join, zip(*ranks, strict=True)))
-            digest = _write_arrays(path, whole, key=np.array(known.key))
-            for one, _ in parts:
-                one.unlink()
-            return digest
+    def save() -> None:
+        with replace_file(path) as file:
+            np.savez(file, *joined, key=np.array(key))  # pyright: ignore[reportArgumentType]
 
-        digest = world.run_on_rank0(write_whole)
-    return _read_arrays(read_same(path, digest, world), len(datasets))
+    world.run_on_rank0(save)
+    return joined
 
 
-class _Saved(NamedTuple):
-    """What rank 0 found in a file of arrays."""
-
-    key: str
-    """What the arrays depend on."""
-    digest: str | None
-    """SHA-256 of the file; None if it is missing, damaged or has another key."""
-
-
-def _find_saved(path: Path, key: str, number: int) -> _Saved:
-    """Look for arrays that were saved with a key."""
+def _load(path: Path, key: str, number: int) -> tuple[str, list[np.ndarray] | None]:
+    """Return the key and the arrays that were saved with it; None if there are none."""
     try:
-        data = path.read_bytes()
-        with np.load(io.BytesIO(data)) as saved:
-            fits = str(saved["key"]) == key
-        if fits:
-            _read_arrays(data, number)
+        with np.load(path) as saved:
+            if str(saved["key"]) == key:
+                return key, [saved[f"arr_{index}"] for index in range(number)]
     except FileNotFoundError:
-        return _Saved(key, None)
+        pass
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s is damaged (%s); it is computed again", path, error)
-        return _Saved(key, None)
-    return _Saved(key, hashlib.sha256(data).hexdigest() if fits else None)
-
-
-def _write_arrays(path: Path, arrays: Sequence[np.ndarray], **others: np.ndarray) -> str:
-    """Replace a file by arrays; return its SHA-256."""
-    buffer = io.BytesIO()
-    np.savez(buffer, *arrays, **others)  # pyright: ignore[reportArgumentType]
-    with replace_file(path) as file:
-        file.write(buffer.getbuffer())
-    return hashlib.sha256(buffer.getbuffer()).hexdigest()
-
-
-def _read_arrays(data: bytes, number: int) -> list[np.ndarray]:
-    """Read the arrays in the bytes of a file."""
-    with np.load(io.BytesIO(data)) as saved:
-        return [saved[f"arr_{index}"] for index in range(number)]
+    return key, None
 
 
 def fingerprint(source: SourceConfig, dataset: Rows) -> list[str | int]:

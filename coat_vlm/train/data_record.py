@@ -22,7 +22,7 @@ from coat_data.sample import DataError, Media
 from coat_data.saved_files import write_text
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import World
-from coat_vlm.train.tracking import print_on_main
+from coat_vlm.train.tracking import Metrics, print_on_main
 
 SAMPLED_ROWS = 16
 """Evenly spaced rows of each source that are hashed with their media."""
@@ -46,12 +46,11 @@ Record = list[dict[str, Any]]
 class SourceRecord:
     """The ``sources.json`` of a stage, which rank 0 compares if the stage continues, and writes.
 
-    ``compare``: whether the stage continues from a checkpoint; ``changes``: what changed, if that
-    is allowed (``allow_changed``).
+    ``compare``: whether the stage continues from a checkpoint.
     """
 
     def __init__(self, path: Path, world: World, *, compare: bool, allow_changed: bool) -> None:
-        self.changes: list[str] = []
+        self._changes: list[str] = []
         self._path = path
         self._world = world
         self._compare = compare
@@ -62,13 +61,13 @@ class SourceRecord:
         """Describe the data and compare it; ValueError if it changed or cannot be read."""
         self._world.run_on_rank0(lambda: self._open(sources, datasets))
 
-    def entries(self, stage: str, step: int) -> list[dict[str, Any]]:
-        """Print the allowed changes, and return an entry for metrics.jsonl if there are any."""
-        if not self.changes:
-            return []
-        changed = "".join(f"\n  {change}" for change in self.changes)
-        print_on_main(self._world, f"stage {stage} continues with changed data:{changed}")
-        return [{"kind": "resume", "stage": stage, "step": step, "changed_data": self.changes}]
+    def log_changes(self, metrics: Metrics, stage: str, step: int) -> None:
+        """Print and log the allowed changes."""
+        if self._changes:
+            changed = "".join(f"\n  {change}" for change in self._changes)
+            print_on_main(self._world, f"stage {stage} continues with changed data:{changed}")
+            entry = {"kind": "resume", "stage": stage, "step": step}
+            metrics.write({**entry, "changed_data": self._changes})
 
     def write(self) -> None:
         """Write the file, on the main process."""
@@ -78,11 +77,11 @@ class SourceRecord:
         self._record = describe_sources(sources, datasets)
         if not self._compare:
             return
-        self.changes = find_source_changes(self._path, self._record)
-        if self.changes and not self._allow_changed:
+        self._changes = find_source_changes(self._path, self._record)
+        if self._changes and not self._allow_changed:
             raise ValueError(
                 f"the data differs from {self._path}, with which this run started: "
-                f"{'; '.join(self.changes)}; restore the lists and files of the sources, continue "
+                f"{'; '.join(self._changes)}; restore the lists and files of the sources, continue "
                 "with the changed data (--allow-changed-data), or start a new run in another "
                 "output_dir"
             )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,8 +126,7 @@ class Watchdog:
 
     detector: Detector
     """With the finished steps."""
-    action: Literal["warn", "stop"]
-    patience: int
+    config: DivergenceConfig
     saver: CheckpointSaver
     metrics: Metrics
     world: World
@@ -144,7 +143,7 @@ class Watchdog:
                 {"kind": "divergence", "stage": entry["stage"], "step": step, "problem": problem}
             )
             print_on_main(self.world, f"WARNING {where}: {problem}")
-        if self.action == "warn" or step < first + self.patience - 1:
+        if self.config.action == "warn" or step < first + self.config.patience - 1:
             return
         self.saver.finish()
         good = find_good_checkpoint(self.saver.folder, first - 1, self.world)

@@ -4,22 +4,43 @@ Nothing here needs DeepSpeed: the checks before training and ``coat-vlm plan`` u
 starting an engine.
 """
 
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from coat_vlm.checkpoint.atomic_folder import write_folder
+from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import STAGES, Recipe, StageConfig, StageName
+from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, convert, store_frozen_weights
-from coat_vlm.model.build import build_meta_model
+from coat_vlm.model import CoatVlmConfig, build_model
+from coat_vlm.model.build import build_meta_model, extend_context
 from coat_vlm.model.families import find_family
-from coat_vlm.model.family_model import create_meta_family_model
-from coat_vlm.model.folder import check_start, create_meta_copy
+from coat_vlm.model.family_model import create_meta_family_model, load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.folder import (
+    AnyProcessor,
+    check_start,
+    create_meta_copy,
+    load_model,
+    start_processor,
+)
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.packing import PACKED
+from coat_vlm.model.processor import (
+    build_processor,
+    prepare_tokenizer,
+    tokenizer_name,
+    train_tokenizer,
+)
 from coat_vlm.model.sequence_parallel import check_sequence_parallel
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.train.nf4 import check_bitsandbytes
+from coat_vlm.train.open_sources import iterate_texts
+from coat_vlm.train.tracking import print_on_main
 
 _UNPADDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
 """Language model types whose attention works with packing."""
@@ -190,3 +211,55 @@ def build_planned_model(
             store_frozen_weights(meta_model)
     set_train_mode(meta_model, stage)
     return meta_model
+
+
+def load_initial_model(
+    recipe: Recipe,
+    name: StageName,
+    run_dir: Path,
+    dtype: torch.dtype,
+    world: World,
+    *,
+    continues: bool,
+) -> tuple[PreTrainedModel, AnyProcessor]:
+    """Load or build the model and processor from which a stage starts.
+
+    If the stage continues from a checkpoint, a tokenizer that was trained for it is loaded.
+    """
+    start = world.run_on_rank0(partial(find_start, recipe, name, run_dir))
+    if start is not None:
+        if start.parent.parent == run_dir:
+            problem = find_damage(start, world)
+            if problem is not None:
+                raise ValueError(describe_missing_start(name, start, problem))
+        else:
+            check_start(recipe, str(start))
+        print_on_main(world, f"\nstage {name} starts from {start}")
+        model = load_model(start, dtype, recipe.model.attn_implementation)
+        if isinstance(model, CoatVlm):
+            extend_context(model.language_model, recipe.model)
+            cast(CoatVlmConfig, model.config).text_config = model.language_model.config
+        return model, start_processor(recipe, str(start))
+    if recipe.model.pretrained is not None:
+        source = ("model.pretrained", recipe.model.pretrained)
+        model = load_family_model(*source, dtype, recipe.model.attn_implementation)
+        limits = recipe.model.max_length, recipe.model.max_pixels
+        return model, FamilyProcessor.load(*source, *limits)
+    vocab_size = recipe.model.tokenizer.train_vocab_size
+    folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
+    if vocab_size is not None:
+        kept = continues and world.run_on_rank0(Path(folder).is_dir)
+        if not kept:
+
+            def train(temporary: Path) -> None:
+                train_tokenizer(iterate_texts(recipe), vocab_size).save_pretrained(temporary)
+
+            write_folder(Path(folder), world, train)
+        # The check waits until every rank sees the files.
+        problem = find_damage(Path(folder), world)
+        if problem is not None:
+            raise OSError(f"{folder} is damaged: {problem}; start over with --overwrite")
+    images = recipe.model.vision is not None
+    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
+    model = build_model(recipe.model, tokenizer, dtype)
+    return model, build_processor(recipe.model, tokenizer, cast(CoatVlmConfig, model.config))

@@ -7,7 +7,6 @@ every stage (:mod:`coat_vlm.train.loop`), so TRL sees only :meth:`Preference.los
 import copy
 import warnings
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ from coat_vlm.train.nf4 import share_nf4
 _GROUPS = ("rewards", "logps")
 
 
-def check_trl(stage: StageConfig) -> None:
-    """Raise ValueError if a stage needs the package trl, and it is not installed."""
-    if stage.dpo is not None and find_spec("trl") is None:
-        raise ValueError("dpo needs trl, which is not installed: pip install -e '.[trl]'")
-
-
 def copy_reference(model: PreTrainedModel) -> PreTrainedModel:
     """Return a frozen copy of a prepared model that shares the parameters that do not train.
 
@@ -48,9 +41,6 @@ class Preference:
 
     The model, from ``model_setup.prepare_model`` and not in an engine yet, is moved to the device,
     and its dropout is turned off. TRL creates ``folder``, the stage's, and writes nothing to it.
-
-    Raises:
-        ValueError: trl is not installed.
     """
 
     def __init__(
@@ -62,7 +52,6 @@ class Preference:
         folder: Path,
         world: World,
     ) -> None:
-        check_trl(stage)
         # TRL 1.16 uses names that transformers has replaced, and would warn about each.
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is", FutureWarning)
         from datasets import Dataset

@@ -51,9 +51,13 @@ from coat_vlm.train.divergence import (
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record, Measurements
-from coat_vlm.train.initial_model import load_initial_model
 from coat_vlm.train.loop import StageLoop
-from coat_vlm.train.model_setup import avoids_padding, prepare_model, select_stages
+from coat_vlm.train.model_setup import (
+    avoids_padding,
+    load_initial_model,
+    prepare_model,
+    select_stages,
+)
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
 from coat_vlm.train.preference import build_preference
@@ -259,7 +263,6 @@ def _open(stage: _Stage) -> _Opened:
             lockstep=recipe.zero_stage == 3,
         )
     total_steps = data.total_steps(config)
-    description = describe_stage(recipe, stage.name, model, world)
     print_tables(world, config, stage.name, model, data, total_steps)
     return _Opened(
         model=model,
@@ -272,7 +275,7 @@ def _open(stage: _Stage) -> _Opened:
         evaluation=evaluation,
         total_steps=total_steps,
         continues=continues,
-        description=description,
+        description=describe_stage(recipe, stage.name, model, world),
     )
 
 
@@ -282,9 +285,8 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     model, data = opened.model, opened.data
     preference = build_preference(model, opened.processor, recipe, name, stage.run_dir, world)
     passes = build_passes(model, recipe, config, opened.arithmetic, world, preference)
-    split = recipe.zero_stage == 3
     monitor = BlockMonitor(
-        model, opened.conversion, recipe.monitor, opened.arithmetic, world, split
+        model, opened.conversion, recipe.monitor, opened.arithmetic, world, recipe.zero_stage == 3
     )
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
     new = Progress(
@@ -296,10 +298,8 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
         bad_samples=0,
         sampler_state=SamplerState(),
     )
-    vocab_size = len(opened.processor.tokenizer)
     entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
     done, damaged = _restore(stage, opened, passes, new, entries)
-    finished_entries = [entry for entry in entries if entry["step"] <= done.step]
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
         stage.run_dir,
@@ -310,48 +310,49 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     )
     start = {**opened.description, "sources": describe_sources(data)}
     metrics.write({"kind": "stage", "status": "start", **start})
-    for entry in opened.record.entries(name, done.step):
-        metrics.write(entry)
+    opened.record.log_changes(metrics, name, done.step)
     record = None
     if opened.conversion is not None:
         record = Fp8Record(name, opened.conversion, metrics.write)
-    step = TrainStep(
-        name=name,
-        total_steps=opened.total_steps,
-        sampler=data.loader.sampler,
-        passes=passes,
-        log=StepLog(
-            metrics=metrics,
-            throughput=opened.throughput,
-            bad_samples=BadSamples(
-                stage.run_dir, name, config, data.sources, done.bad_samples, stage.lock.check
-            ),
-            memory=PeakMemory(world.device),
-            row_tokens=data.row_tokens,
-        ),
-        overlaps=steps_overlap(recipe, config, opened.arithmetic, world),
-        measurements=Measurements(
-            name=name,
-            total_steps=opened.total_steps,
-            record=record,
-            monitor=monitor,
-            metrics=metrics,
-        ),
-        finished=done.step,
-        sampler_state=continue_sampler(
-            data.loader.sampler, SamplerState(*done.sampler_state), stage.allow_changed_data
-        ),
-    )
     saver = _build_saver(stage, opened, passes, damaged)
     return StageLoop(
-        step=step,
+        step=TrainStep(
+            name=name,
+            total_steps=opened.total_steps,
+            sampler=data.loader.sampler,
+            passes=passes,
+            log=StepLog(
+                metrics=metrics,
+                throughput=opened.throughput,
+                bad_samples=BadSamples(
+                    stage.run_dir, name, config, data.sources, done.bad_samples, stage.lock.check
+                ),
+                memory=PeakMemory(world.device),
+                row_tokens=data.row_tokens,
+            ),
+            overlaps=steps_overlap(recipe, config, opened.arithmetic, world),
+            measurements=Measurements(
+                name=name,
+                total_steps=opened.total_steps,
+                record=record,
+                monitor=monitor,
+                metrics=metrics,
+            ),
+            finished=done.step,
+            sampler_state=continue_sampler(
+                data.loader.sampler, SamplerState(*done.sampler_state), stage.allow_changed_data
+            ),
+        ),
         data=data,
         saver=saver,
         progress=new,
         watchdog=Watchdog(
-            detector=Detector(recipe.divergence, vocab_size, finished_entries),
-            action=recipe.divergence.action,
-            patience=recipe.divergence.patience,
+            detector=Detector(
+                recipe.divergence,
+                len(opened.processor.tokenizer),
+                (entry for entry in entries if entry["step"] <= done.step),
+            ),
+            config=recipe.divergence,
             saver=saver,
             metrics=metrics,
             world=world,

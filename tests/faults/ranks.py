@@ -145,10 +145,6 @@ def damage_each_file(run: dict[str, Any], world: World) -> dict[str, list[Any]]:
     return results
 
 
-def read_same(run: dict[str, Any], world: World) -> str:
-    return verify.read_same(Path(run["views"][world.rank]), run["sha256"], world).decode()
-
-
 def write_model(run: dict[str, Any], world: World) -> None:
     """Write a model folder as a library does, without hashing."""
     limit_files(run, world)

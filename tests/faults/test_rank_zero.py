@@ -1,6 +1,5 @@
 """Rank 0 decides which checkpoint is loaded; the others must see the same files."""
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,16 +49,3 @@ def test_damage_on_the_disk_of_all_ranks_falls_back(run_ranks: Run, views: list[
         path = Path(view) / NEWEST / "rank-00001-000.safetensors"
         path.write_bytes(bytes(path.stat().st_size))
     assert run_ranks("find", 2, views=views) == [["step-00000004", 4.0]] * 2
-
-
-def test_a_file_that_rank_0_chose(run_ranks: Run, tmp_path: Path) -> None:
-    new, old = tmp_path / "new", tmp_path / "old"
-    new.write_text("lengths")
-    old.write_text("other")
-    sha256 = hashlib.sha256(b"lengths").hexdigest()
-    same = [str(new), str(new)]
-    assert run_ranks("read_same", 2, views=same, sha256=sha256) == ["lengths"] * 2
-    different = [str(new), str(old)]
-    for result in run_ranks("read_same", 2, views=different, sha256=sha256, wait_s=1.0):
-        assert "ValueError: rank 1 does not see" in result
-        assert "old has other bytes" in result

@@ -14,7 +14,7 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, share_stored, store_frozen_weights
 from coat_vlm.generate import load
-from coat_vlm.train import preference
+from coat_vlm.train import checks
 from coat_vlm.train.checks import check_recipe
 from coat_vlm.train.model_setup import set_trainable
 from coat_vlm.train.preference import copy_reference
@@ -78,7 +78,7 @@ def test_keys_that_the_stage_does_not_support(good: Path, changes: Any, problem:
 def test_rows_of_the_wrong_kind_are_found_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preference, "find_spec", lambda _: True)
+    monkeypatch.setattr(checks, "find_spec", lambda _: True)
     stages = {
         "sft": {**source(tmp_path, "pairs"), "val_data": source(tmp_path, "pairs")["data"]},
         "dpo": {**source(tmp_path, "rows"), "dpo": {}},
