@@ -8,14 +8,13 @@
 
 Forward: ``activation_stats`` reads a once and computes group-scaled a (saved: W + W / G bytes per
 token for a's width W) and h's amax. ``activation_apply`` reads a again and writes h in per-tensor
-FP8: h is never stored in high precision. (1 + tanh(u)) / 2 = sigmoid(2 u) saves a tanh.
+FP8: h is never stored in high precision.
 
-Forward, ``activation_once``: large inputs (``ONE_PASS``) are read once. h's scale is guessed from a
-sample, every 16th row, with a margin of 2: normal FP8 numbers do not suffer from a scale that is
-twice as large as necessary, and the range of subnormal ones begins one binade higher. The pass that
+Forward, ``activation_once``: large inputs (``ONE_PASS``) are read once, unless processes share
+scales. h's scale is guessed from a sample, every 16th row, with a margin of 2: normal FP8 numbers
+do not suffer from it, and the range of subnormal ones begins one binade higher. The pass that
 writes h also computes the exact scale. If that is larger than the guess, values have saturated, and
-a last launch writes h again; else it does nothing. The scale depends on this tensor alone. Where
-processes share scales, inputs are read twice.
+a last launch writes h again; else it does nothing.
 
     guess = max(2 amax(every 16th row) / max, 2^-126),   scale = max(guess, amax / max)
 
@@ -456,14 +455,10 @@ class ActivationSaved(NamedTuple):
 def activation_fwd(
     a: Tensor, kind: str, *, group_size: int
 ) -> tuple[TensorScaled, ActivationSaved]:
-    """Apply the activation and quantize the result per tensor to E4M3.
+    """Apply the activation and quantize the result per tensor to E4M3, [M, F].
 
-    Args:
-        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for gated kinds, else [M, F].
-        group_size: of the saved input; divides F.
-
-    Returns:
-        h in E4M3 [M, F], and the saved tensors.
+    a is FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for gated kinds, else [M, F]. It is
+    saved with ``group_size``, which divides F.
     """
     check_matrix("activation_fwd", "a", a)
     _check_kind(kind)
@@ -485,12 +480,8 @@ def activation_bwd_stats(
 ) -> tuple[Tensor, TensorScaled]:
     """Compute the gradient's scale and recompute the output, in one read of the operands.
 
-    Args:
-        grad_output: gradient of h [M, F], contiguous.
-
-    Returns:
-        The scale of :func:`activation_bwd`, FP32 [], and the activation's output in E4M3,
-        recomputed from the saved input, transposed [F, M'].
+    Returns the scale of :func:`activation_bwd`, FP32 [], for a contiguous gradient of h [M, F], and
+    h in E4M3, recomputed from the saved input, transposed [F, M'].
     """
     _check("activation_bwd_stats", grad_output, saved, kind)
     scale, ht = _activation_bwd_stats(
@@ -510,14 +501,10 @@ def activation_bwd(
     fmt: Format = E5M2,
     scale: Tensor | None = None,
 ) -> QuantizedGradient:
-    """Compute the gradient of :func:`activation_fwd`'s input in per-tensor FP8.
+    """Compute the gradient of :func:`activation_fwd`'s input from that of h [M, F], contiguous.
 
-    Args:
-        grad_output: gradient of h [M, F], contiguous.
-        rows: write FP8 data [M, W].
-        transposed: write FP8 data [W, M'].
-        bias: compute the sum over the tokens.
-        scale: from :func:`activation_bwd_stats` with the same format; computed when absent.
+    ``rows``, ``transposed`` and ``bias`` as in :func:`quantize_gradient`. ``scale`` is from
+    :func:`activation_bwd_stats` with the same format; computed when absent.
     """
     _check("activation_bwd", grad_output, saved, kind)
     if scale is None:

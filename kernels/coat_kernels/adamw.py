@@ -12,7 +12,6 @@ A step is a foreach (multi-tensor) step. ``adamw_scalars_kernel`` counts the ste
 and computes scalars per tensor; ``adamw_kernel`` updates. Both read addresses of tensors from a
 table, one row of COLUMNS int64 per tensor. A program updates a chunk of CHUNK elements of a tensor,
 tile by tile; a tile holds 16 bytes of parameters per thread, so an FP32 group of 128 is one warp.
-The CPU knows the table only: steps, rates and factors are read on the GPU.
 
 The table is copied to the GPU when an address, a size or a rate changes. Nothing is read back, so a
 step can be captured in a CUDA graph once its table is on the GPU. Full chunks with 16-byte aligned
@@ -31,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels import master_weights, moment_formats
 from coat_kernels.device import (
     INTERPRETED,
     exp2_fast,
@@ -41,27 +41,20 @@ from coat_kernels.device import (
 )
 from coat_kernels.formats import E4M3, check_dtype
 from coat_kernels.launch import cdiv, launch
-from coat_kernels.master_weights import MOMENT_SALT as _MOMENT_SALT
-from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
-from coat_kernels.moment_formats import GROUP as _GROUP
-from coat_kernels.moment_formats import K_MAX as _K_MAX
-from coat_kernels.moment_formats import LIMIT_BITS as _LIMIT_BITS
-from coat_kernels.moment_formats import LOG2_RANGE as _LOG2_RANGE
-from coat_kernels.moment_formats import OUTLIER as _OUTLIER
-from coat_kernels.moment_formats import SMALLEST_RATIO as _SMALLEST_RATIO
-from coat_kernels.moment_formats import SMALLEST_V as _SMALLEST_V
 from coat_kernels.moment_formats import Moment, count_groups
 from coat_kernels.registry import register
 
-GROUP = tl.constexpr(_GROUP)
-K_MAX = tl.constexpr(_K_MAX)
-SMALLEST_RATIO = tl.constexpr(_SMALLEST_RATIO)
-LIMIT_BITS, SMALLEST_V = tl.constexpr(_LIMIT_BITS), tl.constexpr(_SMALLEST_V)
-OUTLIER = tl.constexpr(_OUTLIER)
-QUIET_NAN = tl.constexpr(_QUIET_NAN)
-MOMENT_SALT = tl.constexpr(_MOMENT_SALT)
+GROUP = tl.constexpr(moment_formats.GROUP)
+K_MAX = tl.constexpr(moment_formats.K_MAX)
+SMALLEST_RATIO = tl.constexpr(moment_formats.SMALLEST_RATIO)
+LIMIT_BITS = tl.constexpr(moment_formats.LIMIT_BITS)
+SMALLEST_V = tl.constexpr(moment_formats.SMALLEST_V)
+OUTLIER = tl.constexpr(moment_formats.OUTLIER)
+QUIET_NAN = tl.constexpr(master_weights.QUIET_NAN)
+MOMENT_SALT = tl.constexpr(master_weights.MOMENT_SALT)
 E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
-LOG2_MAX, LOG2_RANGE = tl.constexpr(math.log2(E4M3.max)), tl.constexpr(_LOG2_RANGE)
+LOG2_MAX = tl.constexpr(math.log2(E4M3.max))
+LOG2_RANGE = tl.constexpr(moment_formats.LOG2_RANGE)
 
 COLUMNS = 16
 """Columns of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, low_bits, step; then the
@@ -409,9 +402,8 @@ def _split_work(shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Tensor]]:
 class AdamwTable:
     """Runs foreach (multi-tensor) steps of AdamW on tensors of one device.
 
-    Args:
-        seed: 31 bits; BF16 parameters without low bits are rounded stochastically with it. If None,
-            they are rounded to nearest, and second moments are rounded with seed 0.
+    BF16 parameters without low bits are rounded stochastically with ``seed``, 31 bits. If it is
+    None, they are rounded to nearest, and second moments are rounded with seed 0.
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
@@ -429,16 +421,11 @@ class AdamwTable:
         rates: Sequence[Rates],
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Run one step of all items without synchronizing with the GPU.
+        """Run one step of all items (at least one) without synchronizing with the GPU.
 
-        Args:
-            items: at least one; tensors without elements are skipped.
-            rates: the rates of the items' parameter groups, by index.
-            grad_scale: FP32 (), multiplied with the gradients; if it is not finite, the step
-                changes nothing.
-
-        Raises:
-            ValueError: the table has changed while a CUDA graph is captured.
+        ``rates`` are those of the items' parameter groups, by index. ``grad_scale``, FP32 (), is
+        multiplied with the gradients; if it is not finite, the step changes nothing. Raises
+        ValueError if the table has changed while a CUDA graph is captured.
         """
         with torch.cuda.device_of(items[0].p):  # Triton launches on the current device
             self._prepare([item for item in items if item.p.numel()])
@@ -452,14 +439,15 @@ class AdamwTable:
             )  # fmt: skip
             for p_type, g_type, low_bits, whole, work in self._work:
                 # The interpreter's time depends on the number of tiles, not on their size.
-                block = (CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize) // _GROUP
+                elements = CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize
+                block = elements // moment_formats.GROUP
                 stochastic = self._seed is not None and p_type == torch.bfloat16 and not low_bits
                 launch(
                     adamw_kernel, (len(work),), num_warps=1,
                     table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
                     grad_scale_ptr=grad_scale, P_TYPE=_TYPES[p_type],
                     G_TYPE=_TYPES[g_type], LOW_BITS=low_bits, STOCHASTIC=stochastic, WHOLE=whole,
-                    BLOCK_G=block, TILES=CHUNK // _GROUP // block,
+                    BLOCK_G=block, TILES=CHUNK // moment_formats.GROUP // block,
                 )  # fmt: skip
 
     def _prepare(self, items: list[AdamwItem]) -> None:
@@ -557,16 +545,8 @@ def adamw_step(
 ) -> None:
     """Run one AdamW step on one tensor; changes p, m, v and low_bits in place.
 
-    Args:
-        p: FP32, BF16 or FP16, contiguous, any shape.
-        g: gradient, of p's shape, contiguous.
-        m: first moment, from :func:`new_moment`.
-        v: second moment, rounded stochastically with the seed (0 if None), step and index.
-        step: from 1.
-        low_bits: int16 of p's shape: the low 16 bits of the FP32 master weights of a BF16 p.
-        grad_scale: FP32 (), multiplied with the gradient; if it is not finite, nothing changes.
-        seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to nearest.
-        index: number of the parameter, which selects its random numbers.
+    p and g are FP32, BF16 or FP16, contiguous, of any shape; m and v are from :func:`new_moment`;
+    ``step`` counts from 1. For the others see :class:`AdamwItem` and :class:`AdamwTable`.
     """
     if p.shape != g.shape or not (p.is_contiguous() and g.is_contiguous()):
         raise ValueError(

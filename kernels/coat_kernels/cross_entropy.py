@@ -5,7 +5,7 @@
 One program reads one row twice: the first pass computes the largest logit and the sum of
 exponentials, the second overwrites the logits with the gradient. A row of a vocabulary of 152k is
 304 KB in BF16, more than a multiprocessor holds, so the second pass runs backwards: the end of the
-row may still be in the cache. Reference: ``reference.cross_entropy_``.
+row may still be in the cache.
 
 :func:`logit_gradient` computes the gradient from the losses, for GEMMs in FP8, in both layouts:
 
@@ -15,7 +15,7 @@ The scale is constant, as no magnitude exceeds 1. The format is E5M2: with 1 at 
 probabilities below 2^-18 to 0, up to half of the probability of a vocabulary of 152k, and
 they would never become smaller; E5M2 represents them down to 2^-32. The conversion rounds the
 difference, not the probability, so it is exact enough where the model is almost certain of the
-target. Reference: ``reference.logit_gradient``.
+target. Reference: ``reference/cross_entropy.py``.
 """
 
 import torch
@@ -145,16 +145,11 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> 
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = None) -> Tensor:
-    """Compute the cross-entropy of each row and, with a divisor, its gradient in place.
+    """Compute the cross-entropy of each row, FP32 [M] (not divided), and its gradient in place.
 
-    Args:
-        logits: FP32, BF16 or FP16 [M, V], each row contiguous. With a divisor they are overwritten
-            with the gradient of ``losses.sum() / divisor``, rounded once to their dtype.
-        targets: int64 [M], each in [0, V); any other target makes loss and gradient of its row NaN.
-        divisor: FP32 []; None to compute no gradient and leave the logits unchanged.
-
-    Returns:
-        The losses, FP32 [M], not divided.
+    ``logits`` are FP32, BF16 or FP16 [M, V], each row contiguous. With a divisor, FP32 [], they are
+    overwritten with the gradient of ``losses.sum() / divisor``, rounded once. ``targets`` are int64
+    [M]; one outside [0, V) makes loss and gradient of its row NaN.
     """
     _check_logits("cross_entropy_", logits)
     _check("cross_entropy_", "targets", targets, torch.int64, logits.shape[:1], logits.device)
@@ -195,21 +190,12 @@ def logit_gradient(
     *,
     rows: bool = True,
 ) -> Tensor:
-    """Compute the gradient of ``losses.sum()`` in E5M2, in the layouts of the backward GEMMs.
+    """Compute the gradient q of ``losses.sum()``, E5M2 [M, V] (empty without ``rows``).
 
-    A value of q means ``q * GRADIENT_SCALE``.
-
-    Args:
-        logits: FP32, BF16 or FP16 [M, V], each row contiguous; V is a multiple of 16.
-        targets: int64 [M].
-        losses: FP32 [M], from :func:`cross_entropy_`. A NaN makes the row NaN.
-        transposed: E5M2 [V, T], whose columns from ``start`` on are overwritten with the transposed
-            gradient: M columns, and zeros up to a multiple of 16. None to leave it out.
-        start: a multiple of 16.
-        rows: return the gradient row-major.
-
-    Returns:
-        E5M2 [M, V]; empty without ``rows``.
+    A value of q means ``q * GRADIENT_SCALE``. ``logits`` [M, V], V a multiple of 16, and
+    ``targets`` are those of :func:`cross_entropy_`, which returned the losses. In ``transposed``,
+    E5M2 [V, T], columns from ``start`` on (a multiple of 16) are overwritten with the transposed
+    gradient: M columns, and zeros up to a multiple of 16.
     """
     op = "logit_gradient"
     M, V = _check_logits(op, logits)

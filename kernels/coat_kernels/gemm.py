@@ -50,14 +50,9 @@ def scaled_mm(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Multiply FP8 matrices.
+    """Multiply a [M, K] with b [N, K], of which at most one is E5M2; add a bias [N].
 
-    Args:
-        a: FP8 [M, K], any M; at most one operand is E5M2.
-        b: FP8 [N, K].
-        dtype: of the result [M, N]: FP32, BF16 or FP16.
-        bias: [N] or None.
-        fast: fast accumulation.
+    Returns [M, N] in ``dtype``: FP32, BF16 or FP16. ``fast``: fast accumulation.
     """
     check_quantized("scaled_mm", "a", a.q)
     check_quantized("scaled_mm", "b", b.q)

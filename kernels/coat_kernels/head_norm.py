@@ -7,10 +7,9 @@ Per head x of D channels, with the rotation R of ``rope.py``:
     n = R^T(dy),   g = n weight,   dx = rstd (g - xhat avg(g xhat)),   dweight = sum of n xhat
 
 Arithmetic is FP32 with one rounding, where transformers rounds after the norm and after each
-product of the rotation. Every element is read and written once: with 16-bit values 4 bytes forward
-and 6 backward, which reads x and computes rstd again. x may be some columns of a wider matrix.
-Programs sum the gradient of the weight for their rows and heads; the partial sums are added in a
-fixed order, so they are deterministic. Reference: ``reference/head_norm.py``.
+product of the rotation. Every element is read and written once; backward computes rstd again.
+Partial sums for the weight are added in a fixed order, so they are deterministic. Reference:
+``reference/head_norm.py``.
 """
 
 from typing import Any
@@ -149,15 +148,10 @@ def _head_norm_bwd(
 
 
 def head_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm of each head, then rotate.
+    """Compute RMSNorm of each head with weight [D], then rotate.
 
-    Args:
-        x: [M, heads D], FP32, BF16 or FP16: q or k of M tokens. Rows are contiguous; they may be
-            part of longer ones.
-        weight: [D], the same for all heads.
-        cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
-        sin: as cos.
-        eps: inside the square root.
+    x is q or k of M tokens [M, heads D], FP32, BF16 or FP16. Rows are contiguous; they may be part
+    of longer ones. cos and sin [R, D] as in :func:`coat_kernels.rope`.
     """
     _check("head_norm", x, weight, cos, sin)
     return _head_norm(x, weight, cos, sin, eps)

@@ -1,7 +1,5 @@
 """Launches kernels from a cache, without Triton's checks of every argument: tiles, warps, grids.
 
-Device code is in ``device.py``.
-
 Triton inspects every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. This module caches the compiled kernel by its arguments
 and launches it as Triton does, with addresses in place of tensors. A new number of tokens goes
@@ -135,15 +133,9 @@ def launch(
 ) -> None:
     """Run ``kernel`` on the current stream; an empty grid (of an empty tensor) is not launched.
 
-    Args:
-        kernel: a kernel whose tensor parameters are named ``*_ptr``; the first tensor is on the
-            current device.
-        grid: one to three numbers of programs.
-        maxnreg: maximum registers per thread; the compiler's choice when absent.
-        **args: all arguments of the kernel, by name; None for an absent tensor.
-
-    Raises:
-        TypeError: an argument is unknown or missing.
+    ``args`` are all arguments of the kernel, by name; tensor parameters are named ``*_ptr``, None
+    is an absent tensor, and the first tensor is on the current device. ``maxnreg`` limits the
+    registers per thread.
     """
     if not all(grid):
         return

@@ -274,18 +274,11 @@ def low_rank_project(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Multiply columns of x with one to three narrow matrices.
+    """Multiply columns of x, FP8 [M, N], with one to three narrow matrices U_i of one dtype.
 
-    Args:
-        x: FP8 [M, N].
-        matrices: U_i [n_i, r_i] of one dtype, contiguous; [r_i, n_i] if ``transposed``.
-        starts: first of the n_i columns of x that each matrix multiplies; when absent, each
-            multiplies all columns.
-        factors: s_i; 1 when absent.
-        transposed: matrices are given as adapters' A.
-
-    Returns:
-        s_i x[:, start_i : start_i + n_i] U_i side by side, [M, sum of r_i] in the matrices' dtype.
+    U_i are contiguous [n_i, r_i], or [r_i, n_i] if ``transposed`` (an adapter's A). Without
+    ``starts`` each multiplies all columns; without ``factors`` they are 1. Returns
+    s_i x[:, start_i : start_i + n_i] U_i side by side, [M, sum of r_i] in the matrices' dtype.
     """
     op = "low_rank_project"
     check_quantized(op, "x", x.q)
@@ -314,18 +307,10 @@ def low_rank_gradient(
     ranks: Sequence[int],
     factors: Sequence[float],
 ) -> list[Tensor]:
-    """Compute the gradients of one to three narrow matrices [n_i, r_i].
+    """Compute the gradients of one to three narrow matrices, ``sizes`` n_i by ``ranks`` r_i.
 
-    Args:
-        x: FP8 [M, N].
-        p: [M, sum of r_i], contiguous: the P_i side by side.
-        starts: first of the n_i columns of x that each matrix multiplies.
-        sizes: n_i.
-        ranks: r_i.
-        factors: s_i.
-
-    Returns:
-        s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i] in P's dtype; parts of one tensor.
+    x is FP8 [M, N]; p [M, sum of r_i], contiguous, has the P_i side by side. Returns
+    s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i] in p's dtype; parts of one tensor.
     """
     op = "low_rank_gradient"
     check_quantized(op, "x", x.q)
@@ -342,10 +327,10 @@ def _check_narrow(
     op: str, name: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None
 ) -> None:
     if x.dim() != 2 or x.shape != shape or not x.is_contiguous() or dtype not in (None, x.dtype):
-        wanted = "" if dtype is None else f" of {dtype}"
+        of_dtype = "" if dtype is None else f" of {dtype}"
         raise ValueError(
             f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it "
-            f"must be a contiguous matrix {list(shape)}{wanted}"
+            f"must be a contiguous matrix {list(shape)}{of_dtype}"
         )
     check_dtype(op, name, x)
 

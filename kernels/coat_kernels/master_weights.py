@@ -46,12 +46,7 @@ def join_master(p: Tensor, low_bits: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, key: int) -> Tensor:
-    """Round FP32 values stochastically to BF16.
-
-    Args:
-        values: FP32, any shape; elements are counted in memory order.
-        key: 32 bits, from :func:`rounding_key`.
-    """
+    """Round FP32 values stochastically to BF16, with a 32-bit key from :func:`rounding_key`."""
     random = random_words(values, key)
     bits = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     return _bf16((bits.long() + (random & 0xFFFF)) >> 16)

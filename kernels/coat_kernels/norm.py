@@ -14,9 +14,8 @@ depends on all of y:
 * ``norm_apply`` reads x (forward) or saved group-scaled x (backward) and writes y in FP8, row-major
   for the forward GEMM or transposed for the grad-weight GEMM. y is never stored in high precision.
 
-Backward, ``norm_bwd``, is one pass over group-scaled x. Programs sum the gradients of weight and
-bias for their rows in FP32; the partial sums are added in a fixed order, so they are deterministic.
-The same pass adds the gradient of the residual path. Derivation: ``kernels/README.md``.
+Backward, ``norm_bwd``, is one pass over group-scaled x. Partial sums for weight and bias are added
+in a fixed order, so they are deterministic. Derivation: ``kernels/README.md``.
 
 ``norm_stats`` and ``norm_bwd`` are persistent kernels. A row is held in one or two segments whose
 widths are powers of two: 1152 channels are 1024 and 128, with no lane idle, where one power of two
@@ -499,14 +498,9 @@ def norm_fwd(
 ) -> tuple[Tensor, TensorScaled, NormSaved]:
     """Compute RMSNorm, or LayerNorm if ``centered``, of x or of x + delta, in per-tensor E4M3.
 
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous.
-        weight: [N], FP32, BF16 or FP16; so is bias, or None.
-        centered: subtract the mean (LayerNorm).
-        delta: added to x first (a residual connection); like x.
-
-    Returns:
-        The norm's input (x, or x + delta rounded to x's dtype), y in E4M3, and the saved tensors.
+    x and delta are FP32, BF16 or FP16 [M, N], contiguous; weight and bias [N] may have another of
+    these dtypes. Returns the norm's input (x, or x + delta rounded to x's dtype), y in E4M3, and
+    the saved tensors.
     """
     check_matrix("norm_fwd", "x", x)
     check_group("norm_fwd", x.shape[1], group_size)
@@ -537,16 +531,11 @@ def norm_recompute(saved: NormSaved, weight: Tensor, bias: Tensor | None) -> Ten
 def norm_bwd(
     grad_output: Tensor, saved: NormSaved, weight: Tensor, grad_residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`norm_fwd`.
+    """Compute the gradients of :func:`norm_fwd` from ``grad_output`` [M, N], contiguous.
 
-    Args:
-        grad_output: [M, N], contiguous.
-        grad_residual: gradient of the norm's input through the residual path, like grad_output;
-            added to the input gradient.
-
-    Returns:
-        Gradients of the input [M, N] in grad_output's dtype, of the weight, FP32 [N], and of the
-        bias, FP32 [N] (empty for RMSNorm).
+    ``grad_residual`` is the gradient of the norm's input through the residual path, which is added.
+    Returns gradients of the input [M, N] in grad_output's dtype, of the weight, FP32 [N], and of
+    the bias, FP32 [N] (empty for RMSNorm).
     """
     M, N = saved.x.q.shape
     check_matrix("norm_bwd", "grad_output", grad_output, (M, N))

@@ -8,13 +8,11 @@
     transpose_quantized  q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
     dequantize_tensor    x = q * scale
 
-x is read twice, for its amax and for its FP8 data (``norm.py`` and ``activation.py`` compute the
-amax while they produce a tensor). Matrices with one scale are never concatenated in memory: one
-launch reads up to three of them. The sums for the bias gradient are FP32 sums in a fixed order
-(partial sums per block of rows, then one sum), so they are deterministic.
+x is read twice, for its amax and for its FP8 data. Matrices with one scale are never concatenated
+in memory: one launch reads up to three of them. The sums for the bias gradient are FP32 sums in a
+fixed order (partial sums per block of rows, then one sum), so they are deterministic.
 
-Formats and the scale convention: ``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv
-2410.19313, sections 4.1 (mixed granularity) and 4.2.
+Formats and the scale convention: ``formats.py``. Reference: ``reference/quantize.py``.
 """
 
 from collections.abc import Sequence
@@ -205,9 +203,7 @@ def pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
     return (*values, None, None, None)[:MAX_PARTS]
 
 
-@register(
-    fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
-)
+@register(fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32))
 def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
     scale = new_scale(parts[0].device)
     filled = [part for part in parts if part.numel()]
@@ -236,14 +232,10 @@ def _write_quantized(
     rows: bool,
     transposed: bool,
 ) -> None:
-    """Launch the kernel for parts of a matrix [M, N].
+    """Launch the kernel for parts [m_i, N] of a matrix [M, N], or [M, n_i] if ``side_by_side``.
 
-    Args:
-        parts: [M, n_i] if ``side_by_side``, else [m_i, N].
-        scale: FP32 [], of all parts.
-        q: [M, N], written if ``rows``.
-        qt: [N, M'], written if ``transposed``.
-        sums: FP32 [rows of tiles, N], the tiles' sums over the tokens; None to compute none.
+    Writes q [M, N] if ``rows``, qt [N, M'] if ``transposed``, and the tiles' sums over the tokens,
+    FP32 [rows of tiles, N], if they are not None.
     """
     sizes = [part.shape[side_by_side] for part in parts]
     whole = sum(sizes)
@@ -306,9 +298,7 @@ def _quantize_gradient(
     return q, qt, scale, sums if partial is None else partial.sum(0)
 
 
-@register(
-    fake=lambda q: q.new_empty((q.shape[1], pad_length(q.shape[0]))),
-)
+@register(fake=lambda q: q.new_empty((q.shape[1], pad_length(q.shape[0]))))
 def _transpose_quantized(q: Tensor) -> Tensor:
     M, N = q.shape
     qt = q.new_empty((N, pad_length(M)))
@@ -321,9 +311,7 @@ def _transpose_quantized(q: Tensor) -> Tensor:
     return qt
 
 
-@register(
-    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
-)
+@register(fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype))
 def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     x = torch.empty(q.shape, dtype=dtype, device=q.device)
     launch(
@@ -341,13 +329,10 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
 def quantize_layouts(
     parts: Sequence[Tensor], fmt: Format = E4M3, *, rows: bool, transposed: bool
 ) -> tuple[TensorScaled, TensorScaled]:
-    """Quantize matrices, concatenated by rows, with one scale, in one or both layouts.
+    """Quantize FP32, BF16 or FP16 matrices [m_i, N], concatenated by rows, with one scale.
 
-    Args:
-        parts: FP32, BF16 or FP16 [m_i, N], contiguous; M is the sum of the m_i.
-        rows: write FP8 data [M, N]; empty otherwise.
-        transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16; empty
-            otherwise.
+    Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
+    multiple of 16; otherwise empty.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
     scale = _tensor_scale(parts, fmt.name)
@@ -372,14 +357,11 @@ def quantize_gradient(
     transposed: bool = True,
     bias: bool = False,
 ) -> QuantizedGradient:
-    """Quantize matrices, concatenated by columns, with one scale.
+    """Quantize FP32, BF16 or FP16 matrices [M, n_i], concatenated by columns, with one scale.
 
-    Args:
-        parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
-            of 16 if there is more than one.
-        rows: write FP8 data [M, N], for the grad-input GEMM.
-        transposed: write FP8 data [N, M'], for the grad-weight GEMM.
-        bias: compute the sum over the tokens, FP32 [N].
+    The n_i are multiples of 16 if there is more than one. Writes FP8 data [M, N] if ``rows``, for
+    the grad-input GEMM, and [N, M'] if ``transposed``, for the grad-weight GEMM; computes the sum
+    over the tokens, FP32 [N], if ``bias``.
     """
     _check_parts("quantize_gradient", parts, side_by_side=True)
     return to_quantized_gradient(
@@ -411,21 +393,17 @@ def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Te
 def _check_parts(
     op: str, parts: Sequence[Tensor], *, side_by_side: bool = False, transposed: bool = False
 ) -> None:
-    """Check that parts can be concatenated: one to three contiguous matrices of one dtype.
-
-    Multiples of 16 must be the widths of several parts concatenated by columns, and the heights of
-    parts to be transposed, except the last.
-    """
+    """Check that parts can be concatenated: one to three contiguous matrices of one dtype."""
     if len(parts) > MAX_PARTS:
         raise ValueError(f"{op}: got {len(parts)} parts; pass at most {MAX_PARTS}")
     name = "dy" if side_by_side else "x"
     for i, part in enumerate(parts):
         check_matrix(op, name if len(parts) == 1 else f"parts[{i}]", part)
     letter, equal, other = ("M", "rows", "columns") if side_by_side else ("N", "columns", "rows")
-    kinds = {(part.dtype, part.shape[not side_by_side]) for part in parts}
-    if len(kinds) != 1:
+    types = {(part.dtype, part.shape[not side_by_side]) for part in parts}
+    if len(types) != 1:
         raise ValueError(
-            f"{op}: got parts of (dtype, {letter}) {sorted(map(str, kinds))}; pass one or more "
+            f"{op}: got parts of (dtype, {letter}) {sorted(map(str, types))}; pass one or more "
             f"matrices of the same dtype and the same number of {equal}"
         )
     sizes = [part.shape[side_by_side] for part in parts]

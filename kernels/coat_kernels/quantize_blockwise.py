@@ -73,9 +73,7 @@ def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tenso
     return q, exponents
 
 
-@register(
-    fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
-)
+@register(fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype))
 def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     M, N = q.shape
     x = torch.empty((M, N), dtype=dtype, device=q.device)
@@ -88,12 +86,7 @@ def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:
-    """Quantize with a power-of-two scale per 1 x ``group_size`` group.
-
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
-        group_size: 16, 32, 64 or 128.
-    """
+    """Quantize x [M, N], FP32, BF16 or FP16, with a power-of-two scale per 1 x G group."""
     check_matrix("quantize_group", "x", x)
     check_group("quantize_group", x.shape[1], group_size)
     return GroupScaled(*_quantize_group(x, group_size, fmt.name))

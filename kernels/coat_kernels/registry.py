@@ -84,11 +84,8 @@ def register(
     """Decorate ``_name``, which launches kernels, to register the op ``coat::name``.
 
     The CPU implementation is ``reference.name``, with the same arguments. The launcher's
-    annotations are the op's schema. The first argument is a tensor or a list of tensors.
-
-    Args:
-        fake: returns the op's results without values.
-        mutates: names of the arguments that the op changes.
+    annotations are the op's schema. The first argument is a tensor or a list of tensors. ``fake``
+    returns the results without values; ``mutates`` are the arguments that the op changes.
     """
 
     def make(triton: Callable[..., Any]) -> Op:

@@ -239,14 +239,10 @@ def _rope_gradient(
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused QKV projection and rotate q and k.
+    """Split a fused projection [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16; rotate q and k.
 
-    Args:
-        qkv: [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16: q, k, v of M tokens.
-        cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
-
-    Returns:
-        q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
+    Token m uses row m % R of cos and sin [R, D], so sequences of R tokens share them. D is even.
+    Returns q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
     """
     check_matrix("rope", "qkv", qkv)
     _check_embedding("rope", qkv.shape[0], cos, sin)
@@ -272,13 +268,8 @@ def rope_gradient(
 ) -> QuantizedGradient:
     """Compute the gradient of the fused QKV projection in per-tensor FP8.
 
-    Args:
-        dq: gradient of q [M, heads D], FP32, BF16 or FP16, contiguous.
-        dk: gradient of k [M, kv_heads D].
-        dv: gradient of v, of k's shape.
-        rows: write FP8 data [M, N], N = (heads + 2 kv_heads) D, for the grad-input GEMM.
-        transposed: write FP8 data [N, M'], for the grad-weight GEMM.
-        bias: compute the sum over the tokens, FP32 [N].
+    dq [M, heads D], dk and dv [M, kv_heads D] are contiguous; ``rows``, ``transposed`` and ``bias``
+    as in :func:`quantize_gradient`.
     """
     check_matrix("rope_gradient", "dq", dq)
     check_matrix("rope_gradient", "dk", dk)

@@ -50,8 +50,7 @@ def allocate_separately() -> Iterator[None]:
 def new_scale(device: torch.device) -> Tensor:
     """Return a scale [], FP32, with the smallest value, for the programs of a launch to raise.
 
-    See :func:`coat_kernels.device.publish_scale`. Use it on the current stream of ``device``, which
-    must be the current device.
+    Use it on the current stream of ``device``, which must be the current device.
     """
     stream = 0
     if device.type == "cuda":

@@ -111,12 +111,7 @@ def activation_bwd(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
     bias: bool, scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradient of the activation's input in FP8, from the saved input.
-
-    Returns:
-        da in per-tensor FP8 [M, W] and/or [W, M'], and with ``bias`` the sum of da over the tokens,
-        FP32 [W].
-    """
+    """Compute da in per-tensor FP8, [M, W] and/or [W, M'], and with ``bias`` its sum, FP32 [W]."""
     da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
     sums = da.sum(0) if bias else da.new_empty(0)
     return *make_layouts(da, scale, get_format(fmt), rows, transposed), sums

@@ -42,13 +42,7 @@ def _group(x: Tensor) -> Tensor:
 
 
 def _round_stochastically(q32: Tensor, k: Tensor, key: int) -> Tensor:
-    """Round to E4M3 neighbors, so that the mean of the decoded values is right.
-
-    Args:
-        q32: FP32 [groups, 128], 0 to 448 before rounding; a NaN stays.
-        k: FP32 [groups, 1].
-        key: 32 bits, from ``rounding_key``.
-    """
+    """Round q32 [groups, 128], 0 to 448 or NaN, so that the mean of the decoded values is right."""
     exponent = (q32.view(torch.int32) >> 23).clamp_min(121)  # subnormals have the spacing of 2^-6
     step = ((exponent - 3) << 23).view(torch.float32)
     steps = q32 * ((257 - exponent) << 23).view(torch.float32)
@@ -63,12 +57,7 @@ def _round_stochastically(q32: Tensor, k: Tensor, key: int) -> Tensor:
 
 
 def encode_moment(values: Tensor, key: int | None = None) -> Moment:
-    """Encode a moment from its values.
-
-    Args:
-        values: FP32, BF16 or FP16, any shape; non-negative with a key.
-        key: 32 bits of a key for stochastic rounding; rounds to nearest if absent.
-    """
+    """Encode a moment from its values; non-negative ones are rounded stochastically with a key."""
     groups = _group(values.float())
     magnitudes = groups.abs()
     amax = magnitudes.amax(1)

@@ -22,10 +22,8 @@ def norm_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run the first pass of RMSNorm, or of LayerNorm if ``centered``, of x + delta.
 
-    Returns:
-        x + delta in x's dtype (empty without a delta), its FP8 data [M, N] and exponents [M, N / G]
-        (saved for backward), rstd FP32 [M], mean FP32 [M] (empty without centering), and
-        the per-tensor scale of y FP32 [].
+    Returns x + delta in x's dtype (empty without a delta), its FP8 data [M, N] and exponents
+    [M, N / G], rstd FP32 [M], mean FP32 [M] (empty without centering), and the scale of y FP32 [].
     """
     total = x.new_empty(0) if delta is None else (x.float() + delta.float()).to(x.dtype)
     source = x if delta is None else total
@@ -64,14 +62,9 @@ def norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of a norm from its group-scaled input.
+    """Compute the gradients of a norm from its group-scaled input; formulas: ``norm.py``.
 
-    With xhat = (x - mean) * rstd and g = dy * weight, averages over the channels:
-    dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)) + residual,
-    dweight = sum over tokens of dy * xhat, dbias = sum over tokens of dy.
-
-    Returns:
-        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
+    Returns dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
     """
     centered = mean.numel() > 0
     x32 = dequantize_group(x, exponents, torch.float32)
