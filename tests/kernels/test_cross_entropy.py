@@ -190,7 +190,7 @@ def test_the_fp8_gradient_is_torchs_rounded_once(
 def test_the_fp8_gradient_keeps_small_probabilities(run: Run) -> None:
     """A vocabulary of 152k has 2^-17 for a token; E4M3 would round 2^-18 and less to 0."""
     V = 2**17
-    x, targets = torch.zeros(1, V), torch.zeros(1, dtype=torch.int64)
+    x, targets = torch.zeros(1, 1024), torch.zeros(1, dtype=torch.int64)  # a part of the vocabulary
     losses = torch.full((1,), math.log(V))
     q, _ = run("logit_gradient", (x, targets, losses, torch.empty(0, 0).to(E5M2.dtype), 0, True))
     assert (q[0, 1:].float() * GRADIENT_SCALE == 1 / V).all()
