@@ -31,7 +31,8 @@ SCALES = {"mode": "dynamic_s2", "s2_scales": (28, 56), "max_tiles": 4}
 
 def make(tiny: Any, folder: Path, tower: str, language: str, **choices: Any) -> Path:
     text = tiny.language(language, rope_theta=500.0, tie_word_embeddings=language == "qwen2")
-    return saved(tiny, folder, vision=tiny.vision(tower), language=text, **choices)
+    parts = {"vision": tiny.vision(tower), "language": text, "projector": "mlp_downsample"}
+    return saved(tiny, folder, **parts | choices)
 
 
 CASES = [
