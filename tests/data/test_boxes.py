@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encoders import talk
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -67,15 +68,17 @@ def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None
 def test_wrong_boxes_are_named(
     tmp_path: Path, boxes: list[Any], objects: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(DataError, match=problem) as raised:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:0.*{problem}"):
         answer(tmp_path, swift(boxes, **objects))
-    assert raised.value.where.startswith(f"{tmp_path}/rows.jsonl:0")
 
 
-def test_pixels_need_the_image(tmp_path: Path) -> None:
+def test_wrong_tags_and_pixels_of_unknown_images_are_named(tmp_path: Path) -> None:
     row = {**swift([[1, 2, 3, 4]]), "images": ["https://a.org/a.jpg"]}
     with pytest.raises(DataError, match="in pixels of an image at an address"):
         answer(tmp_path, row)
+    for text, problem in (("(1,2),(3)", "has 3 numbers"), ("(1,2),(3,4000)", "leaves the image")):
+        with pytest.raises(DataError, match=problem):
+            answer(tmp_path, talk("<image>?", f"<box>{text}</box>", image="a.jpg"))
 
 
 @pytest.mark.parametrize(
@@ -99,11 +102,7 @@ def test_pixels_need_the_image(tmp_path: Path) -> None:
     ids=["Qwen-VL", "InternVL", "Qwen2-VL", "point", "markup"],
 )  # fmt: skip
 def test_tags_are_thousandths(tmp_path: Path, text: str, expected: str) -> None:
-    said = [
-        {"from": "human", "value": "<image>Where is <ref>it</ref>?"},
-        {"from": "gpt", "value": text},
-    ]
-    row = {"image": "a.jpg", "conversations": said, "width": 640, "height": 480}
+    row = talk("<image>Where is <ref>it</ref>?", text, image="a.jpg", width=640, height=480)
     assert answer(tmp_path, row) == expected
     asked = SampleDataset(tmp_path / "rows.jsonl")[0].turns[0].text
     assert asked == ("Where is <ref>it</ref>?" if text == expected else "Where is it?")
@@ -114,13 +113,3 @@ def test_tags_are_thousandths(tmp_path: Path, text: str, expected: str) -> None:
     assert answer(tmp_path, {"messages": messages}) == expected
     alone = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
     assert answer(tmp_path, alone) == text  # no image: not a box of one
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("<box>(1,2),(3)</box>", "has 3 numbers"), ("<box>(1,2),(3,4000)</box>", "leaves the image")],
-)
-def test_wrong_tags_are_named(tmp_path: Path, text: str, problem: str) -> None:
-    said = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": text}]
-    with pytest.raises(DataError, match=problem):
-        answer(tmp_path, {"image": "a.jpg", "conversations": said})

@@ -12,12 +12,13 @@ def encoded(ids: list[int], num_images: int = 0, fill: float = 0.0) -> EncodedSa
 
 
 def test_right_padding():
+    """Of a tokenizer that pads with its end token: one in a text is attended and has a label."""
     batch = collate(
-        [encoded([5, 6, 7], 1, 1.0), encoded([8]), encoded([1, 2], 2, 3.0)], pad_token_id=9
+        [encoded([5, 6, 9], 1, 1.0), encoded([8]), encoded([1, 2], 2, 3.0)], pad_token_id=9
     )
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9], [1, 2, 9]]
+    assert batch["input_ids"].tolist() == [[5, 6, 9], [8, 9, 9], [1, 2, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
-    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100], [-100, 2, -100]]
+    assert batch["labels"].tolist() == [[-100, 6, 9], [-100, -100, -100], [-100, 2, -100]]
     assert batch["pixel_values"].shape == (3, 3, 2, 2)
     assert batch["pixel_values"][:, 0, 0, 0].tolist() == [1.0, 3.0, 3.0]
     assert {batch[key].dtype for key in ("input_ids", "attention_mask", "labels")} == {torch.int64}
@@ -29,10 +30,3 @@ def test_left_padding():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
     assert batch["pixel_values"].shape == (0, 3, 2, 2)
-
-
-def test_a_token_equal_to_the_pad_token_is_still_attended():
-    """Llama-style tokenizers pad with their end token."""
-    batch = collate([encoded([5, 2]), encoded([2, 2, 2])], pad_token_id=2)
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch["labels"].tolist() == [[-100, 2, -100], [-100, 2, 2]]

@@ -62,14 +62,6 @@ def frames_of(reader: VideoReader, media: Media) -> list[bytes]:
     return [frame.tobytes() for frame in reader.read(media).frames]
 
 
-def test_what_the_child_answers_is_what_is_shown(clip: Media):
-    reader = VideoReader(VideoSettings(backend="decord", num_frames=3), child(GOOD))
-    assert frames_of(reader, clip) == [bytes([7] * 24)] * 3
-    assert reader.read(clip).times_s == pytest.approx([0.5, 1.5, 2.5], abs=1e-5)
-    assert dict(reader.counts) == {"video_decord": 2}
-    reader.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [

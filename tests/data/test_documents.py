@@ -100,14 +100,6 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
     assert not pieces[1].continues
 
 
-def test_a_context_without_room_is_refused(make_tokenizer: Any) -> None:
-    encoder = text_encoder(make_tokenizer("llama3"), limit=1)
-    with pytest.raises(
-        DataError, match=r"max_length=1 leaves no tokens for text beside 1 template"
-    ):
-        split_document(document(HARD), encoder)
-
-
 def test_texts_by_content(tmp_path: Path) -> None:
     """JSONL and Parquet with other fields beside the text; .txt files, patterns and folders."""
     rows = [{"text": "One.", "url": "https://a"}, {"text": "Two.", "url": "https://b"}]

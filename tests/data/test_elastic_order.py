@@ -197,18 +197,6 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
         list(measure_rows(sources[0], talk.measure, range(40), max_images=1))
 
 
-def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
-    images = [9, 0, 0, 8, 1, 1, 5, 4]
-    bins = [BatchRow((n,), 100 - n, count) for n, count in enumerate(images)]
-    dealt = assign_to_ranks(bins, micro_batch_size=2, world_size=2)
-    loads = [[sum(bin.images for bin in rank) for rank in step] for step in dealt]
-    # 9 8 5 4: nine and four against eight and five; then 1 1 0 0
-    assert loads == [[13, 13], [1, 1]]
-    assert sorted(p for step in dealt for rank in step for bin in rank for p in bin.positions) == [
-        *range(8)
-    ]
-
-
 def test_ranks_have_about_the_same_work_in_all_micro_steps_together() -> None:
     """By hand: 9 8, then 6 2, then 1 1; the rank with 9 gets 2, and so the ranks have 12 and 15."""
     costs = (1.0, 9.0, 8.0, 6.0, 2.0, 1.0)

@@ -1,5 +1,6 @@
 """Exported samples, read again, are the samples; what a format cannot hold is left out, named."""
 
+import base64
 import dataclasses
 import json
 import tempfile
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.tools.export import ExportFormat, export, merge_texts
+from coat_data.tools.export import ExportFormat, export, merge_texts, messages_row
 from coat_data.tools.ingest import ingest
 
 PNG = b"\x89PNG\r\n\x1a\n picture "
@@ -47,30 +48,13 @@ def same(sample: Sample) -> tuple[Any, ...]:
 
 
 def stored(samples: list[Sample], folder: Path) -> Path:
-    """A source that holds the samples: rows of the messages format, made by hand."""
-    import base64
-
+    """A source that holds the samples: rows of the messages format."""
+    path = folder / "source.jsonl"
     rows = []
     for sample in samples:
-        media = iter(sample.media)
-        messages = [
-            {
-                "role": turn.role,
-                "content": [
-                    {"type": "text", "text": part.text}
-                    if part.kind == "text"
-                    else {
-                        "type": "image",
-                        "base64": base64.b64encode(next(media).data or b"").decode(),
-                    }
-                    for part in turn.parts
-                ],
-            }
-            for turn in sample.turns
-        ]
-        rows.append(json.dumps({"id": sample.id, "messages": messages}))
-    path = folder / "source.jsonl"
-    path.write_text("\n".join(rows), encoding="utf-8")
+        data = [base64.b64encode(medium.data or b"").decode() for medium in sample.media]
+        rows.append(messages_row(sample, [f"data:image/png;base64,{text}" for text in data]))
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 
 

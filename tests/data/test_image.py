@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageOps
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from coat_data.containers.media_files import image_suffixes
@@ -73,26 +72,6 @@ def test_transparent_pixels_are_laid_over_white(mode: str):
     assert opacity.min() < 1
     actual = np.asarray(opened(data))
     assert np.abs(actual - expected).max() <= 1  # Pillow composites in integers
-
-
-def test_resize_equals_clip_with_a_square_size():
-    image = noise(341, 255)
-    reference = CLIPImageProcessorPil(size={"height": 48, "width": 48}, do_center_crop=False)
-    expected = reference(image, return_tensors="pt").pixel_values[0]
-    actual = one_tile(ImageTransform(48, CLIP_MEAN, CLIP_STD), image)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("size", [(40, 20), (21, 40)])
-def test_pad_puts_the_image_in_the_middle_of_the_mean_colour(size: tuple[int, int]):
-    image, side = noise(*size), max(size)
-    square = np.empty((side, side, 3), dtype=np.uint8)
-    square[:] = (122, 116, 104)  # int(255 * CLIP_MEAN)
-    top, left = (side - size[1]) // 2, (side - size[0]) // 2
-    square[top : top + size[1], left : left + size[0]] = np.asarray(image)
-    expected = one_tile(ImageTransform(24, CLIP_MEAN, CLIP_STD), Image.fromarray(square))
-    actual = one_tile(ImageTransform(24, CLIP_MEAN, CLIP_STD, mode="pad"), image)
-    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -170,15 +149,6 @@ def test_damage_never_shows_another_error(form: str):
         except DataError:
             failed += 1
     assert failed > 5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"mode": "crop"}, {"augment": "flip"}, {"size": 0}, {"std": (0.5, 0, 0.5)}],
-)
-def test_bad_settings_are_refused(settings: dict):
-    with pytest.raises(ValueError, match=r"allowed|need"):
-        ImageTransform(**{"size": 8, "mean": HALF, "std": HALF, **settings})
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])

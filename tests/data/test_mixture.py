@@ -29,17 +29,6 @@ def test_one_source_is_a_new_permutation_each_epoch() -> None:
     assert epoch(mixture, 0) != sorted(epoch(mixture, 0))
 
 
-def test_repeats_count_rows() -> None:
-    mixture = repeated([10, 7, 100], [2.0, None, 0.25])
-    assert mixture.epoch_size == 20 + 7 + 25
-    for number in (0, 5):
-        seen = Counter(epoch(mixture, number))
-        assert [seen[0, row] for row in range(10)] == [2] * 10
-        assert [seen[1, row] for row in range(7)] == [1] * 7
-        assert sum(seen[2, row] for row in range(100)) == 25
-        assert max(seen[2, row] for row in range(100)) == 1
-
-
 def test_a_fraction_is_whole_copies_and_a_part_that_changes_with_the_epoch() -> None:
     mixture = repeated([8], [2.5])
     thirds = []

@@ -254,12 +254,6 @@ def test_video_sets(tmp_path: Path) -> None:
         SampleDataset(panda)[0]
 
 
-def test_a_folder_of_frames(tmp_path: Path) -> None:
-    frames = {"video": "frames/7", "conversations": [{"from": "human", "value": "<video>?"},
-                                                     {"from": "gpt", "value": "Rain"}]}  # fmt: skip
-    assert only(jsonl(tmp_path / "f.jsonl", frames)) == ["user: [7]?", "assistant: Rain"]
-
-
 def test_folders_of_files_and_captions_in_tables(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     for name in ("big_dog/1.png", "cat/2.png", "cat/3.png"):

@@ -154,13 +154,6 @@ def test_unreadable_videos_name_the_path(tmp_path: Path, damage: str):
     assert raised.value.where == str(path)
 
 
-def test_folder_without_frames_and_bad_number(tmp_path: Path):
-    with pytest.raises(DataError, match="no image files"):
-        read(tmp_path, 4)
-    with pytest.raises(ValueError, match="num_frames=0"):
-        read_frames(Media(kind="video", data=b""), 0)
-
-
 def test_a_list_of_other_files_is_no_video_whatever_its_name(tmp_path: Path):
     make_clip(tmp_path / "other.mp4", 10)
     listing = tmp_path / "v.mp4"
