@@ -1,13 +1,11 @@
 """No medium, turn or weight of the loss of a row is left out without a word."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
-from encoders import encoder_of
+from encoders import encoder_of, jsonl, talk
 from transformers import PreTrainedTokenizerFast
 
 from coat_cli.main import main
@@ -21,22 +19,9 @@ from coat_data.tools.lint import lint
 from coat_vlm.config import SourceConfig
 from coat_vlm.train.open_sources import find_row_warnings, open_source
 
-Tar = Callable[[Path, dict[str, bytes]], Path]
-ASKED = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A bus."}]
-
-
-def jsonl(folder: Path, *rows: Any) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
 
 def read(folder: Path, row: Any, **options: Any) -> Sample:
-    return SampleDataset(jsonl(folder, row), **options)[0]
-
-
-def talk(question: str, **fields: Any) -> dict[str, Any]:
-    return {**fields, "conversations": [{**ASKED[0], "value": question}, ASKED[1]]}
+    return SampleDataset(jsonl(folder / "rows.jsonl", row), **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +59,9 @@ def test_a_field_that_is_not_read_is_refused_by_name(
     with pytest.raises(DataError, match=rf"rows\.jsonl:0.*\b{field} looks like") as caught:
         read(tmp_path, row)
     assert f"ignore_fields: [{field}]" in caught.value.remedy
-    assert len(SampleDataset(jsonl(tmp_path, row), ignore_fields=[field])[0].turns) == 2
+    assert (
+        len(SampleDataset(jsonl(tmp_path / "rows.jsonl", row), ignore_fields=[field])[0].turns) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +103,7 @@ def test_quoted_placeholders_and_media_without_one_are_noted(tmp_path: Path) -> 
         talk("What?", image="0.jpg"),
         talk("<image>\nWhat?", image="0.jpg", model="x"),
     ]
-    path = jsonl(tmp_path, *rows)
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
     notes = [cast(Sample, sample).reading.notes for sample in SampleDataset(path).stream()]
     assert notes == [("placeholder_as_text",), ("media_first",), ()]
     summary = lint(path, print, check_media="none")
@@ -166,7 +153,7 @@ def test_role_and_content_under_other_names(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["messages", "conversations"])
 def test_the_weight_of_a_turn_survives_reading_ingest_and_export(tmp_path: Path, name: str) -> None:
     row = {name: WEIGHTED if name == "messages" else llava(WEIGHTED)}
-    path = jsonl(tmp_path, row)
+    path = jsonl(tmp_path / "rows.jsonl", row)
     ingest(path, tmp_path / "ingested")
     sources = [path, tmp_path / "ingested"]
     for to in ("llava", "messages"):
@@ -208,10 +195,10 @@ def test_an_answer_of_weight_0_has_no_labels_and_the_same_tokens(
 def test_other_weights_are_refused(
     tmp_path: Path, field: dict[str, Any], turn: int, words: str
 ) -> None:
-    said = [dict(ASKED[0]), dict(ASKED[1])]
-    said[turn] |= field
+    row = talk()
+    row["conversations"][turn] |= field
     with pytest.raises(DataError, match=words):
-        read(tmp_path, {"conversations": said})
+        read(tmp_path, row)
 
 
 def test_clips_in_the_row_and_in_parts_of_qwen(tmp_path: Path) -> None:
@@ -251,7 +238,7 @@ def test_columns_of_any_flat_row_are_mapped(tmp_path: Path) -> None:
 
 
 def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = jsonl(tmp_path, FLAT)
+    path = jsonl(tmp_path / "rows.jsonl", FLAT)
     with pytest.raises(ValueError, match=r"columns has the name 'picture'; allowed: id, .*image"):
         SampleDataset(path, columns={"picture": "img_path"})
     with pytest.raises(DataError, match=r"no column 'image_path' for image \(columns: img_path"):
@@ -260,7 +247,7 @@ def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[
     mapped = [f"{name}={column}" for name, column in COLUMNS.items()]
     assert main(["data", "lint", str(path), "--check-media", "none", "--columns", *mapped]) == 0
     assert "fields used: answer, image, question; ignored: none" in capsys.readouterr().out
-    path = jsonl(tmp_path, {"text": "t", "audio": "a.wav"})
+    path = jsonl(tmp_path / "rows.jsonl", {"text": "t", "audio": "a.wav"})
     arguments = ["data", "lint", str(path), "--check-media", "none"]
     assert main(arguments) == 1
     assert main([*arguments, "--ignore-fields", "audio"]) == 0

@@ -1,11 +1,11 @@
 """Videos as lists of frames (qwen-vl-utils), sampled by number or, with a rate, by time."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from encoders import jsonl
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -22,12 +22,6 @@ NAMES = [f"frame_{number}.png" for number in range(12)]
 def frames(tmp_path: Path) -> None:
     for number, name in enumerate(NAMES):
         Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / name)
-
-
-def write(folder: Path, *rows: dict[str, Any]) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def qwen(video: Any, **keys: Any) -> dict[str, Any]:
@@ -63,7 +57,7 @@ def test_a_list_of_images_is_one_video(tmp_path: Path) -> None:
         {"query": "<video>What?", "response": "A.", "videos": [NAMES]},
     ]
     for row in rows:
-        (media,) = SampleDataset(write(tmp_path, row))[0].media
+        (media,) = SampleDataset(jsonl(tmp_path / "rows.jsonl", row))[0].media
         assert media.frames == tuple(str(tmp_path / name) for name in NAMES)
         assert (media.kind, media.fps) == ("video", None)
         clip = read(media, num_frames=3)
@@ -74,7 +68,7 @@ def test_a_list_of_images_is_one_video(tmp_path: Path) -> None:
 def test_frames_with_a_rate_are_sampled_by_time(tmp_path: Path) -> None:
     """Twelve frames at 2 per second: six seconds."""
     for row in (qwen(NAMES, sample_fps=2.0), qwen(NAMES, fps=2), llava(video=NAMES, fps=2)):
-        media = SampleDataset(write(tmp_path, row))[0].media[0]
+        media = SampleDataset(jsonl(tmp_path / "rows.jsonl", row))[0].media[0]
         assert media.fps == 2.0
         clip = read(media, sampling="fps", fps=1.0)
         assert (shown(clip), clip.times_s) == ([1, 3, 5, 7, 9, 11], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
@@ -85,17 +79,19 @@ def test_frames_with_a_rate_are_sampled_by_time(tmp_path: Path) -> None:
 
 def test_a_part_of_frames_with_a_rate(tmp_path: Path) -> None:
     row = qwen(NAMES, sample_fps=2, start=1.5, end=4)
-    media = SampleDataset(write(tmp_path, row))[0].media[0]
+    media = SampleDataset(jsonl(tmp_path / "rows.jsonl", row))[0].media[0]
     assert shown(read(media, sampling="all", max_frames=20)) == [3, 4, 5, 6, 7]
     assert shown(read(media, sampling="fps", fps=1.0)) == [3, 5, 7]
     with pytest.raises(DataError, match="the list of frames has no times"):
-        read(SampleDataset(write(tmp_path, qwen(NAMES, start=1.5)))[0].media[0])
+        read(SampleDataset(jsonl(tmp_path / "rows.jsonl", qwen(NAMES, start=1.5)))[0].media[0])
     with pytest.raises(DataError, match=r"rows\.jsonl:0: .*fps is 0"):
-        SampleDataset(write(tmp_path, qwen(NAMES, sample_fps=0)))[0]
+        SampleDataset(jsonl(tmp_path / "rows.jsonl", qwen(NAMES, sample_fps=0)))[0]
 
 
 def test_frame_lists_are_ingested_and_exported(tmp_path: Path) -> None:
-    path = write(tmp_path, qwen(NAMES, sample_fps=2, start=1, end=3), qwen(NAMES[:1]))
+    path = jsonl(
+        tmp_path / "rows.jsonl", qwen(NAMES, sample_fps=2, start=1, end=3), qwen(NAMES[:1])
+    )
     given = [SampleDataset(path)[row].media[0] for row in (0, 1)]
     wanted = [shown(read(media)) for media in given]
     ingest(path, tmp_path / "stored")

@@ -6,13 +6,13 @@ import io
 import json
 import lzma
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 from clips import write_clip
+from encoders import Tar
 from PIL import Image
 
 from coat_data.limits import Limits
@@ -23,7 +23,6 @@ from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import VideoReader
 from coat_data.sample import DataError, Media
 
-Tar = Callable[[Path, dict[str, bytes]], Path]
 MIB = 1 << 20
 
 

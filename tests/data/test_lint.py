@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoders import talk
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,11 +23,6 @@ from coat_data.tools.stats import collect
 def problems(path: Path, **options: Any) -> tuple[LintSummary, list[DataError]]:
     found: list[DataError] = []
     return lint(path, found.append, **options), found
-
-
-def talk(text: str, **fields: Any) -> dict[str, Any]:
-    said = [{"from": "human", "value": text}, {"from": "gpt", "value": "a"}]
-    return {**fields, "conversations": said}
 
 
 @pytest.fixture

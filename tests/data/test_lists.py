@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from encoders import jsonl, talk
 
 from coat_data.lists import SourceEntry, read_list
 from coat_data.load.dataset import SampleDataset
@@ -13,16 +14,15 @@ from coat_data.sample import DataError
 from coat_datasets.download import FOLDER, download, known_mixtures
 
 
-def talk(name: str, number: int) -> list[dict[str, Any]]:
-    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    return [{"id": f"{name}{index}", "conversations": said} for index in range(number)]
+def rows(name: str, number: int) -> list[dict[str, Any]]:
+    return [talk(id=f"{name}{index}") for index in range(number)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """a.json with 10 rows and b.jsonl with 3."""
-    (tmp_path / "a.json").write_text(json.dumps(talk("a", 10)))
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in talk("b", 3)))
+    (tmp_path / "a.json").write_text(json.dumps(rows("a", 10)))
+    jsonl(tmp_path / "b.jsonl", *rows("b", 3))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -146,7 +146,7 @@ def test_the_known_mixtures_and_a_download_without_a_network(tmp_path: Path) -> 
         download("llava", tmp_path)
     own = tmp_path / "LLaVA-Instruct-150K"  # copied by hand, as the message says
     (own / "images").mkdir(parents=True)
-    (own / "llava_v1_5_mix665k.json").write_text(json.dumps(talk("m", 2)))
+    (own / "llava_v1_5_mix665k.json").write_text(json.dumps(rows("m", 2)))
     path, notes = download("llava_mix665k", tmp_path)
     assert ids(path) == ["m0", "m1"]
     assert "not in the repository" in notes[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoders import talk
 from PIL import Image, ImageOps
 
 from coat_cli.main import main
@@ -52,11 +53,6 @@ COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 LONG = "Which of the two ships that lie in the old harbour has the taller mast and no flag?"
-
-
-def talk(question: str, answer: str = "Red.", **fields: Any) -> dict[str, Any]:
-    said = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return {**fields, "conversations": said}
 
 
 @pytest.fixture

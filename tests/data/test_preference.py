@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encoders import jsonl
 from PIL import Image
 
 from coat_cli.main import main
@@ -63,9 +64,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
     Image.new("RGB", (8, 8), "red").save(folder / "a.png")
-    path = folder / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return jsonl(folder / "pairs.jsonl", *rows)
 
 
 def read(folder: Path, row: dict[str, Any], **options: Any) -> Sample:

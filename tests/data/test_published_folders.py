@@ -4,13 +4,13 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
+from encoders import Tar
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -19,8 +19,6 @@ from coat_data.sample import DataError, Media, Sample
 from coat_data.tools.ingest import ingest
 from coat_data.tools.lint import lint
 from coat_data.tools.preview import write_preview
-
-Tar = Callable[[Path, dict[str, bytes]], Path]
 
 
 def png(value: int) -> bytes:

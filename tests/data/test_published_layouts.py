@@ -8,11 +8,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
+from encoders import shown
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
-from coat_data.media.image import open_image
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -27,21 +27,6 @@ def picture(path: Path, width: int = 64, height: int = 48) -> bytes:
 def dump(path: Path, content: Any, **options: Any) -> Path:
     path.write_text(json.dumps(content, **options), encoding="utf-8")
     return path
-
-
-def shown(sample: Sample) -> list[str]:
-    """The conversation as text, with the path of each image that can be decoded."""
-    media = iter(sample.media)
-    lines = []
-    for turn in sample.turns:
-        pieces = []
-        for part in turn.parts:
-            medium = None if part.kind == "text" else next(media)
-            if medium is not None and "://" not in (medium.path or ""):
-                open_image(medium)
-            pieces.append(part.text if medium is None else f"[{Path(medium.path or '').name}]")
-        lines.append(f"{turn.role}: {''.join(pieces)}")
-    return lines
 
 
 GQA = {

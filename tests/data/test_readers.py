@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Image
+from encoders import Tar, jsonl, shown
 from PIL import Image as Pillow
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
-
-Tar = Callable[[Path, dict[str, bytes]], Path]
 
 
 def picture(colour: int, kind: str = "PNG") -> bytes:
@@ -26,25 +24,6 @@ def picture(colour: int, kind: str = "PNG") -> bytes:
 
 
 RED, BLUE = picture(200), picture(10)
-
-
-def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def shown(sample: Sample | DataError) -> list[str]:
-    """A conversation as text: ``user: [a.png] What?``."""
-    assert isinstance(sample, Sample)
-    names = iter(sample.media)
-    lines = []
-    for turn in sample.turns:
-        pieces = [
-            part.text if part.kind == "text" else f"[{Path(next(names).path or '').name}]"
-            for part in turn.parts
-        ]
-        lines.append(f"{turn.role}: {''.join(pieces)}")
-    return lines
 
 
 def only(path: Path, **options: Any) -> list[str]:

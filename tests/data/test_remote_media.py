@@ -1,7 +1,6 @@
 """Media by address: the same pixels as the files on disk, and one dead link is one bad row."""
 
 import dataclasses
-import json
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from clips import write_clip
+from encoders import jsonl, talk
 from PIL import Image
 
 from coat_cli.main import main
@@ -62,16 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def row(**media: Any) -> dict[str, Any]:
-    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    return {"id": str(next(iter(media.values()))), **media, "conversations": said}
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("\n".join(json.dumps(one) for one in rows))
-    return path
-
-
 def loaded(dataset: SampleDataset) -> list[tuple[Any, torch.Tensor]]:
     """What the header and what the pixels give, of each sample."""
     loader = MediaLoader(TiledTransform(32, HALF, HALF), VideoSettings(num_frames=4))
@@ -89,8 +79,8 @@ def loaded(dataset: SampleDataset) -> list[tuple[Any, torch.Tensor]]:
 def test_pixels_and_sizes_are_those_of_the_files(
     folder: Path, tmp_path: Path, serve: Any, where: str
 ) -> None:
-    rows = [*(row(image=name) for name in IMAGES), row(video="clip.mp4")]
-    wanted = loaded(SampleDataset(write(tmp_path / "a.jsonl", *rows), folder))
+    rows = [*(talk(image=name) for name in IMAGES), talk(video="clip.mp4")]
+    wanted = loaded(SampleDataset(jsonl(tmp_path / "a.jsonl", *rows), folder))
     root: str | Path = serve(folder).url
     if where == "memory root":
         root = "memory://pictures/set"
@@ -99,9 +89,9 @@ def test_pixels_and_sizes_are_those_of_the_files(
             fsspec.filesystem("memory").pipe_file(name, path.read_bytes())
     if where == "rows":
         names = [name.replace("#", "%23") for name in IMAGES]  # as an address has it
-        rows = [*(row(image=f"{root}/{name}") for name in names), row(video=f"{root}/clip.mp4")]
+        rows = [*(talk(image=f"{root}/{name}") for name in names), talk(video=f"{root}/clip.mp4")]
         root = f"{root}/elsewhere"
-    dataset = SampleDataset(write(tmp_path / "b.jsonl", *rows), root)
+    dataset = SampleDataset(jsonl(tmp_path / "b.jsonl", *rows), root)
     for (plan, pixels), (other, expected) in zip(loaded(dataset), wanted, strict=True):
         assert plan == other
         assert torch.equal(pixels, expected)
@@ -118,7 +108,7 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
         f"{url}/large.jpg", f"{url}/none.jpg", f"{dead.url}/large.jpg", f"{url}/page.jpg",
         f"https://{'x' * 70}.org/a.jpg", "http://x:port/a.jpg",
     ]  # fmt: skip
-    path = write(tmp_path / "a.jsonl", *(row(image=name) for name in names))
+    path = jsonl(tmp_path / "a.jsonl", *(talk(image=name) for name in names))
     problems: list[DataError] = []
     summary = lint(path, problems.append, media_root=url)
     assert (summary.rows, summary.bad) == (6, 5)
@@ -145,14 +135,14 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     )  # fmt: skip
     url = serve(folder).url
     names = ["large.jpg", "none.jpg"]
-    rows = [row(image=f"{url}/{name}") for name in names] + [row(image="http://x:port/a.jpg")]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), url)
+    rows = [talk(image=f"{url}/{name}") for name in names] + [talk(image="http://x:port/a.jpg")]
+    source = SampleDataset(jsonl(tmp_path / "a.jsonl", *rows), url)
     options: dict[str, Any] = {"num_workers": 1, "skip_bad": True}
     (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
     assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
     dead = serve(folder)
     dead.close()
-    path = write(tmp_path / "b.jsonl", *rows, row(image=f"{dead.url}/large.jpg"))
+    path = jsonl(tmp_path / "b.jsonl", *rows, talk(image=f"{dead.url}/large.jpg"))
     with pytest.raises(UnreachableError, match=r"b\.jsonl:3: http.*refused.*start again"):
         list(measure_rows(SampleDataset(path, dead.url), encoder.measure, range(4), **options))
 
@@ -212,7 +202,7 @@ def test_time_and_size_are_limited(
     ["169.254.169.254", "localhost", "2130706433", "[::ffff:10.0.0.1]", "%31%32%37.0.0.1"],
 )
 def test_rows_reach_no_address_that_is_not_public(tmp_path: Path, host: str) -> None:
-    path = write(tmp_path / "a.jsonl", row(image=f"http://{host}/latest/meta-data"))
+    path = jsonl(tmp_path / "a.jsonl", talk(image=f"http://{host}/latest/meta-data"))
     problems: list[DataError] = []
     lint(path, problems.append)
     (problem,) = problems
@@ -301,7 +291,7 @@ def test_the_network_can_be_denied(
     tmp_path: Path, serve: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = serve(folder).url
-    path = str(write(tmp_path / "a.jsonl", row(image="turned.jpg")))
+    path = str(jsonl(tmp_path / "a.jsonl", talk(image="turned.jpg")))
     command = ["data", "lint", path, "--media-root", url, "--check-media", "decode"]
     assert main(command) == 0
     assert main([*command, "--network", "deny"]) == 1
@@ -324,7 +314,7 @@ def test_the_network_can_be_denied(
     ],
 )
 def test_no_medium_leaves_its_root(tmp_path: Path, root: str, name: str) -> None:
-    path = write(tmp_path / "a.jsonl", row(image=name))
+    path = jsonl(tmp_path / "a.jsonl", talk(image=name))
     (sample,) = SampleDataset(path, tmp_path if root == "." else root).stream()
     assert isinstance(sample, DataError)
     assert "leaves the media root" in sample.problem or "address" in sample.problem
@@ -332,7 +322,7 @@ def test_no_medium_leaves_its_root(tmp_path: Path, root: str, name: str) -> None
 
 def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) -> None:
     root = serve(folder).url
-    path = write(tmp_path / "a.jsonl", row(image="large.jpg"), row(image=f"{root}/turned.jpg"))
+    path = jsonl(tmp_path / "a.jsonl", talk(image="large.jpg"), talk(image=f"{root}/turned.jpg"))
     files = [(folder / name).read_bytes() for name in ("large.jpg", "turned.jpg")]
     addresses = [f"{root}/large.jpg", f"{root}/turned.jpg"]
     ingest(path, tmp_path / "kept", media_root=root)

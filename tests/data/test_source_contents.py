@@ -1,17 +1,15 @@
 """What a tar's JSON, a folder's file names and the first rows say about a source."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
+from encoders import Tar
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
-
-Tar = Callable[[Path, dict[str, bytes]], Path]
 
 LEFT, RIGHT = b"the left picture", b"the right picture"  # nothing is decoded here
 

@@ -1,15 +1,13 @@
 """A tar on this machine, read by the offsets of its members."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from encoders import Tar
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
-
-Tar = Callable[[Path, dict[str, bytes]], Path]
 
 
 def test_a_tar_that_is_replaced_is_noticed(tar: Tar, tmp_path: Path) -> None:
