@@ -2,16 +2,7 @@
 
 Nothing is computed. Tensors on torch's ``meta`` device have shapes and storage sizes, but no
 memory. The real model on ``meta`` allocates, saves and frees the same tensors as on a GPU, in the
-same order, within seconds. :class:`LiveMemory` sums the live storages and the workspaces of the
-attention kernels. :func:`trace` runs a micro-batch and records the peaks.
-
-:func:`trace_frames` finds the largest number of video frames per row that fits. A row holds at most
-so many frames as fit into ``max_length``:
-
-    pool_frames * floor((tokens - 1) / (tokens_per_image + time))
-
-``time`` is :data:`TIME_TOKENS` with ``time_tokens``, else 0. Memory at a fixed length of the row is
-linear in the number of frames, so two traces determine it.
+same order, within seconds.
 """
 
 import weakref
@@ -19,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +33,7 @@ _FLASH = 1
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of live storages of a device type that were allocated in this context.
 
-    Storages of the tensors in ``ignore`` do not count. :attr:`peak` may be set, to measure a part
-    of a computation.
+    ``peak`` may be set, to measure a part of a computation.
     """
 
     def __init__(self, device: str, ignore: Iterable[Tensor] = ()) -> None:
@@ -51,8 +41,7 @@ class LiveMemory(TorchDispatchMode):
         self._device = device
         self.live = 0
         self.peak = 0
-        self.attention_workspace = 0  # largest of one call of the attention backward kernel
-        self._sizes: dict[int, int] = {}  # of each counted storage, by its address
+        self._sizes: dict[int, int] = {}  # by address of the storage
         self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
 
     def __torch_dispatch__(
@@ -72,7 +61,6 @@ class LiveMemory(TorchDispatchMode):
         if func is _ATEN._scaled_dot_product_flash_attention_backward.default:
             _, query, key = args[:3]
             workspace = flash_workspace_bytes(query.shape, key.shape[1], query.element_size())
-            self.attention_workspace = max(self.attention_workspace, workspace)
             self.peak = max(self.peak, self.live + workspace)
         return result
 
@@ -157,11 +145,8 @@ class Activations:
     """Bytes saved at the end of the forward pass, by part (:data:`PARTS`). ``output`` contains the
     gradients that the loss computes in the forward pass."""
     forward_peak: float
-    """Peak of the forward pass."""
     backward: tuple[tuple[int, float], ...]
     """Pairs (gradient elements completed so far, peak since the previous gradient)."""
-    attention_workspace: float
-    """Largest workspace of a call of the attention backward kernel."""
     weight_copies: float
     """FP8 weights saved for the next micro-batch; the other fields do not contain them."""
 
@@ -192,7 +177,6 @@ class Activations:
                 (finished, of(a, b))
                 for (finished, a), (_, b) in zip(self.backward, other.backward, strict=True)
             ),
-            of(self.attention_workspace, other.attention_workspace),
             self.weight_copies,
         )
 
@@ -204,14 +188,13 @@ def trace(
     images: int,
     *,
     pool_frames: int = 1,
-    trained: int | None = None,
     reuse_weights: bool = False,
 ) -> Activations:
     """Run one micro-batch of ``batch`` full rows on ``meta`` and record its memory.
 
     ``model`` is converted, with ``requires_grad`` and train mode set; ``images`` are tiles per row,
-    of which ``pool_frames`` share the tokens of one. ``trained`` are the supervised tokens of a
-    row, by default all text tokens. ``reuse_weights`` is ``fp8.weights: cache``.
+    of which ``pool_frames`` share the tokens of one. All text tokens but the first are supervised.
+    ``reuse_weights`` is ``fp8.weights: cache``.
 
     Raises:
         ValueError: the images of a row have more tokens than the row.
@@ -219,7 +202,7 @@ def trace(
     groups = image_groups(model, length, images, pool_frames)
     tower = model.vision_tower
     in_images = len(groups) * model.config.tokens_per_image
-    text = length - 1 - in_images if trained is None else trained
+    text = length - 1 - in_images
     inputs: dict[str, Tensor] = {
         "input_ids": torch.empty(batch, length, dtype=torch.int64, device="meta"),
         "labels": torch.full((batch, length), IGNORE_INDEX),
@@ -256,7 +239,6 @@ def trace(
         {part: float(saved.get(part, 0)) for part in PARTS},
         forward_peak - copies,
         tuple((finished, live - final_copies) for finished, live in backward),
-        memory.attention_workspace,
         final_copies,
     )
 
@@ -346,20 +328,18 @@ TIME_TOKENS = 10
 """Tokens assumed for a time such as ``<1023.5 seconds>``; Qwen's tokenizer needs 9."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FramesPlan:
-    """The activations of a micro-batch of full rows with many frames, and with half as many."""
+class FramesPlan(NamedTuple):
+    """The activations of a micro-batch of full rows with many frames, and with half as many.
+
+    Memory at a fixed length of the row is linear in the number of frames.
+    """
 
     most: int
     """Frames per row whose tokens fit."""
     group_tokens: int
     """Tokens of a group of frames, its time included."""
-    group_frames: int
-    """Frames per group."""
     full: Activations
-    """Activations with ``most`` frames per row."""
     half: Activations
-    """Activations with half of them, rounded down."""
 
     def activations(self, frames: int) -> Activations:
         """Return the activations with another number of frames per row."""
@@ -368,19 +348,20 @@ class FramesPlan:
 
 
 def trace_frames(
-    model: CoatVlm, recipe: Recipe, tokens: int, micro_batch: int, *, reuse_weights: bool
+    model: CoatVlm, recipe: Recipe, tokens: int, micro_batch: int
 ) -> FramesPlan | None:
     """Trace full rows of frames; None for a recipe without videos, or if no two frames fit."""
     video = recipe.model.video
     if video == VideoConfig() or model.vision_tower is None:
         return None
     pool = video.pool_frames or 1
-    each = model.config.tokens_per_image + (TIME_TOKENS if video.time_tokens else 0)
-    most = pool * ((tokens - 1) // each)
+    group_tokens = model.config.tokens_per_image + (TIME_TOKENS if video.time_tokens else 0)
+    most = pool * ((tokens - 1) // group_tokens)
     if most < 2:
         return None
+    reuse = recipe.fp8 is not None and recipe.fp8.weights == "cache"
     full, half = (
-        trace(model, micro_batch, tokens, n, pool_frames=pool, reuse_weights=reuse_weights)
-        for n in (most, most // 2)
+        trace(model, micro_batch, tokens, frames, pool_frames=pool, reuse_weights=reuse)
+        for frames in (most, most // 2)
     )
-    return FramesPlan(most=most, group_tokens=each, group_frames=pool, full=full, half=half)
+    return FramesPlan(most, group_tokens, full, half)

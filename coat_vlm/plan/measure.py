@@ -2,11 +2,8 @@
 
 Training's code builds and runs a stage, with three differences: weights are random and generated on
 the model's device; rows are generated once and copied to the GPU in every step; a step has at most
-two micro-batches per rank.
-
-A row has the shape that a plan assumes: one token of text, random images, and random text up to
-``model.max_length`` or the length of a packed row. All text except the first token is supervised,
-which is the most expensive case. Training's collation makes the batch.
+two micro-batches per rank. A row has the shape that a plan assumes: one token of text, random
+images, and random text, of which all tokens are supervised.
 """
 
 import copy
@@ -93,9 +90,7 @@ class Timing(NamedTuple):
 
 
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
-    """Measure a planned stage, and format a Markdown table of it next to the plan.
-
-    The plan is for the number of processes of ``world``, all of which must call this.
+    """Measure a planned stage on all processes of ``world``, and describe it next to the plan.
 
     Raises:
         ValueError: the stage does not fit this machine.
@@ -117,29 +112,25 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
         skipped = step.skipped_steps
     finally:
         release_engine(step.passes.engine, model)
-    heading = (
+    text = (
         f"measured, stage {case.name}: {world.size} GPU(s), {case.accumulation} micro-batch(es) of "
         f"{stage.micro_batch_size} row(s) of {case.row.tokens:,} tokens with {case.row.images} "
-        "image(s), random weights"
+        "image(s), random weights\n"
     )
     if skipped:
-        return f"{heading}\nno speed: gradients were NaN or infinite in {skipped} step(s)"
+        return f"{text}  no speed: gradients were NaN or infinite in {skipped} step(s)"
     last, seconds = timing.entries[-1], timing.ms / 1e3 * world.size
-    cells = {
-        "tokens a step": f"{last['tokens']:,}",
-        "supervised": f"{last['supervised_tokens']:,}",
-        "ms/step": f"{timing.ms:.1f}",
-        "tokens/s per GPU": f"{last['tokens'] / seconds:,.0f}",
-        "vision tokens/s per GPU": f"{last['vision_tokens'] / seconds:,.0f}",
-    }
+    text += (
+        f"  a step of {last['tokens']:,} tokens, {last['supervised_tokens']:,} of them supervised: "
+        f"{timing.ms:.1f} ms, {last['tokens'] / seconds:,.0f} tokens/s per GPU"
+    )
     if "tflop" in last:
-        cells["TFLOP/s per GPU"] = f"{sum(last['tflop'].values()) / seconds:.3g}"
+        text += f", {sum(last['tflop'].values()) / seconds:.3g} TFLOP/s per GPU"
     if timing.peak_gb is not None:
         planned = (expected_peak(plan) + shared) / 1e9
-        cells["peak GB"] = f"{timing.peak_gb:.2f}"
-        cells["plan GB"] = f"{planned:.4g} ({100 * (planned / timing.peak_gb - 1):+.1f}%)"
-    lines = (cells.keys(), ["---"] * len(cells), cells.values())
-    return "\n".join([heading, "", *(f"| {' | '.join(line)} |" for line in lines)])
+        error = 100 * (planned / timing.peak_gb - 1)
+        text += f"\n  peak {timing.peak_gb:.2f} GB, planned {planned:.4g} GB ({error:+.1f}%)"
+    return text
 
 
 def expected_peak(plan: StagePlan) -> float:

@@ -9,9 +9,9 @@ of 26 and 24 blocks took 1.20 to 1.33 times the activations, and the peak of a s
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import cast
 
@@ -61,7 +61,7 @@ _ROWS = 64
 """Rows of each source that are read to count images."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StagePlan:
     """The memory that one stage needs."""
 
@@ -69,8 +69,6 @@ class StagePlan:
     recipe: Recipe
     """The recipe, with shapes in place of names of published models."""
     stage: StageConfig
-    recompute_qkv: bool
-    optimizer: type[torch.optim.Optimizer]
     ranks: int
     gpu_bytes: float
     """Memory of a GPU as it is sold: 80e9 for one of 80 GB."""
@@ -84,6 +82,12 @@ class StagePlan:
     """Assumption about the model, as text, or empty."""
     patches: int
     """Patches per image in the tower."""
+    model: CoatVlm
+    """The converted model on ``meta``."""
+    vocab_size: int | None
+    fp8: Fp8Config | None
+    """The resolved settings."""
+    optimizer: type[torch.optim.Optimizer]
     sizes: Sizes
     traced: list[Activations]
     """Activations of micro-batches of 1, 2 and 4 times the recipe's rows."""
@@ -91,15 +95,11 @@ class StagePlan:
     """``fp8.cuda_graphs`` of the stage: False where graphs are not supported."""
     graph_blocks: dict[str, tuple[int, int]]
     """Part of the model -> number of its FP8 blocks that may be captured, and their parameters."""
-    trace_variant: Callable[[bool, bool], Activations | None]
-    """Traces the recipe's micro-batch with ``(recompute_qkv, gradient_checkpointing)``; None for a
-    model without FP8 blocks."""
-    trace_frames: Callable[[], FramesPlan | None]
 
     @cached_property
     def frames(self) -> FramesPlan | None:
         """Rows full of frames; None without video settings."""
-        return self.trace_frames()
+        return trace_frames(self.model, self.recipe, self.tokens, self.stage.micro_batch_size)
 
     @property
     def activations(self) -> Activations:
@@ -181,10 +181,10 @@ class StagePlan:
     def largest_frames(self) -> int:
         """Find the largest number of frames per row that fits, in tokens and memory, or 0."""
         assert self.frames is not None
-        size = self.stage.micro_batch_size
+        zero_stage, size = self.recipe.zero_stage, self.stage.micro_batch_size
         for frames in range(self.frames.most, 0, -1):
             activations = self.frames.activations(frames)
-            memory = self.estimate_memory(self.recipe.zero_stage, size, activations=activations)
+            memory = self.estimate_memory(zero_stage, size, activations=activations)
             if memory.peak <= self.usable_bytes:
                 return frames
         return 0
@@ -256,8 +256,6 @@ def plan_recipe(
                 name=name,
                 recipe=recipe,
                 stage=stage,
-                recompute_qkv=fp8 is not None and fp8.recompute_qkv is True,
-                optimizer=optimizer,
                 ranks=ranks,
                 gpu_bytes=gpu_bytes,
                 tokens=tokens,
@@ -265,16 +263,14 @@ def plan_recipe(
                 images_reason=why,
                 assumed=assumed,
                 patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
+                model=model,
+                vocab_size=vocab_size,
+                fp8=fp8,
+                optimizer=optimizer,
                 sizes=count_sizes(model, stage, measure_state_bytes(optimizer), low_bits=low_bits),
                 traced=_share_tokens(traced, stage.sequence_parallel),
                 graphs=choose_graphs(recipe, stage, arithmetic),
                 graph_blocks=_count_graph_blocks(model),
-                trace_variant=cache(
-                    partial(_trace_variant, recipe, stage, vocab_size, tokens, tiles)
-                ),
-                trace_frames=partial(
-                    trace_frames, model, recipe, tokens, rows, reuse_weights=cached
-                ),
             )
         )
     return plans
@@ -295,15 +291,12 @@ def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     ]
 
 
-def _trace_variant(
-    recipe: Recipe,
-    stage: StageConfig,
-    vocab_size: int | None,
-    tokens: int,
-    images: int,
-    recompute_qkv: bool,
-    checkpointing: bool,
+@cache
+def trace_variant(
+    plan: StagePlan, *, recompute_qkv: bool, checkpointing: bool
 ) -> Activations | None:
+    """Trace the recipe's micro-batch with other settings; None for a model without FP8 blocks."""
+    recipe = plan.recipe
     given = recipe.fp8 or Fp8Config()
     precision = "coat" if recompute_qkv else recipe.precision
     fp8 = dataclasses.replace(
@@ -317,15 +310,15 @@ def _trace_variant(
         bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
     )
     arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
-    changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
+    stage = dataclasses.replace(plan.stage, gradient_checkpointing=checkpointing)
     try:
-        model = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
+        model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, plan.vocab_size))
     except ValueError:
         if precision == recipe.precision:
             raise
         return None
     pool = recipe.model.video.pool_frames or 1
-    traced = trace(model, stage.micro_batch_size, tokens, images, pool_frames=pool)
+    traced = trace(model, stage.micro_batch_size, plan.tokens, plan.images, pool_frames=pool)
     return traced.scale(1 / stage.sequence_parallel)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.stage import MARGIN, StagePlan, add_graphs
+from coat_vlm.plan.stage import MARGIN, StagePlan, add_graphs, trace_variant
 from coat_vlm.plan.zero import ZERO_STAGES, ZeroStage, measure_state_bytes
 
 GB = 1e9
@@ -47,9 +47,10 @@ class _Change:
         if self.recompute_qkv:
             sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
         if self.recompute_qkv or self.checkpointing:
-            of_recipe = plan.trace_variant(
-                self.recompute_qkv or plan.recompute_qkv,
-                self.checkpointing or plan.stage.gradient_checkpointing,
+            of_recipe = trace_variant(
+                plan,
+                recompute_qkv=self.recompute_qkv or _recomputes_qkv(plan),
+                checkpointing=self.checkpointing or plan.stage.gradient_checkpointing,
             )
             if of_recipe is None:
                 return float("inf")
@@ -84,11 +85,15 @@ def advice(plan: StagePlan) -> str:
     )
 
 
+def _recomputes_qkv(plan: StagePlan) -> bool:
+    return plan.fp8 is not None and plan.fp8.recompute_qkv is True
+
+
 def _changes(plan: StagePlan) -> Iterator[_Change]:
     """Yield changes in the order of their cost: none, communication, accuracy, time."""
     graphs = plan.graphs is True  # which a recipe refuses with ZeRO-3 and checkpointing
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
-    qkv = plan.recipe.precision != "fp32" and not plan.recompute_qkv
+    qkv = plan.recipe.precision != "fp32" and not _recomputes_qkv(plan)
     recompute = not plan.stage.gradient_checkpointing and not graphs
     # One process has nothing to shard.
     least = 0 if plan.ranks == 1 else plan.recipe.zero_stage
@@ -172,17 +177,16 @@ def _table(plan: StagePlan) -> list[str]:
 
 def _frames(plan: StagePlan) -> list[str]:
     """State the largest number of frames in a row of the recipe's length."""
-    frames = plan.frames
-    if frames is None:
+    if plan.frames is None:
         return []
-    most, groups = plan.largest_frames(), f"{frames.group_tokens} tokens"
-    if frames.group_frames > 1:
-        groups += f" per {frames.group_frames} frames"
-    limit = "of the row's length" if most == frames.most else "of memory"
+    most, groups = plan.largest_frames(), f"{plan.frames.group_tokens} tokens"
+    if (pool := plan.recipe.model.video.pool_frames or 1) > 1:
+        groups += f" per {pool} frames"
+    limit = "the row's length" if most == plan.frames.most else "memory"
     return [
         f"  videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
         f"{plan.recipe.zero_stage}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), "
-        f"because {limit}."
+        f"because of {limit}."
     ]
 
 
