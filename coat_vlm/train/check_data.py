@@ -69,15 +69,11 @@ def check_stage_data(
     processor: AnyProcessor | None,
     problems: list[str],
     notes: list[str],
-) -> int | None:
+) -> None:
     """Open the sources of a stage as training does, and check sixteen rows of each.
 
-    Args:
-        processor: converts samples; None to check paths, formats and media only.
-        notes: receives bad rows that the stage allows.
-
-    Returns:
-        The optimizer steps; None if only training finds them (packing, documents, a broken source).
+    Without ``processor`` only paths, formats and media are checked. ``notes`` receives bad rows
+    that the stage allows.
     """
     stage = recipe.stages[name]
     encoder = None
@@ -103,18 +99,11 @@ def check_stage_data(
             continue
         _report(name, source, probe.find_problems(rows), False, problems, notes)
     if not whole:
-        return None
+        return
     try:
-        mixture = mix_sources(sources, datasets, recipe.seed)
+        mix_sources(sources, datasets, recipe.seed)
     except ValueError as error:
         problems.append(f"stages.{name}.data: {error}")
-        return None
-    if stage.max_steps is not None:
-        return stage.max_steps
-    if stage.packing is not None or template == "plain":
-        return None
-    assert stage.epochs is not None
-    return max(1, round(stage.epochs * mixture.epoch_size / stage.batch_size))
 
 
 def _open(

@@ -7,7 +7,6 @@ seconds, without loading weights and without DeepSpeed. The checks are those of 
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import Precision, Recipe, StageName
 from coat_vlm.export.llava import check_llava
 from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
-from coat_vlm.model import CoatVlm, count_parameters
+from coat_vlm.model import CoatVlm
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.family_processor import FamilyProcessor
@@ -123,22 +122,13 @@ def check_recipe(
     processor, vocab_size = None, 0
     if len(findings.problems) == known:
         processor, vocab_size = _build_processor(recipe, start, findings)
-    data: dict[StageName, int | None] = {
-        name: check_stage_data(recipe, name, processor, findings.problems, findings.notes)
-        for name in names
-    }
-    meta_models: dict[StageName, PreTrainedModel] = {}
+    for name in names:
+        check_stage_data(recipe, name, processor, findings.problems, findings.notes)
     if processor is not None and not _needs_weights(recipe):
         # Shapes of the next stages are those of the first one's model.
         planned = dataclasses.replace(recipe, init_from=None if start is None else str(start))
-        for name in names:
-            with findings.collect():  # most problems are those of all stages
-                arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
-                meta_models[name] = build_planned_model(
-                    planned, recipe.stages[name], arithmetic, vocab_size if start is None else None
-                )
-    _check_meta_models(meta_models, processor, findings)
-    _check_disk(recipe, meta_models, data, run_dir, findings)
+        size = vocab_size if start is None else None
+        _check_meta_models(planned, names, size, processor, findings)
     return findings
 
 
@@ -270,13 +260,22 @@ def _build_processor(
 
 
 def _check_meta_models(
-    meta_models: dict[StageName, PreTrainedModel],
-    processor: AnyProcessor | None,
+    recipe: Recipe,
+    names: Sequence[StageName],
+    vocab_size: int | None,
+    processor: AnyProcessor,
     findings: Findings,
 ) -> None:
-    if not meta_models or processor is None:
+    """Build the model of each stage without memory, and check whether it can be used."""
+    meta_models: list[PreTrainedModel] = []
+    for name in names:
+        with findings.collect():  # most problems are those of all stages
+            arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
+            stage = recipe.stages[name]
+            meta_models.append(build_planned_model(recipe, stage, arithmetic, vocab_size))
+    if not meta_models:
         return
-    meta_model = next(iter(meta_models.values()))
+    meta_model = meta_models[0]
     causal = meta_model.language_model if isinstance(meta_model, CoatVlm) else meta_model
     needs_kernel = why_logits_are_needed(causal) is None
     problem = find_gpu_problem() if needs_kernel else None
@@ -290,47 +289,3 @@ def _check_meta_models(
         except ValueError as error:
             why = f"{error}".removeprefix("--format llava: ")
             findings.notes.append(f"this model cannot be exported as llava: {why}")
-
-
-def _check_disk(
-    recipe: Recipe,
-    meta_models: dict[StageName, PreTrainedModel],
-    data: dict[StageName, int | None],
-    run_dir: Path,
-    findings: Findings,
-) -> None:
-    """Compare the size of checkpoints and models with the free space.
-
-    A trained parameter has an FP32 master weight and two moments, 8 bytes or, in FP8, 2.1.
-    """
-    needed = pending = 0.0
-    for name, meta_model in meta_models.items():
-        stage = recipe.stages[name]
-        arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
-        coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
-        stored = 4 if recipe.precision == "fp32" or not torch.cuda.is_available() else 2
-        trained = count_parameters(meta_model, trainable_only=True)
-        whole = count_parameters(meta_model)
-        checkpoint = trained * (4 + (2.1 if coat else 8)) + (whole - trained) * stored
-        steps, every = data[name], stage.save_steps
-        saves = 1 if not every else recipe.save_total_limit + 1
-        if every and steps is not None:
-            saves = min(saves, -(-steps // every))
-        # A new checkpoint is complete before the oldest one is deleted.
-        pending = max(pending, checkpoint if saves > recipe.save_total_limit else 0.0)
-        needed += min(saves, recipe.save_total_limit) * checkpoint + whole * stored
-    here = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    used = sum(
-        file.stat().st_size
-        for name in meta_models
-        for file in (run_dir / name).rglob("*")
-        if file.is_file()
-    )
-    free = shutil.disk_usage(here).free + used
-    if needed + pending > free:
-        findings.add(
-            f"output_dir={recipe.output_dir}: checkpoints and models need about "
-            f"{(needed + pending) / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free in "
-            f"{here.absolute()}; lower save_total_limit ({recipe.save_total_limit}), or set "
-            "output_dir to a folder on another disk"
-        )

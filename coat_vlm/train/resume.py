@@ -7,7 +7,7 @@ is saved yet every key may change; in a finished stage none.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,46 +23,27 @@ from coat_vlm.config import STAGES, Fp8Config, Recipe
 from coat_vlm.train.tracking import METRICS, append_entry
 
 _DATA = "it changes the samples or their order"
-_ROUNDING = "later losses differ by rounding"
-_SAME_DATA = "the rows themselves are compared with those of the start"
 
-MAY_CHANGE: Mapping[str, str] = {
-    **dict.fromkeys(("name", "output_dir", "num_workers", "log_every_steps"), ""),
-    **dict.fromkeys(("tracking.**", "eval_sets.**", "eval_every", "eval_samples"), ""),
-    **dict.fromkeys(("async_save", "keep_every_steps", "keep_best"), ""),
-    **dict.fromkeys(("data_timeout_s", "collective_timeout_s"), ""),
-    **dict.fromkeys(("save_total_limit", "zero_stage"), ""),
-    "master_weights": _ROUNDING,
-    **dict.fromkeys(("monitor.**", "divergence.**"), ""),
-    "memory.**": "",
-    "cudnn_attention": _ROUNDING,
-    "fp8.weights": "",
-    "fp8.cuda_graphs": "",
-    "fp8.recompute_qkv": "",
-    **dict.fromkeys(("network", "network.**", "limits.**", "model.image.max_pixels"), ""),
-    **dict.fromkeys(("model.video.max_frame_pixels", "model.video.max_total_pixels"), ""),
-    "model.video.backend": "decoded frames may differ by rounding",
-    "model.video.timeout_s": "",
-    **dict.fromkeys(
-        [f"stages.*.{name}.lr" for name in ("vision", "projector", "language")]
-        + [f"stages.*.{key}" for key in ("lr_scheduler_type", "warmup_ratio", "min_lr_ratio")]
-        + [f"stages.*.{key}" for key in ("max_grad_norm", "weight_decay", "max_skipped_steps")]
-        + [f"stages.*.{key}" for key in ("max_bad_samples", "save_steps", "eval_steps")]
-        + ["stages.*.val_data.**"],
-        "",
-    ),
-    "stages.*.gradient_checkpointing": "",
-    **dict.fromkeys(
-        [f"stages.*.{key}" for key in ("micro_batch_size", "sequence_parallel", "balance")],
-        "losses in FP8 differ by rounding",
-    ),
-    **dict.fromkeys(
-        [f"stages.*.data.*.{key}" for key in ("path", "media_root", "format", "follow_links")],
-        _SAME_DATA,
-    ),
-}
-"""Keys that may change at a resume (``*`` stands for one part, ``**`` for all that follow), with a
-note if the change affects later results in a way that the name does not suggest."""
+_MODULES = ("vision", "projector", "language")
+
+MAY_CHANGE = (
+    *("name", "output_dir", "num_workers", "log_every_steps", "tracking.**", "eval_sets.**"),
+    *("eval_every", "eval_samples", "async_save", "keep_every_steps", "keep_best"),
+    *("data_timeout_s", "collective_timeout_s", "save_total_limit", "zero_stage"),
+    *("master_weights", "monitor.**", "divergence.**", "memory.**", "cudnn_attention"),
+    *("fp8.weights", "fp8.cuda_graphs", "fp8.recompute_qkv", "network", "network.**", "limits.**"),
+    *("model.image.max_pixels", "model.video.max_frame_pixels", "model.video.max_total_pixels"),
+    *("model.video.backend", "model.video.timeout_s", "stages.*.val_data.**"),
+    *(f"stages.*.{name}.lr" for name in _MODULES),
+    *(f"stages.*.{key}" for key in ("lr_scheduler_type", "warmup_ratio", "min_lr_ratio")),
+    *(f"stages.*.{key}" for key in ("max_grad_norm", "weight_decay", "max_skipped_steps")),
+    *(f"stages.*.{key}" for key in ("max_bad_samples", "save_steps", "eval_steps", "balance")),
+    *(f"stages.*.{key}" for key in ("gradient_checkpointing", "micro_batch_size")),
+    "stages.*.sequence_parallel",
+    # The rows themselves are compared with those of the start.
+    *(f"stages.*.data.*.{key}" for key in ("path", "media_root", "format", "follow_links")),
+)
+"""Keys that may change at a resume (``*`` stands for one part, ``**`` for all that follow)."""
 
 CHANGES_DATA = (
     "stages.*.data.**",
@@ -84,9 +65,10 @@ FIXED: Mapping[str, str] = {
     "model.**": "the weights in the checkpoint belong to this model and its inputs",
     "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
     "stages.*.dpo.**": "the finished steps minimized this loss",
-    "stages.*.vision.train": "the optimizer states are those of the modules that train",
-    "stages.*.projector.train": "the optimizer states are those of the modules that train",
-    "stages.*.language.train": "the optimizer states are those of the modules that train",
+    **dict.fromkeys(
+        [f"stages.*.{name}.train" for name in _MODULES],
+        "the optimizer states are those of the modules that train",
+    ),
     "stages.*.betas": "the saved moments are averages over these horizons",
     "stages.*.eps": "the saved moments were scaled for it",
     "stages.*.template": "it determines the tokens of every sample",
@@ -105,11 +87,6 @@ class Change:
     key: tuple[str, ...]
     before: Any
     after: Any
-
-    @property
-    def note(self) -> str:
-        """What else to know about the change."""
-        return next((note for key, note in MAY_CHANGE.items() if _matches(self.key, key)), "")
 
     def __str__(self) -> str:
         return f"{'.'.join(self.key)}: {_format(self.before)} -> {_format(self.after)}"
@@ -206,7 +183,7 @@ def apply_changes(run_dir: Path, changes: Sequence[Change], states: Mapping[str,
     """
     if not changes:
         return
-    lines = [f"  {change}{f' ({change.note})' if change.note else ''}" for change in changes]
+    lines = [f"  {change}" for change in changes]
     tqdm.write("\n".join([f"changed since {run_dir / 'recipe.yaml'} was written:", *lines]))
     names = [name for name in STAGES if states.get(name) == "started"] or [*states][-1:]
     if names:
@@ -215,7 +192,7 @@ def apply_changes(run_dir: Path, changes: Sequence[Change], states: Mapping[str,
         step = int(intact[0].removeprefix("step-")) if intact else 0
         entry = {"kind": "resume", "stage": names[0], "step": step, "changes": [*map(str, changes)]}
         append_entry(run_dir / METRICS, entry)
-    if all(any(_matches(change.key, key) for key in MAY_CHANGE) for change in changes):
+    if all(_matches_any(change.key, MAY_CHANGE) for change in changes):
         return
     for name in STAGES:
         if states.get(name) != "finished":
@@ -242,9 +219,9 @@ def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
             return "it may only be raised" if lowered else None
     elif not states:
         return None  # nothing is saved
-    if any(_matches(change.key, pattern) for pattern in MAY_CHANGE):
+    if _matches_any(change.key, MAY_CHANGE):
         return None
-    if any(_matches(change.key, pattern) for pattern in CHANGES_DATA):
+    if _matches_any(change.key, CHANGES_DATA):
         return _DATA
     reasons = (reason for pattern, reason in FIXED.items() if _matches(change.key, pattern))
     return next(reasons, "finished steps depend on it")
@@ -279,6 +256,10 @@ def _compare(key: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:
             yield from _compare((*key, str(name)), before.get(name), after.get(name))
     else:
         yield Change(key, before, after)
+
+
+def _matches_any(key: tuple[str, ...], patterns: Iterable[str]) -> bool:
+    return any(_matches(key, pattern) for pattern in patterns)
 
 
 def _matches(key: tuple[str, ...], pattern: str) -> bool:

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -83,16 +82,8 @@ class Metrics:
 
 def append_entry(path: Path, entry: Mapping[str, Any]) -> None:
     """Append one entry with the time, on a line of its own also after a truncated line."""
-    with path.open("a+b") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        line = json.dumps({**entry, "time": round(time.time(), 3)})
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"\n{json.dumps({**entry, 'time': round(time.time(), 3)})}\n")
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """What training needs is checked before it starts: every problem once, with its remedy."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -160,20 +159,6 @@ def test_bad_rows_that_the_stage_allows_are_a_note(recipe_path: Path) -> None:
 
 
 Usage = namedtuple("Usage", "total used free")
-
-
-def test_a_disk_that_cannot_hold_the_checkpoints(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two checkpoints a stage and the next one, and a model, of 12 or 4 bytes per parameter."""
-    recipe = load(recipe_path, *(f"stages.{n}.save_steps=1" for n in ("align", "sft")))
-    for free, is_enough in ((10**9, True), (10**4, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
-        problems = check_recipe(recipe).problems
-        assert (problems == []) is is_enough
-    assert (
-        "lower save_total_limit (2), or set output_dir to a folder on another disk" in problems[0]
-    )
 
 
 def test_all_problems_come_at_once_and_before_deepspeed(recipe_path: Path) -> None:
