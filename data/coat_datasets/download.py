@@ -31,14 +31,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
 class Repository:
     """One dataset repository on the Hub."""
 
-    repo: str
-    """``owner/name``, or the address of a single file."""
+    repo: str  # owner/name, or the address of a single file
     license: str
     files: tuple[str, ...]
     unpack: Mapping[str, str] = field(default_factory=dict)
     """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
-    md5: str = ""
-    """Published checksum of a single file, in hex."""
+    md5: str = ""  # published checksum of a single file, in hex
 
     @property
     def folder(self) -> str:

@@ -37,13 +37,10 @@ class Question:
     """One line of ``questions.jsonl``."""
 
     question_id: str
-    image: str
-    """Path relative to the media root."""
-    text: str
-    """The prompt as in training, without the image placeholder."""
+    image: str  # path relative to the media root
+    text: str  # the prompt as in training, without the image placeholder
     answer: str
-    category: str
-    """Accuracy is also reported per category."""
+    category: str  # accuracy is also reported per category
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> int:

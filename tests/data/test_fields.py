@@ -90,7 +90,8 @@ def test_properties_and_addresses_of_pages_are_only_listed(
     ],
 )
 def test_a_placeholder_without_a_medium_is_not_trained_as_text(tmp_path: Path, text: str) -> None:
-    for fields in ({}, {"image": None}, {"images": []}):
+    without: list[dict[str, Any]] = [{}, {"image": None}, {"images": []}]
+    for fields in without:
         with pytest.raises(DataError, match="but no medium is shown there"):
             read(tmp_path, talk(text, **fields))
     with pytest.raises(DataError, match="but no medium is shown there"):
@@ -202,7 +203,11 @@ def test_other_weights_are_refused(
 
 
 def test_clips_in_the_row_and_in_parts_of_qwen(tmp_path: Path) -> None:
-    for fields in ({"start": 1.5, "end": 4}, {"video_start": 1.5, "video_end": 4.0}):
+    spans: list[dict[str, Any]] = [
+        {"start": 1.5, "end": 4},
+        {"video_start": 1.5, "video_end": 4.0},
+    ]
+    for fields in spans:
         for row in (talk("<video>?", video="a.mp4", **fields),
                     {"video": "a.mp4", "caption": "Rain", **fields}):  # fmt: skip
             medium = read(tmp_path, row).media[0]

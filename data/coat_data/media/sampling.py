@@ -23,15 +23,9 @@ BACKENDS: tuple[VideoBackend, ...] = ("pyav", "decord")
 SAMPLINGS: tuple[Sampling, ...] = ("uniform", "fps", "all")
 
 VIDEO_COUNTS = (
-    "video_pyav",
-    "video_decord",
-    "video_folder",
-    "video_decord_unsuited",
-    "video_decord_timeout",
-    "video_decord_crash",
-    "video_decord_error",
-    "video_short",
-)
+    "video_pyav", "video_decord", "video_folder", "video_decord_unsuited", "video_decord_timeout",
+    "video_decord_crash", "video_decord_error", "video_short",
+)  # fmt: skip
 """Counters of video reading: the reader that was used, why decord was not, and videos that end
 before the duration in their header."""
 

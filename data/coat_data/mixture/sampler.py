@@ -233,10 +233,9 @@ def assign_to_ranks(
 
     With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step: rows are sorted by cost,
     then images, then tokens, largest first, and each joins the group of its micro-step with the
-    least cost (then images, tokens) that has fewer than ``micro_batch_size`` rows (Graham 1969,
-    SIAM J. Appl. Math. 17(2), longest processing time first). With ZeRO-0 and ZeRO-1 ranks wait
-    once a step: the group with the largest cost goes to the rank with the least cost so far. If no
-    row is measured, they keep their order.
+    least work that has fewer than ``micro_batch_size`` rows (Graham 1969, SIAM J. Appl. Math.
+    17(2), longest processing time first). With ZeRO-0 and ZeRO-1 ranks wait once a step: the
+    largest group goes to the rank with the least work so far. Unmeasured rows keep their order.
     """
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed

@@ -113,22 +113,14 @@ def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int
             f"lists no row of source {source!r} ({file}), only of {', '.join(others) or 'none'}",
             "name source and file as in the command that wrote the list, or remove exclude",
         )
-    own = listed.get(source, [])
-    for number, name, row in own:
-        if name != Path(file).name or not 0 <= row < size:
-            raise _make_row_error(f"{path}:{number}", row, name, source, file, size)
     of_file = [entry for entry in listed.get(ANY_SOURCE, []) if _is_same_file(entry[1], file)]
-    for number, name, row in of_file:
-        if not 0 <= row < size:
-            raise _make_row_error(f"{path}:{number}", row, name, source, file, size)
-    return {row for _, _, row in own + of_file}
-
-
-def _make_row_error(
-    where: str, row: int, name: str, source: str, file: str, size: int
-) -> DataError:
-    problem = f"row {row} of {name} is not of source {source!r}, {file} with {size} rows"
-    return DataError(where, problem, "use the list of a run on this file, or remove exclude")
+    excluded = [*listed.get(source, []), *of_file]
+    for number, name, row in excluded:
+        if Path(name).name != Path(file).name or not 0 <= row < size:
+            problem = f"row {row} of {name} is not of source {source!r}, {file} with {size} rows"
+            remedy = "use the list of a run on this file, or remove exclude"
+            raise DataError(f"{path}:{number}", problem, remedy)
+    return {row for _, _, row in excluded}
 
 
 def lists_rows_of(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from PIL import Image
+from tqdm import tqdm
 
 from coat_data.containers.media_files import IMAGE_FORMATS, VIDEO_SUFFIXES, image_suffixes
 from coat_data.load.dataset import SampleDataset
@@ -25,7 +26,7 @@ from coat_data.readers import llava, messages
 from coat_data.readers.preference import RESPONSE
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
-from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
+from coat_data.tools.source import list_bad, media_bytes, new_folder
 
 _Name = str | list[str]  # path of a medium, or of each frame of a list
 
@@ -48,8 +49,7 @@ class ExportSummary:
     """Result of an export."""
 
     rows: int
-    left_out: int
-    """Bad samples, and samples that the format cannot represent; see ``left_out.jsonl``."""
+    left_out: int  # bad samples, and samples that the format cannot represent; see left_out.jsonl
     path: Path
 
 
@@ -65,7 +65,7 @@ def export(
     why = "there are no rows"
     with new_folder(out_dir) as folder:
         with closing(_JsonWriter(folder, to)) as writer:
-            for sample in read_samples(dataset, f"export {to}"):
+            for sample in tqdm(dataset.stream(), f"export {dataset.name}", len(dataset)):
                 try:
                     if isinstance(sample, DataError):
                         raise sample

@@ -11,14 +11,11 @@ from coat_data.sample import NOTES, Sample
 class FieldCounts:
     """Counts of one source."""
 
-    rows: int = 0
-    """Good rows."""
-    pairs: int = 0
-    """Good rows that are preference pairs."""
+    rows: int = 0  # good rows
+    pairs: int = 0  # good rows that are preference pairs
     used: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    """Key of :data:`coat_data.sample.NOTES` -> rows."""
+    notes: Counter[str] = field(default_factory=Counter)  # key of coat_data.sample.NOTES -> rows
     first: dict[str, str] = field(default_factory=dict)
     """Key of :data:`coat_data.sample.NOTES` -> file and row of the first of them."""
 

@@ -24,12 +24,9 @@ class LintSummary:
     """Number of rows and problems."""
 
     rows: int
-    bad: int
-    """Rows with a problem, and truncated files."""
-    unreachable: int = 0
-    """Bad rows whose cause is a transient I/O error: they may be good."""
-    format: str
-    """Name of the reader; empty if the source could not be opened."""
+    bad: int  # rows with a problem, and truncated files
+    unreachable: int = 0  # bad rows whose cause is a transient I/O error: they may be good
+    format: str  # name of the reader; empty if the source could not be opened
     fields: Mapping[str, FieldCounts] = field(default_factory=dict)
     """Source -> fields of its rows; several for a list of sources."""
 

@@ -59,8 +59,7 @@ Hashes = NDArray[np.uint64]
 class Question:
     """A question of an evaluation set."""
 
-    where: str
-    """File and row, for the list."""
+    where: str  # file and row, for the list
     text: str
     media: tuple[Media, ...] = ()
 
@@ -69,8 +68,7 @@ class Question:
 class Match:
     """What a row shares with one benchmark."""
 
-    images: int = 0
-    """Media of the row that are media of the benchmark."""
+    images: int = 0  # media of the row that are media of the benchmark
     text: bool = False
     questions: list[str] = field(default_factory=list)
     """One of the questions that each medium, and the text, belongs to."""

@@ -34,11 +34,9 @@ class ModelView:
     """Functions and constants of a model that the page needs."""
 
     encode: Callable[[Sample], EncodedSample]
-    decode: Callable[[list[int]], str]
-    """Decodes token ids, special tokens included."""
+    decode: Callable[[list[int]], str]  # decodes token ids, special tokens included
     image_token_id: int
-    mean: Sequence[float]
-    """Mean of each channel, in 0..1, as subtracted from the pixels."""
+    mean: Sequence[float]  # mean of each channel, in 0..1, as subtracted from the pixels
     std: Sequence[float]
     name: str
 
@@ -48,8 +46,7 @@ class Span:
     """Text of the page with one marking."""
 
     text: str
-    kind: str
-    """``trained``, ``context``, ``image`` or ``plain``."""
+    kind: str  # trained, context, image or plain
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +56,7 @@ class Card:
     where: str
     id: str = ""
     facts: list[str] = field(default_factory=list)
-    pictures: list[str] = field(default_factory=list)
-    """``data:`` URLs."""
+    pictures: list[str] = field(default_factory=list)  # data: URLs
     turns: list[tuple[str, list[Span]]] = field(default_factory=list)
     tokens: list[Span] = field(default_factory=list)
     problem: str = ""

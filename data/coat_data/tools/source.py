@@ -1,4 +1,4 @@
-"""Functions shared by the tools: reading a source, opening media, writing a folder atomically."""
+"""Functions shared by the tools: opening media, writing a folder atomically."""
 
 import glob
 import json
@@ -8,20 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 from coat_data.containers.media_files import check_regular_file
 from coat_data.folder_lock import hold_lock
-from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
 from coat_data.media.remote_media import check_video, fetch_media
 from coat_data.media.video import read_frames
-from coat_data.sample import DataError, Media, Sample
-
-
-def read_samples(dataset: SampleDataset, job: str) -> Iterator[Sample | DataError]:
-    """Yield all samples in order, and the errors of bad rows, with a progress bar."""
-    return iter(tqdm(dataset.stream(), f"{job} {dataset.name}", len(dataset)))
+from coat_data.sample import DataError, Media
 
 
 def decode(media: Media) -> None:

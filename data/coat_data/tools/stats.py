@@ -27,13 +27,11 @@ class SourceStats:
 
     name: str
     format: str
-    rows: int = 0
-    """Good rows."""
+    rows: int = 0  # good rows
     bad: int = 0
     media: Counter[str] = field(default_factory=Counter)
     text_only: int = 0
-    unreadable_images: int = 0
-    """Images whose header cannot be read; their sizes are not counted."""
+    unreadable_images: int = 0  # images whose header cannot be read; their sizes are not counted
     measured: "defaultdict[str, array[int]]" = field(
         default_factory=lambda: defaultdict(partial(array, "q"))
     )

@@ -35,30 +35,16 @@ COLORS: dict[str, tuple[int, int, int]] = {
 }
 SHAPES = ("circle", "cross", "diamond", "square", "star", "triangle")
 POSITIONS = (
-    "top left",
-    "top",
-    "top right",
-    "left",
-    "center",
-    "right",
-    "bottom left",
-    "bottom",
-    "bottom right",
-)
+    "top left", "top", "top right",
+    "left", "center", "right",
+    "bottom left", "bottom", "bottom right",
+)  # fmt: skip
 """Names of the cells in reading order."""
 
-HELD_OUT: frozenset[Pair] = frozenset(
-    {
-        ("red", "star"),
-        ("green", "circle"),
-        ("blue", "triangle"),
-        ("yellow", "cross"),
-        ("purple", "square"),
-        ("orange", "diamond"),
-        ("cyan", "star"),
-        ("black", "circle"),
-    }
-)
+HELD_OUT: frozenset[Pair] = frozenset({
+    ("red", "star"), ("green", "circle"), ("blue", "triangle"), ("yellow", "cross"),
+    ("purple", "square"), ("orange", "diamond"), ("cyan", "star"), ("black", "circle"),
+})  # fmt: skip
 """Pairs that occur in the test only: one of each color, one or two of each shape."""
 
 ALL_PAIRS: frozenset[Pair] = frozenset((color, shape) for color in COLORS for shape in SHAPES)
@@ -71,12 +57,9 @@ class SceneObject:
 
     color: str
     shape: str
-    cell: int
-    """0 (top left) to 8 (bottom right), in reading order."""
-    left: int
-    """Left edge in pixels from the image's left edge."""
-    top: int
-    """Top edge in pixels from the image's top edge."""
+    cell: int  # 0 (top left) to 8 (bottom right), in reading order
+    left: int  # left edge in pixels from the image's left edge
+    top: int  # top edge in pixels from the image's top edge
     size: int
 
     @property
