@@ -154,29 +154,6 @@ def check_paths_to_change() -> Iterator[str]:
             yield f"CONTRIBUTING.md: {path} does not exist"
 
 
-def check_design() -> Iterator[str]:
-    """Yield rows of the tables of docs/design.md whose file lacks a function that it names."""
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    folders = {
-        "A batch": ("data/coat_data", "coat_vlm"),
-        "An activation": ("coat_vlm/fp8",),
-        "An answer": ("eval/coat_eval",),
-    }
-    for path, places in folders.items():
-        rows = text[text.index(f"**{path}**") :].split("\n\n")[1]
-        for row in rows.splitlines()[2:]:
-            files, names = row.split("|")[1:3]
-            if "<name>" in files or "kernels" in files:
-                continue
-            candidates = re.findall(r"`([\w/]+\.py)`", files)
-            found = [ROOT / place / name for name in candidates for place in places]
-            texts = [file.read_text(encoding="utf-8") for file in found if file.is_file()]
-            for name in re.findall(r"`([\w.]+)`", names):
-                last = name.rpartition(".")[2]
-                if not any(re.search(rf"(def|class) {last}\b", source) for source in texts):
-                    yield f"docs/design.md: {' '.join(candidates)} has no {name}"
-
-
 def check() -> Iterator[str]:
     """Yield all problems of the repository, each with its file."""
     for room in ("kernels", "data", "eval", "scripts", "tests"):
@@ -197,7 +174,6 @@ def check() -> Iterator[str]:
             problems += check_docstrings(text, path.stem)
         yield from (f"{name}: {problem}" for problem in problems)
     yield from check_paths_to_change()
-    yield from check_design()
 
 
 if __name__ == "__main__":

@@ -128,13 +128,6 @@ def test_all_adds_the_long_tests_each_setting_and_the_lowest_versions(tmp_path: 
         assert all((ROOT / path).exists() for path in paths)
 
 
-@pytest.mark.parametrize("arguments", ["", "-k chat", "--lowest"])
-def test_tests_run_once_by_default(arguments: str, tmp_path: Path):
-    *_, call = calls = run_the_tests(arguments, tmp_path)
-    assert len([line for line in calls if "pytest" in line]) == 1
-    assert call.split()[0] == f"constraints{'-lowest' if '--lowest' in arguments else ''}.txt"
-
-
 @pytest.mark.parametrize(
     ("launcher", "expected"),
     [

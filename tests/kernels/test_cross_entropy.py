@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_check import assert_same_bits, relative_rms
+from op_check import relative_rms
 from torch import Tensor
 
 from coat_kernels import E5M2, GRADIENT_SCALE, OPS, cross_entropy_, logit_gradient, reference
@@ -48,14 +48,6 @@ def test_losses_and_gradient_are_torchs(
         assert not gradient.any()
     else:
         assert relative_rms(gradient, of_logits) < ROUNDING[dtype]
-
-
-def test_without_a_divisor_the_logits_stay(run: Run) -> None:
-    x, targets = logits_of(3, 300), targets_of(3, 300)
-    with_gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
-    losses, after = run("cross_entropy_", (x, targets, None))
-    assert_same_bits("losses", losses, with_gradient[0])
-    assert_same_bits("logits", after, x)
 
 
 @pytest.mark.parametrize("shift", [-1e30, -30000.0, 30000.0, 1e30])

@@ -17,7 +17,6 @@ from coat_kernels import (
     Format,
     dequantize_group,
     quantize_group,
-    quantize_layouts,
 )
 from op_cases import run_op
 
@@ -47,21 +46,6 @@ any_value = matrices(
     st.floats(-LARGEST, LARGEST, width=32)
     | st.sampled_from([float("nan"), float("inf"), -float("inf")])
 )
-
-
-@given(any_value, formats, st.integers(0, 20))
-def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extra: int):
-    longer = torch.cat([x, torch.zeros(extra, 128)])
-    plain, padded = (
-        quantize_layouts([values], fmt, rows=True, transposed=True) for values in (x, longer)
-    )
-    assert_same_bits("scale", padded[0].scale, plain[0].scale)
-    assert_same_bits("rows", padded[0].q[: len(x)], plain[0].q)
-    columns = slice(0, len(x))
-    assert_same_bits("transposed", padded[1].q[:, columns], plain[1].q[:, columns])
-    assert_same_bits(
-        "groups", quantize_group(longer, 32, fmt).q[: len(x)], quantize_group(x, 32, fmt).q
-    )
 
 
 @given(any_value, group_sizes, formats)

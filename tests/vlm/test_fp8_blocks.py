@@ -1,6 +1,7 @@
 """FP8 blocks against the layers of transformers that they replace."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, relative, run_block
 from torch import Tensor, nn
 
+from coat_kernels import Op
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert, linear, norm_mlp, watching
 
@@ -71,6 +73,26 @@ def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
     expected_weight = dy8.reshape(-1, 32).t() @ x8.reshape(-1, 48)
     torch.testing.assert_close(layer.weight.grad.double(), expected_weight, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.bias.grad, dy.sum((0, 1)))
+
+
+@pytest.mark.parametrize("recompute_qkv", [False, True])
+def test_a_block_runs_one_gemm_per_fused_weight(
+    recompute_qkv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q, k and v are one, and so are gate and up; no other op runs more often than needed."""
+    calls: Counter[str] = Counter()
+    run = Op.__call__
+
+    def count(op: Op, *args: Any) -> Any:
+        calls[op.name] += 1
+        return run(op, *args)
+
+    monkeypatch.setattr(Op, "__call__", count)
+    model = decoder("llama")
+    convert(model, Fp8Config(recompute_qkv=recompute_qkv))
+    run_block(model, inputs(model))
+    assert calls["scaled_mm"] == 4 + 8 + recompute_qkv
+    assert sum(calls.values()) == 43 + 3 * recompute_qkv, calls
 
 
 def test_partly_frozen_linears_train_the_rest() -> None:
