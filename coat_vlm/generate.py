@@ -44,18 +44,14 @@ def load(
 ) -> tuple[PreTrainedModel, AnyProcessor]:
     """Load the model of a checkpoint folder, in evaluation mode, and its processor.
 
-    Compressed weights are decompressed, and the inputs of their layers are rounded as in a server.
-
-    Args:
-        device: default: the first GPU, or the CPU if there is none.
-        dtype: dtype of the weights. Default: the checkpoint's on a GPU, FP32 on a CPU.
-        precision: compute in this precision of training. Default: in the weights' dtype.
-        fp8: FP8 settings for ``precision``. Default: ``Fp8Config()``.
+    The default device is the first GPU, or the CPU if there is none; the default ``dtype`` of the
+    weights is the checkpoint's on a GPU and FP32 on a CPU. ``precision``, one of training's,
+    computes with ``fp8`` (default ``Fp8Config()``). Compressed weights are decompressed, and the
+    inputs of their layers are rounded as in a server.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: the folder contains another kind of model, or the precision does not fit it or
-            the GPU.
+        ValueError: another kind of model, or the precision does not fit the model or the GPU.
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
@@ -73,15 +69,13 @@ def load(
             f"{scheme.name} according to its config.json; remove the precision, or give the folder "
             "that it was exported from"
         )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    model = load_model(folder, wanted)
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model: Any = load_model(folder, dtype or (torch.float32 if chosen.type == "cpu" else "auto"))
     if precision is not None:
-        arithmetic_of(precision, fp8, place).apply(model)
+        arithmetic_of(precision, fp8, chosen).apply(model)
     if scheme is not None:
         round_inputs(model, scheme, folder)
-    placed: Any = model  # transformers declares its own method
-    return placed.to(place).eval(), load_processor(folder)
+    return model.to(chosen).eval(), load_processor(folder)
 
 
 def generate(
@@ -104,10 +98,9 @@ def generate(
 class PromptEncoder:
     """Encodes prompts into left-padded batches; reusable for many batches, also in a worker.
 
-    Attributes:
-        encode: encodes the prompt of one sample; raises DataError as ``__call__`` does.
-        encode_choices: encodes a prompt once per answer, with the answer appended and labeled.
-        stop_token_ids: the token trained after every answer, and the tokenizer's end token.
+    ``encode`` encodes the prompt of one sample; ``encode_choices`` encodes it once per answer, with
+    the answer appended and labeled. ``stop_token_ids`` are the token trained after every answer,
+    and the tokenizer's end token.
     """
 
     def __init__(self, processor: AnyProcessor) -> None:
@@ -116,8 +109,7 @@ class PromptEncoder:
         self.encode = encoder.prompt
         self.encode_choices = encoder.answered
         self.tokenizer = processor.tokenizer
-        # Encoding an example finds the end token of the chat template, which only the template
-        # defines.
+        # Only the chat template defines the token at the end of an answer.
         turns = (Turn("user", (Part("text", "?"),)), Turn("assistant", (Part("text", "!"),)))
         ids, labels = encoder.layout(Sample(id="stop", turns=turns))
         if len(ids) > encoder.max_length:
@@ -187,10 +179,8 @@ def generate_batch(
 ) -> list[str]:
     """Generate the greedy answers to a left-padded batch made by ``encoder``, as stripped texts.
 
-    Args:
-        synced: run empty forward passes until all ranks have finished; required if a forward pass
-            gathers weights from all ranks.
-        streamer: receives the tokens of a batch of one prompt as they are generated.
+    ``synced`` runs empty forward passes until all ranks have finished; required if a forward pass
+    gathers weights from all ranks. ``streamer`` needs a batch of one prompt.
     """
     output = cast(Any, model).generate(
         input_ids=batch["input_ids"].to(model.device),
