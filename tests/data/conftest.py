@@ -72,8 +72,11 @@ MISTRAL = (
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Cache folders of the test."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setenv("COAT_VLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @functools.cache

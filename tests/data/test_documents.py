@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
+from encoders import jsonl
 
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.dataset import SampleDataset
@@ -77,25 +78,14 @@ def test_a_piece_begins_with_a_word_where_there_is_one(make_tokenizer: Any) -> N
         assert text[start].isspace() or text[start - 1].isspace()
 
 
-def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
+def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any, tmp_path: Path) -> None:
     encoder = text_encoder(make_tokenizer("qwen2"))
 
-    class Some:
-        name = "some"
-
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Sample:
-            if index == 1:
-                raise DataError("web.jsonl:1", "text is empty", "fill it")
-            return document(["A dog.", "", HARD, "42"][index], row=index)
-
-    found = np.concatenate(list(split_rows(Some(), encoder, range(4))))
+    texts = [{"text": text} for text in ("A dog.", "", HARD, "42")]
+    dataset = SampleDataset(jsonl(tmp_path / "web.jsonl", *texts))
+    found = np.concatenate(list(split_rows(dataset, encoder, range(4))))
     assert [row.tolist() for row in found if row[0] != 2] == [[0, 0, -1], [1, 0, -1], [3, 0, -1]]
-    pieces = DocumentChunks(
-        SelectedRows(Some(), np.array([2, 3])), found[found[:, 0] < 2] * [1, 1, 1]
-    )
+    pieces = DocumentChunks(SelectedRows(dataset, np.array([2, 3])), found[found[:, 0] < 2])
     assert [original_row(pieces, index) for index in range(2)] == [2, 3]
     assert not pieces[1].continues
 

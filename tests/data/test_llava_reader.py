@@ -139,16 +139,6 @@ def test_an_answer_before_the_first_question_is_dropped(fields: dict[str, Any]) 
     refused(gpt_only, "start with a human turn")
 
 
-def test_the_system_field_is_a_turn_where_there_is_none() -> None:
-    assert read(talk("q", "a", system="Be brief.")).turns[0] == Turn(
-        "system", (Part("text", "Be brief."),)
-    )
-    row = talk("q", "a", system="Not me")
-    row["conversations"].insert(0, {"from": "system", "value": "Me"})
-    assert read(row).turns[0].text == "Me"
-    assert [turn.role for turn in read(talk("q", "a", system=None)).turns] == ["user", "assistant"]
-
-
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from encoders import talk
+from encoders import Tar, talk
 from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
@@ -42,6 +42,12 @@ def test_paths_stay_below_the_root(secret: Path) -> None:
     for name in ("../secret.png", "x/../../secret.png", str(secret), f"{root}x/a.png"):
         refused(root, {"image": name}, "leaves the media root")
         refused(root, {"video": name}, "leaves the media root")
+    for place in ("memory://pictures/set", "https://host.org/set", root):
+        for name in (
+            "deep/../../secret.png", "FILE:///etc/secret.png", "ftp://host.org/a.png",
+            "memory://pictures/set/../secret.png", "zip://a.png::file:///etc/secret.zip",
+        ):  # fmt: skip
+            refused(root, {"image": name}, "leaves the media root|address", media_root=place)
     path = root / "a.json"
     path.write_text(json.dumps([talk(image=str(secret)), talk(image="x/../y/a.png")]))
     assert SampleDataset(path, "/")[0].media[0].path == str(secret)
@@ -90,18 +96,9 @@ def test_members_of_a_tar_cannot_leave_it(tmp_path: Path, name: str) -> None:
         SampleDataset(path)
 
 
-def test_links_in_a_tar_and_damaged_tars_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as archive:
-        for name, data in (
-            ("a.png", b"1" * 2000),
-            ("a.txt", b"one"),
-            ("b.png", b"2"),
-            ("b.txt", b"B"),
-        ):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+def test_links_in_a_tar_and_damaged_tars_are_refused(tar: Tar, tmp_path: Path) -> None:
+    members = {"a.png": b"1" * 2000, "a.txt": b"one", "b.png": b"2", "b.txt": b"B"}
+    path = tar(tmp_path / "a.tar", members)
     whole = path.read_bytes()
     header_of_b = whole.index(b"b.png")
     damaged = bytearray(whole)

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import torch
 from clips import noise, write_clip
 from encoders import encoder_of
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from coat_data.load.collate import collate
 from coat_data.load.encode import EncodedSample, Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
@@ -130,14 +128,3 @@ def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Pat
         assert dict(encoded.counts) == {"video_pyav": 1}
     assert shown[:2] == [6, 2]
     assert 0 < shown[2] < 6
-
-
-def test_batches_carry_grids_where_there_are_any(make_tokenizer):
-    tokenizer = make_tokenizer("qwen2")
-    for mode, grids in [("resize", None), ("dynamic_s2", [[2, 2], [2, 3]])]:
-        encode = encoder_of(tokenizer, transform=TRANSFORMS[mode])
-        parts = [encode(sample(image(9, 9))), encode(sample()), encode(sample(image(30, 20)))]
-        batch = collate(parts, pad_token_id=0)
-        found = batch.get("image_grids")
-        assert (None if found is None else found.tolist()) == grids
-        assert torch.equal(batch["pixel_values"], torch.cat([p.pixel_values for p in parts]))

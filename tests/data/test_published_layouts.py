@@ -173,10 +173,6 @@ LINK = {"image_url": "https://a.org/b.jpg", "image_sha256": "0a"}
             ["user: [b.jpg]", "assistant: A red car."],
         ),
         (
-            {**LINK, "question": "Write a haiku.", "answer": "Red car, ..."},
-            ["user: [b.jpg]\nWrite a haiku.", "assistant: Red car, ..."],
-        ),
-        (
             {
                 **LINK, "question": "[USER] Is it red? [ASSISTANT] Yes. [USER] Which? [ASSISTANT]",
                 "answer": "A Polo.", "messages": ["Is it red?", "Yes.", "Which?", "A Polo."],
@@ -199,7 +195,7 @@ LINK = {"image_url": "https://a.org/b.jpg", "image_sha256": "0a"}
             ["user: [b.jpg]\nHow many people are there?" + SHORT, "assistant: 4"],
         ),
     ],
-    ids=["cap", "ask", "cap-qa", "points", "no points", "count"],
+    ids=["cap", "cap-qa", "points", "no points", "count"],
 )  # fmt: skip
 def test_pixmo(tmp_path: Path, row: dict[str, Any], said: list[str]) -> None:
     pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")

@@ -21,10 +21,8 @@ MEMORY = fsspec.filesystem("memory")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("COAT_VLM_CACHE", str(tmp_path / "cache"))
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_file, "WAITS_S", (0.0, 0.0))
-    return tmp_path / "cache"
 
 
 def row(number: int) -> dict[str, Any]:

@@ -301,25 +301,6 @@ def test_the_network_can_be_denied(
     assert "choose NAME=NUMBER from archive_bytes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("root", ["memory://pictures/set", "https://host.org/set", "."])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deep/../../secret.png",
-        "FILE:///etc/secret.png",
-        "local:///etc/secret.png",
-        "ftp://host.org/a.png",
-        "memory://pictures/set/../secret.png",
-        "zip://a.png::file:///etc/secret.zip",
-    ],
-)
-def test_no_medium_leaves_its_root(tmp_path: Path, root: str, name: str) -> None:
-    path = jsonl(tmp_path / "a.jsonl", talk(image=name))
-    (sample,) = SampleDataset(path, tmp_path if root == "." else root).stream()
-    assert isinstance(sample, DataError)
-    assert "leaves the media root" in sample.problem or "address" in sample.problem
-
-
 def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) -> None:
     root = serve(folder).url
     path = jsonl(tmp_path / "a.jsonl", talk(image="large.jpg"), talk(image=f"{root}/turned.jpg"))

@@ -185,22 +185,3 @@ def test_a_signal_ends_all_workers_and_removes_what_was_written(
     (tmp_path / "b.json").write_text(json.dumps([talk(id=0)]))
     ingest(tmp_path / "b.json", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "out"]
-
-
-def test_links_are_checked_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link is answered when sixteen are asked together; one after the other, none would be."""
-    together = threading.Barrier(16)
-    asked: list[str] = []
-
-    def check(medium: Any) -> tuple[int, int]:
-        asked.append(medium.path)
-        together.wait(timeout=30)
-        return 1, 1
-
-    monkeypatch.setattr(lint_tool, "image_size", check)
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([talk(id=n, image=f"http://good/{n}.png") for n in range(32)]))
-    assert lint(path, lambda _: None, workers=1).bad == 0
-    assert len(asked) == 32
