@@ -38,10 +38,9 @@ class Fp8Config:
     ``fp8_gradients`` if ``language`` is ``coat``, otherwise ``bf16``."""
     bf16_forward_first: NonNegative | None = None
     """Blocks at the beginning of the tower and of the language model, under ``coat``, whose forward
-    GEMMs run in BF16 (FP32 on a CPU): their rounding error reaches all later blocks and is more
-    than half of what FP8 costs in training loss (docs/experiments/fp8_training_loss.md). Their
-    saved activations and gradients are FP8 as in other blocks. When absent, a sixth of the blocks,
-    at most two. Does not apply to blocks with LoRA adapters."""
+    GEMMs run in BF16 (FP32 on a CPU), since their rounding error reaches all later blocks
+    (docs/experiments/fp8_training_loss.md). When absent, a sixth of the blocks, at most two. Does
+    not apply to blocks with LoRA adapters."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels per scale in the quantized activations that norms and activation functions save."""
     recompute_qkv: Literal["auto"] | bool = "auto"
@@ -51,16 +50,14 @@ class Fp8Config:
     steps leave less than 3% of the GPU's memory. With ``cuda_graphs: true`` or gradient
     checkpointing, the memory that steps leave does not change it."""
     weights: Literal["auto", "cache", "recompute"] = "auto"
-    """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
-    the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
+    """Whether the micro-batches of a step share FP8 weights (2 bytes per parameter): ``auto``: if
     gradients are accumulated, no block is a CUDA graph and they fit into half of the GPU's free
     memory."""
     cuda_graphs: CudaGraphs = "auto"
-    """Launch each block as one CUDA graph, where the GPU would wait for the CPU. The activations of
-    such blocks are statically allocated (coat_vlm/fp8/cuda_graphs.py). ``auto`` decides after
-    two steps: it captures blocks that the GPU computes faster than the CPU launches them, if half
-    of the memory that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to
-    one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
+    """Launch each block as one CUDA graph, with static memory. ``auto`` decides after two steps: it
+    captures blocks that the GPU computes faster than the CPU launches them, if half of the memory
+    that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to one length.
+    ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments, of which the second is rounded stochastically; ``adamw``:
     torch's, with FP32 moments. When absent, ``adamw`` under ``fp8_linear`` and ``coat``
@@ -80,11 +77,7 @@ class Fp8Config:
             )
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
-        """Return a copy with the defaults of ``precision`` in place of absent values.
-
-        Raises:
-            ValueError: a setting has no effect in this precision.
-        """
+        """Replace absent values by the precision's; ValueError for settings without effect."""
         vision, language = self.vision or precision, self.language or precision
         of_blocks = {
             "group_size": self.group_size != 16,
@@ -111,29 +104,22 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MonitorConfig:
-    """Compares FP8 blocks with BF16 every ``every`` steps, on the inputs of training.
-
-    The metrics are in :mod:`coat_vlm.fp8.block_error`. A value above its limit is a warning;
-    training does not change.
-    """
+    """Compares FP8 blocks with BF16 on the inputs of training; values above limits are warnings."""
 
     every: Positive
     """Steps between two measurements."""
     layers: tuple[str, ...] = ("first", "middle", "last")
-    """FP8 blocks of the tower and of the language model to compare: these words, ``all``, or names
-    of modules such as ``language_model.model.layers.3``. The input and the output gradient of each
-    are saved until the step is over, and both runs take the memory of a whole block."""
+    """FP8 blocks to compare: these words, ``all``, or names of modules such as
+    ``language_model.model.layers.3``. The input and the output gradient of each are saved until the
+    step is over."""
     max_error: Limit = 0.25
-    """Largest relative error of what a block adds to the residual stream. If the stream is some
-    hundred times larger than what the block adds, BF16's own rounding reaches this limit."""
+    """Largest relative error of what a block adds to the residual stream."""
     max_gradient_error: Limit = 0.5
     """Largest relative error of what a block adds to the gradient of its input."""
     max_saturated: Share = 0.1
-    """Largest share of a tensor's values that may be at the format's largest value, for tensors
-    with one scale per tensor."""
+    """Largest share of values at the format's largest value, for tensors with one scale."""
     max_underflowed: Share = 0.25
-    """Largest share of a tensor's values that may become zero, for tensors with one scale per
-    tensor."""
+    """Largest share of values that become zero, for tensors with one scale."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers):

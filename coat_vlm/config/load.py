@@ -5,10 +5,9 @@ Relative paths stay relative to the working directory.
 """
 
 import difflib
-import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
 from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
 from coat_vlm.config.recipe import CHOSEN_IN_STAGES
-
-logger = logging.getLogger(__name__)
 
 VERSION = 1
 """Format version of a run's recipe.yaml."""
@@ -44,20 +41,17 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     unset_variables: bool = False,
-    say: Callable[[str], None] = logger.warning,
 ) -> Recipe:
     """Read a YAML file, or the built-in recipe of a name.
 
     Args:
         overrides: strings ``dotted.key=value`` with the value in YAML; applied in order. One of a
             stage's ``epochs`` and ``max_steps`` clears the other one of the file.
-        unset_variables: accept variables that are not set in ``stages`` and ``eval_sets`` and leave
-            ``${NAME}`` unchanged there, for commands that need no data.
-        say: receives a sentence for each key of the file that an override clears.
+        unset_variables: leave ``${NAME}`` of variables that are not set in ``stages`` and
+            ``eval_sets``, for commands that need no data.
 
-    Raises:
-        ValueError: the recipe does not exist, a key is unknown or repeated, a value is not allowed,
-            or a variable is not set.
+    Raises ValueError if the recipe does not exist, a key is unknown or repeated, a value is not
+    allowed, or a variable is not set.
     """
     where, text = _read_text(path_or_name)
     try:
@@ -70,7 +64,7 @@ def load_recipe(
     data = _copy(data)
     for override in overrides:
         _apply_override(data, override)
-    _clear_other_length(data, overrides, say)
+    _clear_other_length(data, overrides)
     data = {
         key: _expand_variables(value, where, unset_variables and key in ("stages", "eval_sets"))
         for key, value in data.items()
@@ -90,7 +84,7 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _read_text(path_or_name: str) -> tuple[str, str]:
-    """Return how messages call the recipe, and its text."""
+    """Return the recipe's name in messages, and its text."""
     path = Path(path_or_name)
     if path.is_file():
         try:
@@ -182,29 +176,15 @@ def _list_open_keys(data: dict[str, Any]) -> None:
             stage.setdefault("micro_batch_size", 1)
 
 
-_LENGTHS = {"epochs": "max_steps", "max_steps": "epochs"}
-
-
-def _clear_other_length(
-    data: dict[str, Any], overrides: Sequence[str], say: Callable[[str], None]
-) -> None:
-    """Clear ``epochs`` of a stage if an override set ``max_steps``, and the reverse."""
-    given = [override.partition("=")[0].split(".") for override in overrides]
-    for keys in given:
-        if len(keys) != 3 or keys[0] != "stages" or keys[2] not in _LENGTHS:
-            continue
-        stages, other = data.get("stages"), _LENGTHS[keys[2]]
-        stage = stages.get(keys[1]) if isinstance(stages, dict) else None
-        if not isinstance(stage, dict):  # a later override replaced the stage
-            continue
-        if None in (stage.get(keys[2]), stage.get(other)) or [*keys[:2], other] in given:
-            continue
-        dotted = ".".join(keys)
-        say(
-            f"{dotted}={stage[keys[2]]} replaces {'.'.join([*keys[:2], other])}={stage[other]} of "
-            "the recipe: a stage has one of them"
-        )
-        stage[other] = None
+def _clear_other_length(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Clear ``epochs`` of a stage if overrides set only ``max_steps``, and the reverse."""
+    given = {override.partition("=")[0] for override in overrides}
+    stages = data.get("stages")
+    for name, stage in stages.items() if isinstance(stages, dict) else ():
+        for key, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+            is_given = f"stages.{name}.{key}" in given and f"stages.{name}.{other}" not in given
+            if is_given and isinstance(stage, dict) and stage.get(key) is not None:
+                stage[other] = None
 
 
 def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:

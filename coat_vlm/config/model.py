@@ -75,9 +75,8 @@ class VideoConfig:
     """Insert each frame's timestamp before it, as text such as ``<1.5 seconds>``; with
     ``pool_frames`` the mean timestamp of each group."""
     pool_frames: Annotated[int, Field(gt=1)] | None = None
-    """Number of consecutive frames whose projected features are averaged (NVILA: 8): a group takes
-    the tokens of one frame. The last group of a video may be shorter. Not supported with image mode
-    ``dynamic_s2``."""
+    """Number of consecutive frames whose projected features are averaged (NVILA: 8), to the tokens
+    of one frame. Not supported with image mode ``dynamic_s2``."""
 
     def __post_init__(self) -> None:
         require_value("model.video", self, "sampling", "num_frames", "uniform")
@@ -126,9 +125,8 @@ class LanguageConfig:
     """Configuration of a randomly initialized model: ``model_type`` (llama, mistral, qwen2, qwen3,
     ...) and config keys."""
     rope_theta: Annotated[float, Field(gt=0.0)] | None = None
-    """Base of the rotary embedding instead of the pretrained model's, also of ``init_from``, to
-    extend its context to ``model.max_length`` (LongVILA: 1.53e7 for 131,072 tokens); train after
-    it."""
+    """Base of the rotary embedding, also of ``init_from``, to extend the context to
+    ``model.max_length`` (LongVILA: 1.53e7 for 131,072 tokens); train after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -166,9 +164,8 @@ class ModelConfig:
     """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
     sample."""
     max_pixels: Positive | None = None
-    """Maximum pixels of an image of a published model, to which larger ones are shrunk, for
-    Qwen2.5-VL and Qwen3-VL; the processor's when absent. A token of Qwen2.5-VL shows 28 x 28
-    pixels, one of Qwen3-VL 32 x 32."""
+    """Pixels to which larger images are shrunk, for Qwen2.5-VL and Qwen3-VL, whose tokens show 28 x
+    28 and 32 x 32 pixels; the processor's when absent."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 

@@ -1,6 +1,5 @@
 """A whole recipe: model, stages, evaluation sets, and settings of the run."""
 
-import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -49,15 +48,14 @@ class MemoryConfig:
     """The memory of a GPU, for which ``coat-vlm train`` chooses settings before it starts."""
 
     gpu_gb: Annotated[float, Field(gt=0.0)]
-    """Size of each GPU as it is sold, for example 80. Of the settings whose peak in ``coat-vlm
-    plan``, plus 3%, is at most this number of 10^9 bytes, the fastest are taken. Sold sizes are
-    2^30 bytes: CUDA, communication and gaps between tensors use the difference."""
+    """Nominal GPU memory, for example 80. Picks the fastest settings whose planned peak plus 3% is
+    at most this number of 10^9 bytes; GPUs have so many GiB, for CUDA, communication and gaps."""
     choose: list[str] | None = None
     """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;
-    when absent, those of them that the recipe does not set. ``fp8.recompute_qkv: auto`` becomes
-    ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process with
-    CoatAdamW also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's
-    recipe.yaml has the chosen values, and nothing here."""
+    when absent, the ones that the recipe does not set. ``fp8.recompute_qkv: auto`` becomes ``true``
+    if otherwise nothing fits, or more stages need checkpointing. A single process with CoatAdamW
+    also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the
+    chosen values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -90,16 +88,16 @@ class Recipe:
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft, dpo."""
     init_from: str | None = None
-    """Folder of a trained model that provides the initial weights, tokenizer and pixel statistics
-    instead of ``model``. Settings of images and videos, template and length are the recipe's. With
-    ``model.pretrained`` a folder of the same family, which provides the whole processor."""
+    """Folder of a trained model with the initial weights, tokenizer and pixel statistics; settings
+    of images and videos, template and length are the recipe's. With ``model.pretrained`` a folder
+    of the same family, which also has the whole processor."""
     seed: int = 0
     """Seed of initialization, data order and augmentation."""
     precision: Precision = "bf16"
-    """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
-    ``fp8_linear``: GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer
-    states (guides/fp8.md). On a CPU, all except ``fp32`` use FP32 weights and round in the linear
-    layers (coat_vlm/fp8/convert.py)."""
+    """``fp32``; ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp8_linear``:
+    GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer states
+    (guides/fp8.md). On a CPU, all except ``fp32`` use FP32 weights and round in the linear
+    layers."""
     fp8: Fp8Config | None = None
     """Settings of an FP8 precision; the defaults of that precision when absent."""
     monitor: MonitorConfig | None = None
@@ -108,31 +106,27 @@ class Recipe:
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     master_weights: MasterWeights = "auto"
-    """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed keeps an FP32 copy, 4
-    bytes per trained parameter. ``low_bits``: the BF16 weight is the upper half of the master
-    weight, and CoatAdamW has its low 16 bits: 2 bytes, and the master weights are the same FP32
-    values. Gradients then stay in BF16 until the optimizer reads them, so that a step is also
-    faster; weights are BF16 on a CPU too. ``low_bits`` needs precision ``coat`` (or
-    ``fp8.optimizer: coat``) and ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU,
-    otherwise ``fp32``."""
+    """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed's FP32 copy, 4 bytes
+    per trained parameter. ``low_bits``: CoatAdamW has the low 16 bits of the same values, 2 bytes,
+    and the BF16 weight is the upper half; gradients stay in BF16 until the optimizer reads them, so
+    that a step is also faster. It needs precision ``coat`` (or ``fp8.optimizer: coat``) and
+    ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU, otherwise ``fp32``."""
     memory: MemoryConfig | None = None
     """Choose settings that fit into the memory of a GPU; with it, ``micro_batch_size`` of a stage
     may be absent."""
     cudnn_attention: Literal["auto"] | bool = "auto"
-    """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
-    faster than the flash kernel (``coat-vlm plan --measure`` measures both). ``auto``: except where
-    its gradients may be NaN, in attention with a mask or that is not causal, over a number of
-    tokens that leaves 64 modulo 128 (coat_vlm/model/cudnn.py). ``true``: everywhere. ``false``:
-    nowhere."""
+    """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed, where
+    it is faster than the flash kernel. ``auto``: except where its gradients may be NaN (tokens
+    modulo 128 are 64, and attention has a mask or is not causal; coat_vlm/model/cudnn.py)."""
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
     data_timeout_s: NonNegative = 600
     """Seconds that a step may wait for a loader process, after which training stops and names the
     rows; 0 waits without limit. Without loader processes (``num_workers: 0``) there is no limit."""
     collective_timeout_s: Positive = 1800
-    """Seconds that a rank waits for the others in a collective operation before it ends. The main
-    process prints after one minute which rank is missing (``coat-vlm status RUN`` does at any
-    time). Longer than any work of a single rank, such as saving the model."""
+    """Seconds that a rank waits for the others in a collective operation before it ends; longer
+    than any work of a single rank, such as saving the model. The main process prints after one
+    minute which rank is missing."""
     save_total_limit: Positive = 2
     """Checkpoints per stage; older ones are deleted after a new one is complete."""
     keep_every_steps: NonNegative = 0
@@ -141,9 +135,9 @@ class Recipe:
     """Name of a source in ``val_data``: of the checkpoints at whose step it was validated
     (``eval_steps``), the one with its lowest loss is not deleted."""
     async_save: bool = True
-    """Train on while a checkpoint is written. The copy needs as much host memory per rank as the
-    rank's files of a checkpoint: with FP32 master weights and FP32 moments 12 bytes per trained
-    parameter, with FP8 moments about 6, and the weights of frozen modules, divided by the ranks."""
+    """Train on while a checkpoint is written, from a copy in host memory: 12 bytes per trained
+    parameter with FP32 master weights and moments, about 6 with FP8 moments, and the weights of
+    frozen modules, divided by the ranks."""
     log_every_steps: Positive = 10
     """Steps between two printed log lines; metrics.jsonl has every step."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -183,9 +177,9 @@ class Recipe:
             self.fp8.resolved(self.precision)  # raises if the settings contradict the precision
             self._check_graphs(self.fp8)
         self._check_low_bits()
-        self._check_dora()
-        self._check_quantize()
-        self._check_sequence_parallel()
+        for name, stage in self.stages.items():
+            self._check_lora(f"stages.{name}.lora", stage)
+            self._check_sequence_parallel(f"stages.{name}.sequence_parallel", stage)
         self._check_dpo()
         self._check_choose()
 
@@ -243,51 +237,47 @@ class Recipe:
                 "set zero_stage to 0, or remove master_weights"
             )
 
-    def _check_dora(self) -> None:
-        for name, stage in self.stages.items():
-            if stage.lora is not None and stage.lora.dora and self.zero_stage == 3:
-                raise ValueError(
-                    f"stages.{name}.lora.dora reads the whole base weight, which peft does not "
-                    "gather with zero_stage: 3; set zero_stage to 0, 1 or 2, or remove dora"
-                )
+    def _check_lora(self, key: str, stage: StageConfig) -> None:
+        lora = stage.lora
+        if lora is not None and lora.dora and self.zero_stage == 3:
+            raise ValueError(
+                f"{key}.dora reads the whole base weight, which peft does not gather with "
+                "zero_stage: 3; set zero_stage to 0, 1 or 2, or remove dora"
+            )
+        if lora is None or lora.quantize is None:
+            return
+        key = f"{key}.quantize: {lora.quantize}"
+        if self.precision in FP8_PRECISIONS:
+            raise ValueError(
+                f"{key} has no effect with precision: {self.precision}, whose blocks compute in "
+                "FP8 (coat stores frozen weights in FP8, 1 byte per parameter); remove quantize, "
+                "or set precision to bf16"
+            )
+        if self.zero_stage == 3:
+            raise ValueError(
+                f"{key} is not supported with zero_stage: 3, which partitions the weights; set "
+                "zero_stage to 0, 1 or 2, or remove quantize"
+            )
 
-    def _check_quantize(self) -> None:
-        for name, stage in self.stages.items():
-            if stage.lora is None or stage.lora.quantize is None:
-                continue
-            key = f"stages.{name}.lora.quantize: {stage.lora.quantize}"
-            if self.precision in FP8_PRECISIONS:
-                raise ValueError(
-                    f"{key} has no effect with precision: {self.precision}, whose blocks compute "
-                    "in FP8 (coat stores frozen weights in FP8, 1 byte per "
-                    "parameter); remove quantize, or set precision to bf16"
-                )
-            if self.zero_stage == 3:
-                raise ValueError(
-                    f"{key} is not supported with zero_stage: 3, which partitions the weights; set "
-                    "zero_stage to 0, 1 or 2, or remove quantize"
-                )
-
-    def _check_sequence_parallel(self) -> None:
-        for name, stage in self.stages.items():
-            size, key = stage.sequence_parallel, f"stages.{name}.sequence_parallel"
-            if size == 1:
-                continue
-            if self.model.attn_implementation != "sdpa":
-                raise ValueError(
-                    f"{key} needs model.attn_implementation: sdpa, not "
-                    f"{self.model.attn_implementation}; change one of them"
-                )
-            if self.model.max_length < size:
-                raise ValueError(
-                    f"{key}: {size} is more than model.max_length={self.model.max_length}, so some "
-                    "ranks would have no tokens; lower it"
-                )
-            if self.fp8 is not None and self.fp8.cuda_graphs is True:
-                raise ValueError(
-                    f"fp8.cuda_graphs: true is not supported with {key}, whose ranks exchange "
-                    "tokens inside the blocks; remove one of them"
-                )
+    def _check_sequence_parallel(self, key: str, stage: StageConfig) -> None:
+        size, model = stage.sequence_parallel, self.model
+        if size == 1:
+            return
+        if model.attn_implementation != "sdpa":
+            raise ValueError(
+                f"{key} needs model.attn_implementation: sdpa, not {model.attn_implementation}; "
+                "change one of them"
+            )
+        if model.max_length < size:
+            raise ValueError(
+                f"{key}: {size} is more than model.max_length={model.max_length}, so some ranks "
+                "would have no tokens; lower it"
+            )
+        if self.fp8 is not None and self.fp8.cuda_graphs is True:
+            raise ValueError(
+                f"fp8.cuda_graphs: true is not supported with {key}, whose ranks exchange tokens "
+                "inside the blocks; remove one of them"
+            )
 
     def _check_dpo(self) -> None:
         for name, stage in self.stages.items():
@@ -388,7 +378,3 @@ class Recipe:
             raise ValueError(
                 "fp8.vision and fp8.projector have no effect with model.vision: null; remove them"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the recipe as dicts, lists and scalars."""
-        return dataclasses.asdict(self)

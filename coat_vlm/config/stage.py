@@ -83,9 +83,8 @@ class ModuleTraining:
 class LoraTraining:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * B A x, W frozen.
 
-    Rank and alpha are by default those of LLaVA-1.5's LoRA script (haotian-liu/LLaVA,
-    scripts/v1_5/finetune_lora.sh), which uses a learning rate of 2e-4 for the adapters and 2e-5 for
-    the projector. Its dropout, 0.05, would keep whole blocks from FP8; the default is peft's.
+    Default rank and alpha are LLaVA-1.5's (haotian-liu/LLaVA, scripts/v1_5/finetune_lora.sh), which
+    uses a learning rate of 2e-4 for the adapters and 2e-5 for the projector.
     """
 
     rank: Annotated[int, Field(gt=0)] = 128
@@ -96,23 +95,19 @@ class LoraTraining:
     """Dropout probability of an adapter's input (``lora_dropout``). Above 0 only the linear layers
     of FP8 precisions are in FP8, and norms, activations and attention save more."""
     modules: list[ModuleName] = field(default_factory=lambda: ["language"])
-    """Modules that train adapters instead of their weights, with the lr of the module: any of
-    ``vision``, ``projector``, ``language``."""
+    """Modules that train adapters instead of their weights, with the module's lr."""
     target_modules: list[str] | None = None
     """Linear layers that get an adapter, by the last part of the name, for example ``[q_proj,
-    v_proj]`` (peft); when absent, all of the modules' blocks and of the
-    projector, without the output layer."""
+    v_proj]``; when absent, all of the modules' blocks and of the projector."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), peft's
-    ``use_rslora``."""
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
-    """Train the length of each row of W + scale * B A as a parameter (DoRA, Liu et al. 2024,
-    arXiv:2402.09353), peft's ``use_dora``; not with ``zero_stage: 3``."""
+    """Train weight magnitudes as well (DoRA, Liu et al. 2024, arXiv:2402.09353); not with
+    ``zero_stage: 3``."""
     quantize: Literal["nf4"] | None = None
-    """``nf4``: compute with the frozen linear layers of ``modules`` in NF4 through bitsandbytes
-    (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), 0.52 bytes per parameter; with precision
-    ``bf16`` or ``fp32`` and ``zero_stage`` 0 to 2. Without it, ``coat`` stores frozen weights in
-    FP8."""
+    """``nf4``: frozen linear layers of ``modules`` in NF4 through bitsandbytes (QLoRA, Dettmers et
+    al. 2023, arXiv:2305.14314), 0.52 bytes per parameter; with precision ``bf16`` or ``fp32`` and
+    ``zero_stage`` 0 to 2."""
 
     def __post_init__(self) -> None:
         if not self.modules or len(set(self.modules)) < len(self.modules):
@@ -208,18 +203,16 @@ class StageConfig:
     """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks and
     micro-batches."""
     micro_batch_size: Positive
-    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size. On
-    a GPU, samples of very different lengths are packed instead of padded
-    (docs/guides/performance.md)."""
+    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
     sequence_parallel: Positive = 1
     """Number N of consecutive ranks that share the tokens of each micro-batch
-    (docs/guides/long_context.md). Must divide the ranks and the language model's attention heads;
-    the other keys count the N ranks as one."""
+    (docs/guides/long_context.md); divides the ranks and the language model's attention heads. Other
+    keys count the N ranks as one."""
     packing: Annotated[PackingConfig | None, BeforeValidator(_read_packing)] = None
     """Pack several samples into a row: ``true``, or settings. Validation is not packed."""
     balance: bool = False
-    """Measure all rows before training, and assign the rows of a step to ranks and micro-batches by
-    their estimated FLOPs, so that ranks wait less for each other. Packed rows always are."""
+    """Measure all rows before training, and balance the estimated FLOPs of ranks and micro-batches.
+    Packed rows always are."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
     """Number of passes over the mixture. Exclusive with max_steps."""
     max_steps: Positive | None = None
@@ -246,11 +239,11 @@ class StageConfig:
     """Steps between two checkpoints; 0 saves only at the end and after a signal, so that a crash
     loses the stage."""
     max_bad_samples: NonNegative = 0
-    """Number of bad samples that are replaced and logged before the run stops. Samples that could
-    not be read because of a transient I/O error are counted separately, with the same limit."""
+    """Number of bad samples that are replaced and logged before the run stops. Transient I/O errors
+    are counted separately, with the same limit."""
     max_skipped_steps: NonNegative = 0
-    """Number of steps that may be skipped because of NaN or infinite gradients before the run
-    stops; the count restarts when a run is resumed."""
+    """Steps skipped because of NaN or infinite gradients before the run stops; the count restarts
+    when a run is resumed."""
 
     def __post_init__(self) -> None:
         require_exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)

@@ -7,12 +7,7 @@ computes the input. Attention with H heads of width D over P pairs of a query an
 
     forward  2 * 2 P H D;  backward 2 * 4 P H D, if this module or one below it is trained
 
-    P of an image of L patches and class tokens                    L^2
-    P of a sequence of L tokens (causal)                           L (L + 1) / 2
-    P with a sliding window of W tokens, L > W                     W (W + 1) / 2 + (L - W) W
-
-The output layer reads only supervised positions, or all if the loss needs all logits. Padding,
-recomputation and the zero image of a batch without images do not count.
+Padding, recomputation and the zero image of a batch without images do not count.
 """
 
 from collections import Counter
@@ -29,11 +24,8 @@ from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.vlm import CoatVlm
 
+# Layer types, and whether they have a sliding window.
 _WINDOWED = {"sliding_attention": True, "full_attention": False}
-"""Layer types, and whether they have a sliding window."""
-
-_POSITIONS = "positional_embedding"
-"""open_clip's position embedding: a matrix that is added, not multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +35,7 @@ class Work:
     tiles: int
     """Image tiles and frames that the tower reads."""
     vision_tokens: int
-    """Positions of the language model that contain image features."""
     supervised_tokens: int
-    """Positions with a target."""
     lengths: Sequence[int]
     """Tokens of each sequence; attention does not cross sequences."""
 
@@ -69,7 +59,7 @@ class ModelFlops:
     output: int
     """The output layer, per input position."""
     output_reads_all: bool
-    """Whether the output layer reads all positions, not only the supervised ones."""
+    """Whether it reads all positions, not only the supervised ones."""
 
     def count(self, work: Work) -> dict[ModuleName, int]:
         """Count the FLOPs of a batch by part of the model; 0 for absent parts."""
@@ -77,11 +67,7 @@ class ModelFlops:
         made = work.vision_tokens
         if self.projected_per_tile is not None:
             made = work.tiles * self.projected_per_tile  # before temporal pooling
-        pairs = 0  # of a query and a visible key
-        for window, layers in self.windows.items():
-            for length in work.lengths:
-                seen = length if window is None else min(length, window)
-                pairs += layers * (seen * (seen + 1) // 2 + (length - seen) * seen)
+        pairs = int(self._count_pairs(np.array(work.lengths, np.int64)).sum())
         read = tokens if self.output_reads_all else work.supervised_tokens
         return {
             "vision": self.tile * work.tiles,
@@ -93,19 +79,24 @@ class ModelFlops:
         """Estimate the FLOPs (n,) of samples of ``tokens`` (n,), without the output layer."""
         length, tiles = tokens.astype(np.float64), images.astype(np.float64)
         made = 0.0 if self.projected_per_tile is None else tiles * self.projected_per_tile
-        pairs = np.zeros_like(length)
-        for window, layers in self.windows.items():
-            seen = length if window is None else np.minimum(length, window)
-            pairs += layers * (seen * (seen + 1) / 2 + (length - seen) * seen)
+        pairs = self._count_pairs(tokens.astype(np.int64)).astype(np.float64)
         return self.tile * tiles + self.projected * made + self.token * length + self.pair * pairs
+
+    def _count_pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """Count pairs of a query and a visible key in all layers: causal, some with a window."""
+        pairs = np.zeros_like(lengths)
+        for window, layers in self.windows.items():
+            seen = lengths if window is None else np.minimum(lengths, window)
+            pairs += layers * (seen * (seen + 1) // 2 + (lengths - seen) * seen)
+        return pairs
 
 
 def count_flops(model: CoatVlm) -> ModelFlops:
     """Count a model's FLOPs, before DeepSpeed wraps it, with its ``requires_grad`` flags.
 
-    Registration order decides which modules are below others. For LoRA on a language model without
-    trained modules below, it counts grad-input of the first block's k and v, which training does
-    not compute. Raises ValueError for mixtures of experts and layers without attention.
+    Registration order decides which modules are below others. With LoRA on only the language model,
+    grad-input of the first block's k and v counts, which training does not compute. Raises
+    ValueError for mixtures of experts and layers without attention.
     """
     why = why_not_counted(model.language_model)
     if why is not None:
@@ -168,21 +159,17 @@ def _count_gemms(
     patches: int = 1,
     without: Tensor | None = None,
 ) -> tuple[int, bool]:
-    """Count the FLOPs of the GEMMs with the weights of a part.
+    """Count the FLOPs of the GEMMs with a part's weights; ``below``: a trained module is below.
 
-    Args:
-        below: whether a trained module computes the input of the part.
-        positions: input rows of its matrices.
-        patches: input rows of its convolution, whose input is pixels and needs no gradient.
-
-    Returns:
-        FLOPs, and whether a module in the part or below it is trained.
+    Matrices read ``positions`` vectors, and the convolution ``patches`` of pixels, which need no
+    gradient. Also returns whether a module in the part or below it is trained.
     """
     flops = 0
     for owner in part.modules():
         looked_up = isinstance(owner, nn.Embedding)
         for name, weight in owner.named_parameters(recurse=False):
-            added = name == _POSITIONS or weight.ndim not in (2, 4)
+            # open_clip's positional_embedding is a matrix that is added, not multiplied.
+            added = name == "positional_embedding" or weight.ndim not in (2, 4)
             if not (looked_up or added or weight is without):
                 from_pixels = weight.ndim == 4
                 passes = 1 + weight.requires_grad + (below and not from_pixels)

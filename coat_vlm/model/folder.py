@@ -32,7 +32,7 @@ def is_family(folder: str | Path) -> bool:
 
 
 def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> PreTrainedModel:
-    """Load the model of a folder; dtype ``auto`` is the folder's. ValueError if it has none."""
+    """Load a folder's model; dtype ``auto`` is the folder's. ValueError if there is none."""
     if is_family(folder):
         return load_family_model("the model", str(folder), dtype, attention)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}

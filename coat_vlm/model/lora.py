@@ -24,9 +24,7 @@ _PARTS: Mapping[ModuleName, tuple[str, ...]] = {
     "projector": ("projector",),
     "language": ("language_model",),
 }
-"""Names of the modules of a composed model."""
-_ADAPTER = "default"
-"""peft's default adapter name."""
+_ADAPTER = "default"  # peft's default adapter name
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _IN_BLOCK = r"\.(.*\.)?\d+\.(.*\.)?"
 _LENGTH = ".lora_magnitude_vector.weight"
@@ -95,12 +93,11 @@ def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
 
 
 def _name_modules(model: PreTrainedModel) -> Mapping[ModuleName, tuple[str, ...]]:
-    """Return the names of the modules, and of single parameters, of each part."""
     return _PARTS if isinstance(model, CoatVlm) else cast(Any, model).family.parts
 
 
 def _split_lists(model: PreTrainedModel, name: str) -> list[str]:
-    """Return a name, or those of the elements of a list, which peft does not save as a whole."""
+    # peft does not save a list as a whole.
     module = dict(model.named_modules()).get(name)
     if not isinstance(module, nn.ModuleList):
         return [name]
@@ -181,7 +178,7 @@ def _active_adapters(layer: nn.Module) -> list[str]:
 
 
 def describe(model: PreTrainedModel) -> str:
-    """Describe the adapters of a model in one line: layers and number of parameters."""
+    """Describe the adapters of a model in one line."""
     config = vars(model)["peft_config"][_ADAPTER]
     layers = [name for name, m in model.named_modules() if base_layer(m) is not m]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
@@ -203,10 +200,7 @@ def describe(model: PreTrainedModel) -> str:
 
 
 def adapter_config(model: PreTrainedModel) -> Any:
-    """Create peft's configuration of a model's adapters, to save with the adapters.
-
-    It names the folder of the base, and the other trained modules (``modules_to_save``).
-    """
+    """Create peft's configuration of a model's adapters, with base and other trained modules."""
     trained = [
         module
         for name, part in module_parameters(model).items()
@@ -225,7 +219,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
 def split_adapters(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a state dict into base weights (``....q_proj.weight``) and adapter weights.
 
-    These are ``....q_proj.lora_A.weight`` [r, K] and ``....q_proj.lora_B.weight`` [N, r].
+    Adapters are called ``....q_proj.lora_A.weight``, as in peft's files.
     """
     base: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}

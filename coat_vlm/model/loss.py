@@ -1,10 +1,9 @@
 """The next-token loss of a causal language model, with and without storing the logits.
 
-The logits of a batch are by far its largest tensor: 16k supervised tokens with a vocabulary of 152k
-are 10 GB in FP32. The fused loss processes chunks of tokens: it runs the output layer, computes the
-chunk's loss and the gradients of the layer's input and parameters, and frees the chunk's logits
-(arXiv:2410.10989, section 3.2). Backward only multiplies these gradients by the incoming gradient.
-Labels on a GPU cause a synchronization, because shapes depend on the number of supervised tokens.
+The fused loss processes chunks of tokens: it runs the output layer, computes the chunk's loss and
+the gradients of the layer's input and parameters, and frees the chunk's logits (arXiv:2410.10989,
+section 3.2). Backward only multiplies these gradients by the incoming gradient. Labels on a GPU
+cause a synchronization, because shapes depend on the number of supervised tokens.
 """
 
 import copy
@@ -24,18 +23,16 @@ from coat_vlm.model.placeholders import copy_to_device
 IGNORE_INDEX = -100
 
 FP8_GRADIENTS = "fp8_gradient_gemms"
-"""Attribute of an output layer: a class like ``coat_vlm.fp8.output_layer.Fp8Gradients``, which
-computes its gradients, or None."""
+"""Attribute of an output layer: ``coat_vlm.fp8.output_layer.Fp8Gradients``, or None."""
 
 CHUNK_BYTES = 256 * 2**20
-"""Maximum bytes of the FP32 logits of one chunk (441 tokens with a vocabulary of 152k). At the peak
-about four tensors of this size exist: logits, log-probabilities and their gradients. Each chunk
-reads and writes the weight's gradient once, so smaller chunks cause more memory traffic."""
+"""Maximum bytes of the FP32 logits of one chunk (441 tokens with a vocabulary of 152k), of which
+about four exist at the peak. Each chunk reads and writes the weight's gradient once."""
 
 IN_PLACE_BYTES = 1200 * 2**20
 """Maximum bytes of the logits of one chunk that its gradient overwrites, in the layer's dtype
-(4,137 tokens with a vocabulary of 152k in BF16). No other tensor of this size exists. A quarter of
-it if the layer is frozen: there is no weight gradient to read and write for each chunk."""
+(4,137 tokens with a vocabulary of 152k in BF16); a quarter of it if the layer is frozen and has no
+weight gradient to read and write for each chunk."""
 
 
 def next_token_loss(
@@ -44,16 +41,11 @@ def next_token_loss(
     num_items_in_batch: float | Tensor | None = None,
     shifted: bool = False,
 ) -> Tensor:
-    """Compute the next-token cross-entropy in FP32, sum / divisor, as transformers' causal LM loss.
+    """Compute the next-token cross-entropy of logits (B, T, V) in FP32, as transformers does.
 
-    Without supervised tokens the loss is 0 with a graph, so that the rank takes part in backward.
-
-    Args:
-        logits: (B, T, V).
-        labels: (B, T); -100 is ignored.
-        num_items_in_batch: divisor. Default: the number of supervised tokens.
-        shifted: whether a label is the target of its own position; by default it is that of the
-            position before it.
+    The sum over labels (B, T), of which -100 is ignored, is divided by ``num_items_in_batch``, the
+    supervised tokens by default; without any, the loss is 0 with a graph. ``shifted`` labels are
+    targets of their own positions, others of the position before.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -84,12 +76,9 @@ def linear_cross_entropy(
         hidden: [M, H].
         targets: [M] int64, each in [0, V).
         divisor: []; gradients are divided before they are rounded to their dtype. Default: 1.
-        chunk_bytes: maximum bytes of a chunk's logits. Default: :data:`CHUNK_BYTES` or
-            :data:`IN_PLACE_BYTES`.
+        chunk_bytes: by default :data:`CHUNK_BYTES` or :data:`IN_PLACE_BYTES`.
 
-    Returns:
-        [] FP32; 0 with a graph if M is 0. A second backward pass raises an error if it would
-        multiply the saved gradients twice.
+    Returns [] FP32; 0 with a graph if M is 0. A second backward pass is an error.
     """
     if divisor is None:
         divisor = torch.ones((), device=hidden.device)
@@ -118,7 +107,7 @@ def linear_cross_entropy(
 
 
 def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int, item_bytes: int = 4) -> int:
-    """Return the tokens per chunk for the fewest equal chunks within ``chunk_bytes``."""
+    """Count the tokens per chunk for the fewest equal chunks within ``chunk_bytes``."""
     most = max(1, chunk_bytes // (item_bytes * vocabulary))
     return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
@@ -305,8 +294,8 @@ def _token_losses(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Te
     return cross_entropy_(logits, targets, divisor)
 
 
+# Differs from FP32, the dtype of the loss, to detect models that cast logits to their dtype.
 _PROBE_DTYPE = torch.bfloat16
-"""Differs from FP32, the dtype of the loss, to detect models that cast logits to their dtype."""
 
 
 @contextmanager
@@ -318,9 +307,9 @@ def loss_for_logits(
 ) -> Iterator[None]:
     """Make the next call of the output layer in this context return the loss [] instead of logits.
 
-    Under ZeRO-3 the layer's weight exists only inside of that call. ``layer`` is that of a model
-    for which :func:`why_logits_are_needed` returns None; only the instance's ``forward`` is
-    replaced. The call raises ValueError if its input (B, T, H) does not match the labels (B, T).
+    Under ZeRO-3 the layer's weight exists only inside of that call. For models for which
+    :func:`why_logits_are_needed` returns None. The call raises ValueError if its input (B, T, H)
+    does not match the labels (B, T).
     """
 
     def forward(input: Tensor) -> Tensor:
@@ -342,10 +331,9 @@ def loss_for_logits(
 
 
 def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
-    """Return why the loss of this model needs logits; None if the output layer can compute it.
+    """Return why the loss needs logits; None if the model returns its output layer's unchanged.
 
-    It can if the model returns the layer's output unchanged, which a forward pass with stubs for
-    decoder and output layer shows.
+    A forward pass with stubs for decoder and output layer shows that.
     """
     layer = language_model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or next(layer.children(), None) is not None:
@@ -378,7 +366,7 @@ def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
 
 
 class _DecoderOutput:
-    """Output of the decoder stub: the last hidden state; all other attributes are None."""
+    """Output of the decoder stub; all attributes except the hidden state are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -35,8 +35,8 @@ Kernel = Literal["flash", "sdpa"]
 UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Attention arguments of some models that packed attention does not support."""
 
+# Arguments of FlashAttentionKwargs.
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments of ``FlashAttentionKwargs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,9 @@ def flash_forward(
 ) -> tuple[Tensor, ...]:
     """Run torch's variable-length flash attention, which supports autograd, in FP16 or BF16.
 
-    Args:
-        query: [1, H, T, D].
-        key: [1, H_kv, T, D], as ``value``.
-        scale: factor of q k^T; 1 / sqrt(D) if None.
-        window: size of the sliding window in tokens, including the query.
-
-    Returns:
-        Output [T, H, D]; log-sum-exp [H, T]; two tensors of random state; an empty tensor.
+    ``query`` is [1, H, T, D], ``key`` and ``value`` are [1, H_kv, T, D]; ``window`` counts tokens
+    including the query. Returns the output [T, H, D]; log-sum-exp [H, T]; two tensors of random
+    state; an empty tensor.
     """
     bounds, longest = packing.bounds, packing.longest
     windows: dict[str, Any] = {}
@@ -214,11 +209,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, with the signature of transformers' ``AttentionInterface``.
+    """Compute attention [B, T, H, D], with the signature of transformers' ``AttentionInterface``.
 
-    With the argument ``sequence_shard`` the heads are those of a shard of a row's tokens, and
-    ``cu_seq_lens_q`` are the boundaries in the whole row. Returns [B, T, H, D], and None for the
-    probabilities. Raises ValueError for wrong or missing arguments and unsupported features.
+    With ``sequence_shard`` the heads are those of a shard, and ``cu_seq_lens_q`` are boundaries in
+    the whole row. Raises ValueError for wrong or missing arguments and unsupported features.
     """
     shard: SequenceShard | None = kwargs.pop(SHARD, None)
     if shard is not None:
@@ -252,7 +246,7 @@ def packed_attention(
 
 
 def _one_sequence(tokens: int, window: int | None, device: torch.device) -> Packing:
-    """Return the packing of a single sequence, with bounds on the CPU if SDPA can compute it."""
+    # Bounds stay on the CPU if SDPA can compute it.
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
     windowed = window is not None and window < tokens
     return Packing(copy_to_device(bounds, device) if windowed else bounds, tokens)
@@ -325,10 +319,9 @@ _here = threading.local()
 
 @contextmanager
 def skip_packing_search(skip: bool) -> Iterator[None]:
-    """Skip the search for packed sequences in this context and thread if ``skip``.
+    """Skip transformers' search for restarting ``position_ids``, which synchronizes with the GPU.
 
-    transformers' models check whether ``position_ids`` restart within a row, which synchronizes
-    with the GPU. Positions that the model itself creates never restart.
+    Positions that the model itself creates never restart. Applies to this context and thread.
     """
     before = getattr(_here, "counted", False)
     _here.counted = skip
@@ -349,8 +342,8 @@ def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
     """Return the attention mask that a language model needs to compute only its loss.
 
     With causal attention and right padding, a mask changes only the outputs at padding, which no
-    label reads, and torch's fastest kernels do not support it. Only a mask (B, T) on the CPU is
-    read, to avoid a synchronization; another is returned on the model's device.
+    label reads. Only a mask (B, T) on the CPU is read, to avoid a synchronization; another is
+    returned on the model's device.
     """
     if not isinstance(mask, Tensor):
         return mask

@@ -59,8 +59,8 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a model with all its weights from safetensors or ``weights_only`` pickles.
 
-    Weights that the model does not have (such as a text tower) are ignored. Raises ValueError if
-    files are missing or damaged, or weights are missing or of another shape.
+    Other weights, such as a text tower, are ignored. Raises ValueError if files or weights are
+    missing, damaged or of another shape.
     """
     name = f"{where}={path!r}"
     # load_complete checks the relevant parts of transformers' load report.

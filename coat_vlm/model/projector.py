@@ -20,10 +20,9 @@ PROJECTOR_TYPES = tuple(_BLOCK_SIZES)
 
 
 class SpaceToDepth(nn.Module):
-    """Concatenates each ``block_size`` x ``block_size`` block of patches to one token.
+    """Concatenates each square block of patches to one token, in row-major order.
 
-    The square grid is zero-padded at the bottom and the right. Tokens, and the patches inside a
-    token, are in row-major order.
+    The square grid is zero-padded at the bottom and the right.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -111,7 +110,7 @@ def project_scales(
     scales: Sequence[int],
     project: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Compute the embeddings of images with tiles of several scales (S2).
+    """Compute the embeddings (tokens, H) of images with tiles of several scales (S2).
 
     VILA's ``merge_features_for_dynamic_s2`` (Shi et al. 2024, arXiv:2403.13043, section 3.1;
     NVlabs/VILA, ``llava/model/llava_arch.py``). An image consists of ``(scale / size)^2`` tiles of
@@ -120,16 +119,10 @@ def project_scales(
     into tiles for the projector, so that its blocks of patches stay inside a tile.
 
     Args:
-        features: (N, P, C), the tower's features of all tiles of all images in order; P = g * g
-            patches in row-major order.
-        scales: sides of the scales in pixels, ascending; the first is the tower's input size.
+        features: (N, P, C), of all tiles of all images in order; P = g * g patches.
+        grids: their number of tiles must match, else ValueError.
+        scales: sides in pixels, ascending; the first is the tower's input size.
         project: maps (n, P, K * C) for K scales to (n, T, H), T a square.
-
-    Returns:
-        (tokens, H): the embeddings of all images in order, row by row over each whole image.
-
-    Raises:
-        ValueError: the number of tiles does not match the grids.
     """
     counts = [count_tiles(grid, scales) for grid in grids]
     if sum(counts) != len(features):
@@ -149,7 +142,7 @@ def project_scales(
 
 
 def count_tiles(grid: Grid, scales: Sequence[int]) -> int:
-    """Count the tiles of all scales of an image with this grid."""
+    """Count the tiles of all scales of an image."""
     rows, columns = grid
     if grid == (1, 1):
         return 1

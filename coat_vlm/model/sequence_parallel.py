@@ -29,9 +29,8 @@ from coat_vlm.model.projector import count_tiles
 SHARD = "sequence_shard"
 """Argument of the language model, and of its attention, with the :class:`SequenceShard`."""
 
+# Layers that read other tokens only in their attention, and in any subset of the heads.
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-"""Layers of transformers' models that read other tokens in their attention only, and in any
-subset of the heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,8 @@ class SequenceGroup:
     """The ranks that share the sequences of a micro-batch."""
 
     rank: int
-    """Rank of this process in the group."""
+    """Of this process in the group."""
     size: int
-    """N, number of ranks of the group."""
     processes: dist.ProcessGroup
 
     def raise_to_largest(self, scale: Tensor) -> None:
@@ -51,10 +49,7 @@ class SequenceGroup:
 
 
 def join_sequence_group(world: World, size: int, timeout_s: float | None) -> SequenceGroup | None:
-    """Join ranks into groups of consecutive ranks; collective. Returns None for ``size`` 1.
-
-    ``timeout_s`` limits a collective operation; the backend's limit by default.
-    """
+    """Join consecutive ranks into groups; collective. Returns None for ``size`` 1."""
     if size == 1:
         return None
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -112,8 +107,7 @@ class SequenceShard:
     def gather_tokens(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """Exchange heads [1, H, T / N, D] for tokens [1, H / N, T, D], in a single all-to-all.
 
-        Queries, keys and values may have different numbers of heads. If N does not divide that of
-        the keys, each is sent to all ranks with its queries.
+        If N does not divide the number of key heads, each is sent to all ranks with its queries.
         """
         size, self.calls = self.group.size, self.calls + 1
         parts = []
@@ -146,10 +140,7 @@ class SequenceShard:
             )
 
     def send_features(self, features: Tensor) -> Tensor:
-        """Send this rank's features [sum of sends, hidden] to the ranks of their placeholders.
-
-        Returns [P, hidden], in the order of ``positions``.
-        """
+        """Exchange this rank's features [sum of sends, hidden] for those of ``positions`` [P]."""
         return (
             _exchange(features, self.group, self.sends, self.receives) if self.sends else features
         )
@@ -186,18 +177,12 @@ def _exchange(
 def shard_batch(
     batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig
 ) -> dict[str, Any]:
-    """Return this rank's shard of a micro-batch, which all ranks of the group have read.
+    """Return this rank's shard of a micro-batch on the CPU, padded on the right or packed.
 
     Several rows are concatenated to one, which is filled up to a multiple of N behind the last
-    sequence. Labels are shifted before the split.
-
-    Args:
-        batch: a :class:`coat_data.load.collate.Batch` on the CPU, padded on the right or packed.
-
-    Returns:
-        Arguments of :class:`coat_vlm.model.vlm.CoatVlm`: ``input_ids``, ``position_ids`` and
-        ``labels`` (1, T / N); this rank's images; the boundaries of the sequences in the row of T
-        tokens, if there are several; and the :class:`SequenceShard`.
+    sequence. Labels are shifted before the split. Returns arguments of ``CoatVlm``: ``input_ids``,
+    ``position_ids`` and ``labels`` (1, T / N), this rank's images, the boundaries of several
+    sequences in the row of T tokens, and the :class:`SequenceShard`.
     """
     bounds = batch.get("cu_seq_lens_q")
     keep = torch.ones_like(batch["input_ids"], dtype=torch.bool)
@@ -247,8 +232,7 @@ def _distribute_images(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Distribute whole images (groups of frames) to the ranks, in order, with about equal tiles.
 
-    Returns this rank's pixels and their layout, and the first feature of each rank, with the number
-    of all features.
+    Returns this rank's pixels and layout, and the first feature of each rank and of the end.
     """
     pixels, per_image = batch["pixel_values"], config.tokens_per_image
     tiles, features = [1] * len(pixels), [per_image] * len(pixels)

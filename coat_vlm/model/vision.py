@@ -1,8 +1,8 @@
 """The vision tower: one interface to transformers' SigLIP and CLIP and open_clip's ViT towers.
 
-The output is hidden state ``select_layer`` of transformers' ``hidden_states``. The blocks after it,
-the final norm and the pooling head are not built, as they would be parameters without gradients.
-open_clip is imported only to build a tower, because the import takes a second.
+The blocks after hidden state ``select_layer``, the final norm and the pooling head are not built,
+as they would be parameters without gradients. open_clip is imported only to build a tower, because
+the import takes a second.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,7 @@ VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": 
 class VisionTower(nn.Module):
     """Vision transformer that maps images to hidden state ``select_layer``.
 
-    Args:
-        config: the composed configuration; its ``vision_config`` describes the complete tower.
-        model: a complete tower, which is truncated in place. Default: built from the configuration.
+    ``model`` is a complete tower, which is truncated in place; built from ``config`` by default.
     """
 
     def __init__(self, config: CoatVlmConfig, model: nn.Module | None = None) -> None:
@@ -61,8 +59,7 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Compute the features (N, P, C) of normalized images (N, 3, S, S), P in row-major order.
 
-        Pixels are cast to the tower's dtype. Raises ValueError if ``pixel_values`` has another
-        shape.
+        Raises ValueError for another shape.
         """
         size = self.image_size
         if pixel_values.ndim != 4 or pixel_values.shape[1:] != (3, size, size):
@@ -79,10 +76,9 @@ class VisionTower(nn.Module):
 
 
 class OpenClipBackbone(nn.Module):
-    """open_clip image tower whose forward returns the last block's tokens, before the final norm.
+    """open_clip's ``VisionTransformer``, or timm's in its ``TimmModel``; ValueError for others.
 
-    ``visual`` is open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's; another
-    architecture is a ValueError.
+    Its forward returns the last block's tokens, before the final norm.
     """
 
     def __init__(self, visual: nn.Module) -> None:
@@ -119,10 +115,7 @@ class OpenClipBackbone(nn.Module):
 def build_open_clip(
     model_config: Mapping[str, Any],
 ) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """Build a random tower from open_clip's model configuration or ``{"model_name": NAME}``.
-
-    ``vision_cfg`` and ``quick_gelu`` of the configuration are used.
-    """
+    """Build a random tower from open_clip's model configuration or ``{"model_name": NAME}``."""
     from open_clip import get_model_config, list_models
 
     if "model_name" in model_config:
@@ -144,10 +137,9 @@ def build_open_clip(
 
 
 def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """Load a tower with pretrained weights from a folder with open_clip_config.json or the Hub.
+    """Load a pretrained tower from a folder with open_clip_config.json, or from the Hub.
 
-    Raises:
-        ValueError: no model is found, the weights do not fit, or the tower is not a ViT.
+    Raises ValueError if no model is found, the weights do not fit, or the tower is not a ViT.
     """
     import open_clip
 

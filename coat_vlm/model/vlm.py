@@ -1,9 +1,7 @@
 """The composed model: vision tower, projector and causal language model as one PreTrainedModel.
 
-Tower and projector are optional. A sequence contains ``config.tokens_per_image`` placeholders
-(``config.image_token_id``) per image or tile. The projected image features replace their embeddings
-in order (LLaVA, Liu et al. 2023, arXiv:2304.08485, section 4.1), and the language model's forward
-follows. For images at several scales see :mod:`coat_vlm.model.projector`.
+A sequence contains ``config.tokens_per_image`` placeholders per image or tile, whose embeddings the
+projected image features replace in order (LLaVA, Liu et al. 2023, arXiv:2304.08485, section 4.1).
 """
 
 import logging
@@ -47,8 +45,8 @@ from coat_vlm.model.vision import VisionTower
 logger = logging.getLogger(__name__)
 
 INFERENCE_TILES = 64
-"""Tiles that tower and projector process at once without gradients, so that their memory does not
-grow with the number of frames. 64 tiles of 448 pixels need about 1.5 GB in a tower of 0.4B."""
+"""Tiles that tower and projector process at once without gradients: about 1.5 GB in a tower of
+0.4B with 448 pixels."""
 
 
 class CoatVlm(PreTrainedModel, ImageGenerationMixin):
@@ -149,37 +147,29 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         """Compute logits, and the loss if labels are given.
 
         Args:
-            input_ids: (B, T) token ids with image placeholders.
-            attention_mask: (B, T), 1 for tokens, 0 for padding, or another mask of the language
-                model. On the CPU it is dropped if the loss does not need it.
-            position_ids: (B, T). Default: created by the language model.
-            pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
-            image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
-                largest scale. Default: every image is one tile.
-            frame_groups: (G,) integers: the number of consecutive tiles of ``pixel_values`` that
-                share the tokens of one frame. Default: 1 each.
+            input_ids: (B, T) with image placeholders.
+            attention_mask: (B, T), or another mask of the language model; on the CPU it is dropped
+                if the loss does not need it.
+            pixel_values: (N, 3, S, S), the images of all rows in order; N may be 0.
+            image_grids: (M, 2) rows and columns of each image's largest scale, with
+                ``config.s2_scales``. Default: every image is one tile.
+            frame_groups: (G,) numbers of consecutive tiles that share the tokens of one frame.
+                Default: 1 each.
             inputs_embeds: (B, T, H) instead of input_ids and images.
-            labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
-                Labels on the CPU avoid a synchronization.
-            num_items_in_batch: divisor of the summed loss (the supervised tokens of all
-                micro-batches and ranks). Default: this batch's supervised tokens.
+            labels: (B, T), not shifted; -100 is ignored, and required for padding. On the CPU they
+                avoid a synchronization.
+            num_items_in_batch: divisor of the summed loss. Default: the supervised tokens.
             logits_to_keep: compute only this many last logits (0: all); not with labels.
             skip_logits: return only the loss, computed without storing the logits, unless the model
                 scales or caps them. Default: True with labels in training mode.
             image_positions: [P] int64, ascending positions of the placeholders in the flattened
                 ``input_ids``. Default: search for them, which synchronizes with a GPU.
-            sequence_shard: the other arguments are this rank's part of a micro-batch
-                (``sequence_parallel.shard_batch``), with shifted labels.
+            sequence_shard: the other arguments are a shard of ``sequence_parallel.shard_batch``.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
-                ``max_length_q`` the batch is one row of N packed sequences, and the label of each
-                sequence's first token is ignored.
+                ``max_length_q`` the batch is one row of N packed sequences.
 
-        Returns:
-            loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype, or None.
-
-        Raises:
-            ValueError: placeholders and images do not match, arguments contradict each other, or
-                packed sequences do not fill the row.
+        Raises ValueError if placeholders and images do not match, arguments contradict each other,
+        or packed sequences do not fill the row.
         """
         shifted = sequence_shard is not None
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -282,12 +272,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         frame_groups: torch.Tensor | None = None,
         image_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute token embeddings (B, T, H) with projected image features at the placeholders.
-
-        In training mode, a batch without images runs a zero image through tower and projector and
-        adds the result times zero: under data parallelism every rank must use the same parameters
-        in every step. Raises ValueError if placeholders, images, grids and groups do not match.
-        """
+        """Compute token embeddings (B, T, H) with projected image features at the placeholders."""
         num_images = count_images(pixel_values)
         if self.vision_tower is None:
             if num_images:
@@ -314,7 +299,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             return place_features(
                 embeds, positions, self._project_images(pixel_values, grids, groups)
             )
-        if self.training:
+        if self.training:  # under data parallelism all ranks use the same parameters in each step
             return embeds + self._project_zero_image(embeds).sum().to(embeds.dtype) * 0
         return embeds
 
@@ -408,10 +393,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
 
 
 class Backbone:
-    """A :class:`CoatVlm` without its output layer, for TRL's losses, which store no logits.
-
-    Other attributes are the model's.
-    """
+    """A :class:`CoatVlm` without its output layer, for TRL's losses, which store no logits."""
 
     def __init__(self, model: CoatVlm) -> None:
         self._model = model

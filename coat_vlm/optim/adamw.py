@@ -1,9 +1,7 @@
 """CoatAdamW: AdamW with both moments in FP8 (COAT, arXiv 2410.19313, section 3).
 
-Sharded parameters: ``fully_shard`` (FSDP2) gives the optimizer ``DTensor`` parameters, of which
-each rank holds a shard. AdamW combines elements only within groups that share a scale, so every
-rank updates its own shard, and groups and states belong to the shard. With another number of ranks
-groups start at other elements: load a saved state with the number of ranks that wrote it.
+Of ``DTensor`` parameters (FSDP2's ``fully_shard``) every rank updates its own shard, and the groups
+that share a scale belong to the shard: load a saved state with the number of ranks that wrote it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,42 +30,33 @@ MAX_TABLES = 64
 class CoatAdamW(torch.optim.Optimizer):
     """AdamW with first and second moments in FP8 and Dynamic Range Expansion.
 
-    Finite gradients above 2^40 are limited, so that they do not make the other elements of their
-    group NaN (``coat_kernels/moment_formats.py``).
+    Replaces ``torch.optim.AdamW`` in a plain loop and under DeepSpeed ZeRO 0-3 (on flat
+    partitions). Parameters are FP32, BF16 or FP16, and contiguous. A step takes two or three kernel
+    launches for all parameters of a dtype and does not synchronize with the GPU. After a first step
+    it can be captured in a CUDA graph, with lr as a tensor on the GPU if lr changes. Finite
+    gradients above 2^40 are limited, so that the other elements of their group do not become NaN
+    (``coat_kernels/moment_formats.py``).
 
-    A drop-in replacement for ``torch.optim.AdamW`` in a plain loop and under DeepSpeed ZeRO 0-3
-    (where parameters are flat partitions, and groups of 128 are counted within a partition). A step
-    is a foreach (multi-tensor) step: two or three kernel launches for all parameters of a dtype,
-    without synchronizing with the GPU. After a first step it can be captured in a CUDA graph, with
-    lr as a tensor on the GPU if lr changes.
-
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` are FP8 data of the parameter's shape. Their
-    ``_amax`` (FP32) and ``_k`` (FP16) have one entry per 128 elements. ``step`` is FP32 (), on the
-    parameter's device. The state takes 2.094 bytes per element. ``coat_kernels.decode_moment`` and
-    ``encode_moment`` convert moments to values and back. With ``master="bf16_low_bits"``, BF16
-    parameters also have ``master_low_bits``, int16 of their shape: ``coat_kernels.join_master``
-    returns the FP32 master weight.
+    State per parameter, 2.094 bytes per element: ``exp_avg`` and ``exp_avg_sq`` are FP8 data of the
+    parameter's shape, whose ``_amax`` (FP32) and ``_k`` (FP16) have one entry per 128 elements
+    (``coat_kernels.decode_moment``). ``step`` is FP32 (), on the parameter's device.
 
     Args:
-        params: parameters or groups of them; FP32, BF16 or FP16, contiguous.
-        eps: added to the root of the second moment.
         master: master weights of BF16 parameters. ``fp32``: none, parameters are rounded to
-            nearest; ``bf16_low_bits``: FP32, with their low 16 bits in the state;
-            ``bf16_stochastic``: none, parameters are rounded stochastically, so that small steps
-            take effect on average. Other parameters are their own master weights.
-        seed: seed of stochastic rounding, which depends only on the seed, the step and the element.
-            Second moments use it under ``bf16_stochastic`` and 0 otherwise. DeepSpeed steps flat
-            partitions one at a time, so all partitions use the same random numbers.
+            nearest; ``bf16_low_bits``: FP32, with their low 16 bits in the state as int16
+            ``master_low_bits`` (``coat_kernels.join_master``); ``bf16_stochastic``: none,
+            parameters are rounded stochastically, so that small steps take effect on average.
+        seed: of stochastic rounding, which depends only on the seed, the step and the element.
+            Second moments use it under ``bf16_stochastic`` and 0 otherwise.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
     grad_scale: Tensor | None = None
-    """FP32 (), on the parameters' device: every step multiplies the gradients with it, in FP32, as
-    it reads them. It clips BF16 gradients without rounding or copying them. If it is not finite,
-    the step changes nothing and is not counted, so that a training loop need not wait for the norm
-    of the gradients to skip a step. None: 1."""
+    """FP32 () on the parameters' device, by which every step multiplies the gradients in FP32, to
+    clip BF16 gradients without rounding. If it is not finite, the step changes nothing and is not
+    counted, so that skipping a step needs no synchronization. None: 1."""
 
     def __init__(
         self,
@@ -94,11 +83,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self._tables: dict[Any, AdamwTable] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own, like torch's optimizers.
-
-        Raises:
-            ValueError: a setting of the group is unknown; the group is not added.
-        """
+        """Add parameters with their own settings; ValueError if ``master`` is unknown."""
         master = param_group.get("master", self.defaults["master"])
         if master not in MASTER_WEIGHTS:
             raise ValueError(f"master={master!r}; use one of {', '.join(MASTER_WEIGHTS)}")
@@ -123,9 +108,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        Raises:
-            ValueError: a gradient is sparse; a parameter's shape differs from its state's, or it is
-                not contiguous.
+        Raises ValueError if a gradient is sparse, or a parameter does not fit its state.
         """
         loss = None
         if closure is not None:
@@ -194,9 +177,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without conversion: torch would cast FP8 data to the parameter's dtype.
 
-        Raises:
-            ValueError: the state was written by another optimizer, with another ``master`` or for
-                other parameters; the error names the parameter.
+        Raises ValueError for a state of another optimizer, ``master`` or other parameters.
         """
         groups = [{"master": self.defaults["master"], **g} for g in state_dict["param_groups"]]
         saved_ids = [i for group in groups for i in group["params"]]
@@ -225,7 +206,6 @@ class CoatAdamW(torch.optim.Optimizer):
 def _step_on_cpu(
     items: Sequence[AdamwItem], seed: int | None, rates: Sequence[Rates], grad_scale: Tensor | None
 ) -> None:
-    """Run one step of all items in place; see :class:`AdamwTable`."""
     if grad_scale is not None and not grad_scale.isfinite():
         return
     for item in items:

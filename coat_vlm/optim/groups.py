@@ -13,8 +13,7 @@ from coat_vlm.model.vlm import module_parameters
 def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, Any]]:
     """Groups of trainable parameters, per module with and without weight decay.
 
-    Norm weights, biases and embeddings are not decayed. Empty groups are left out, as ZeRO 1 and 2
-    cannot partition them. ``lr`` is 0: the loop sets it before every step, from ``peak_lr``.
+    ``lr`` is 0: the loop sets it before every step, from ``peak_lr``.
     """
     groups: list[dict[str, Any]] = []
     for name, part in module_parameters(model).items():
@@ -27,7 +26,7 @@ def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, A
                 is_matrix = parameter.ndim > 1 and id(parameter) not in embeddings
                 (decayed if is_matrix else plain).append(parameter)
         for parameters, decay in ((decayed, stage.weight_decay), (plain, 0.0)):
-            if parameters:
+            if parameters:  # ZeRO 1 and 2 cannot partition empty groups
                 groups.append(
                     {
                         "params": parameters,

@@ -23,8 +23,7 @@ from coat_kernels.formats import check_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOW_BITS = "master_low_bits"
-_METADATA = ("_amax", "_k")
-"""Suffixes of the keys of a moment's metadata."""
+_METADATA = ("_amax", "_k")  # suffixes of the keys of a moment's metadata
 
 Read = Callable[[str, int, int], Tensor]
 """Reads the entries ``start`` to ``stop`` of a flat saved tensor: ``read(key, start, stop)``."""
@@ -46,8 +45,7 @@ def get_moments(state: dict[str, Any]) -> tuple[Moment, Moment]:
 def new_state(p: Tensor, name: str, master: str) -> dict[str, Tensor]:
     """Create the state of a parameter before its first step.
 
-    Raises:
-        ValueError: the parameter is not FP32, BF16 or FP16, or is not contiguous.
+    Raises ValueError unless the parameter is FP32, BF16 or FP16 and contiguous.
     """
     check_dtype("CoatAdamW", name, p)
     if not p.is_contiguous():
@@ -64,11 +62,7 @@ def new_state(p: Tensor, name: str, master: str) -> dict[str, Tensor]:
 
 
 def check_saved(saved: dict[str, Any], name: str, p: Tensor, master: str) -> None:
-    """Check that a saved state fits a parameter.
-
-    Raises:
-        ValueError: it does not; the message names the parameter, the problem and a remedy.
-    """
+    """Raise ValueError unless a saved state fits a parameter."""
     expected = {
         key: (t.dtype, t.shape)
         for key, t in new_state(p.detach().to("meta"), name, master).items()
@@ -121,17 +115,9 @@ def decode(
     start: int,
     stop: int,
 ) -> dict[str, Tensor]:
-    """Read the elements ``start`` to ``stop`` of a partition and decode moments.
+    """Read the elements ``start`` to ``stop`` of a partition, with moments decoded to FP32.
 
-    Args:
-        keys: all keys of the saved state.
-        elements: the keys with one entry per element, from :func:`by_element`.
-        read: reads the saved tensors.
-        start: first element.
-        stop: behind the last element.
-
-    Returns:
-        Key -> one-dimensional tensor: quantized moments decoded to FP32, other tensors unchanged.
+    ``keys`` are all keys of the saved state, ``elements`` those of :func:`by_element`.
     """
     values: dict[str, Tensor] = {}
     for key in elements:
@@ -147,11 +133,9 @@ def decode(
 
 
 def encode(values: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Tensor]:
-    """Encode the values of a partition's elements into its state; moments are rounded to nearest.
+    """Encode the values of :func:`decode` over a whole partition into its state.
 
-    Args:
-        values: key -> one-dimensional tensor over all elements, as :func:`decode` returns them.
-        keys: all keys of the saved state: a moment with metadata is quantized.
+    Moments with metadata in ``keys`` are quantized, rounded to nearest.
     """
     state: dict[str, Tensor] = {}
     for key, value in values.items():
@@ -164,7 +148,6 @@ def encode(values: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Ten
 
 
 def _metadata(moment: str, keys: Collection[str]) -> tuple[str, ...]:
-    """Return the keys of a moment's metadata; none if the moment is not quantized."""
     if moment not in MOMENTS:
         return ()
     return tuple(moment + suffix for suffix in _METADATA if moment + suffix in keys)

@@ -229,7 +229,7 @@ def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as nested mappings; lists of sources become mappings by name."""
-    settings = recipe.to_dict()
+    settings = dataclasses.asdict(recipe)
     settings["fp8"] = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del settings["master_weights"]
     for stage in settings["stages"].values():

@@ -235,7 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Measure the stage and print a table."""
-    recipe = load_recipe(args.recipe, args.overrides, unset_variables=True, say=harness.say)
+    recipe = load_recipe(args.recipe, args.overrides, unset_variables=True)
     name, *others = select_stages(recipe, args.stage)
     if others:
         raise ValueError(f"--stage: give one of the stages, {' or '.join(recipe.stages)}")

@@ -89,7 +89,7 @@ def read_recipe(args: argparse.Namespace, *, unset_variables: bool = False) -> "
     """
     from coat_vlm.config.load import load_recipe
 
-    return load_recipe(args.recipe, args.overrides, unset_variables=unset_variables, say=say)
+    return load_recipe(args.recipe, args.overrides, unset_variables=unset_variables)
 
 
 def find_model(folder: Path) -> Path:
