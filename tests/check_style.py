@@ -42,27 +42,11 @@ WORDS = {
     "saved for backward": r"FP8 cop(y|ies)|\bkept (activations|for (the |its )?backward|copies)",
     "high precision": r"\bunrounded\b",
     "grad_output, grad_input, grad_residual": r"def \w+\([^)]*\b(dy|da|dresidual|dh)\b\s*[:,)]",
-    "fused weight": r"\b[jJ]oint(ly)?\b(?! distribution)",
-    "a verb": r"def (normed|sent|told|walked|said|met|deal|dealt|asked)\(",
-    "persistent kernel": r"\bwalk(s|ed|ing)? (over|through|along)\b",
     "master weights; low 16 bits": r"\bmasters\b|\b16-bit remainder|\bREMAINDER\b|\bremainders\b",
     "supervised token": r"\btrained[ _]tokens?\b|trained positions?\b",
-    "sampler state": r"\b[cC]ursors?\b(?!: pointer)",
     "bad-sample log": r"\bquarantine",
     "transient I/O error": r"\b[oO]utages?\b|\bOUTAGES\b",
     "non-retryable": r"\bin vain\b",
-    "implementation, baseline": r"\bcontenders?\b|\b[pP]eers?\b",
-    "reported, fixed, memorized": r"\bmended\b|\bby heart\b|\btold as\b",
-    "sampled frames; length-bucketed": r"\bframes (are )?shown\b|\b(of )?like length\b",
-    "eagerly; permanently; say it again": (
-        r"\bas ever\b|\bfor good\b|\b[lL]ikewise\b|\bof the like\b"
-    ),
-    "BF16 fallback": r"\b(sends?|sent)\b.{0,20}\bback to BF16",
-    "foreach optimizer step": r"\btake_whole_steps?\b|\bwhole_step",
-    "repository, package, allowed import": (
-        r"\bhouse\b|\b(the|data|kernels) rooms?\b|\bROOMS?\b|\bdoors?\b"
-    ),
-    "classification accuracy": r"\bnaming (accuracy|question|set)|[/\"]naming\b|\bnames \d",
     "a sentence with a verb": r'"""Of (?!course)',
 }
 """What the field says -> a pattern of what to avoid."""

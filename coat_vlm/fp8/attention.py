@@ -154,7 +154,7 @@ class _AttentionOutput(torch.autograd.Function):
         saturation.observe("linear input", o8.q, out)
         hp = out if fused.bf16_forward else None
         y, of_layer = gemm.forward(o8, fused, layers, query.dtype, hp)
-        needs = _find_needs(ctx, fused)
+        needs = Needs.find(ctx, fused, 3, 7)
         output = out if kernel is not None else o8.q if needs.input_transposed else None
         gemm.save(ctx, [output, o8.scale], of_layer.flat, source, statistics.tensors)
         ctx.shape, ctx.dtype, ctx.sizes = query.shape, query.dtype, statistics.sizes
@@ -169,7 +169,7 @@ class _AttentionOutput(torch.autograd.Function):
             grad_outputs[0],
             ctx.fused,
             Saved.of(of_layer, ctx.fused),
-            _find_needs(ctx, ctx.fused),
+            Needs.find(ctx, ctx.fused, 3, 7),
             ctx.dtype,
             lambda _: (
                 transpose_quantized(TensorScaled(out, scale))
@@ -189,11 +189,6 @@ class _AttentionOutput(torch.autograd.Function):
                 of_heads = out.view(grad_out.shape)
                 grad_heads = sdpa.backward(ctx.kernel, grad_out, q, k, v, of_heads, statistics)
         return *grad_heads, None, None, None, None, *grads.flat, *(None for _ in source)
-
-
-def _find_needs(ctx: Any, fused: FusedLinear) -> Needs:
-    (flags,) = gemm.unpack(ctx.needs_input_grad[7:], fused)
-    return Needs.of(ctx.needs_input_grad[:3], flags)
 
 
 def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -147,6 +147,12 @@ class Needs(NamedTuple):
         adapters = any(flags.a) or any(flags.b)
         return cls(any(upstream), any(flags.weights), any(flags.biases), adapters)
 
+    @classmethod
+    def find(cls, ctx: Any, fused: FusedLinear, upstream: int, start: int) -> "Needs":
+        """Create for a Function with ``upstream`` differentiable inputs, and layers from start."""
+        (flags,) = unpack(ctx.needs_input_grad[start:], fused)
+        return cls.of(ctx.needs_input_grad[:upstream], flags)
+
     @property
     def rows(self) -> bool:
         """Whether the row-major quantized gradient is read."""

@@ -35,7 +35,7 @@ class _Linear(torch.autograd.Function):
         x8 = quantize_tensor(rows)
         saturation.observe("linear input", x8.q, rows)
         y, saved = gemm.forward(x8, fused, layers, x.dtype, rows if fused.bf16_forward else None)
-        q = x8.q if _find_needs(ctx, fused).input_transposed else None
+        q = x8.q if Needs.find(ctx, fused, 1, 2).input_transposed else None
         gemm.save(ctx, [q, x8.scale], saved.flat)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -47,13 +47,8 @@ class _Linear(torch.autograd.Function):
             grad_outputs[0],
             ctx.fused,
             Saved.of(saved, ctx.fused),
-            _find_needs(ctx, ctx.fused),
+            Needs.find(ctx, ctx.fused, 1, 2),
             ctx.dtype,
             lambda _: transpose_quantized(TensorScaled(q, scale)),
         )
         return None if grad_input is None else grad_input.view(ctx.shape), None, *grads.flat
-
-
-def _find_needs(ctx: Any, fused: FusedLinear) -> Needs:
-    (flags,) = gemm.unpack(ctx.needs_input_grad[2:], fused)
-    return Needs.of(ctx.needs_input_grad[:1], flags)

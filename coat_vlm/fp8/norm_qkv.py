@@ -162,8 +162,7 @@ class _NormHeads(torch.autograd.Function):
         grad_heads, grad_residual = grad_outputs[:3], grad_outputs[3]
         if all(grad is None for grad in grad_heads):
             return norms.residual_only(grad_residual, ctx)
-        (flags,) = gemm.unpack(ctx.needs_input_grad[7:], ctx.fused)
-        needs = Needs.of(ctx.needs_input_grad[:4], flags)
+        needs = Needs.find(ctx, ctx.fused, 4, 7)
         of_norm, grads = norms.backward(
             lambda: _heads_backward(grad_heads, ctx.heads, needs),
             grad_residual,

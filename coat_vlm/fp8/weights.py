@@ -13,18 +13,13 @@ to host memory: checkpoints and merged models are made from them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler as autograd_profiler
-from torch.profiler import record_function
 
 from coat_kernels import TensorScaled, quantize_again, quantize_layouts
 from coat_vlm.fp8 import saturation
-
-QUANTIZATION = "coat: quantization of weights"
-"""Name of the profiler range: kernels in it also quantize gradients and activations elsewhere."""
 
 Key = tuple[Hashable, ...]
 """Identifies weights. Addresses do not: ZeRO-3 gathers one weight where another was. Neither do the
@@ -33,8 +28,6 @@ tensors that a backward pass unpacks: under checkpointing those are other object
 
 _cache: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
 """Both layouts of the weights of the current scope; None outside of a scope."""
-
-_UNNAMED = nullcontext()
 
 _STORED = "fp8_stored"
 """Attribute of a layer whose weight is stored in FP8, fused with those of the same input."""
@@ -123,8 +116,7 @@ def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = No
     if scale is not None:
         if _cache is not None and key in _cache:
             return _cache[key][0]
-        with _profiler_range():
-            return quantize_again(_detached(parts), scale, transposed=False)
+        return quantize_again(_detached(parts), scale, transposed=False)
     rows, _ = _quantize(key, parts, rows=True)
     saturation.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
     return rows
@@ -136,8 +128,7 @@ def quantize_weight_transposed(
     """Return E4M3 [K, N] of the same matrix, with the scale of :func:`quantize_weight` if given."""
     if _cache is not None or scale is None:
         return _quantize(key, parts, rows=False)[1]
-    with _profiler_range():
-        return quantize_again(_detached(parts), scale, transposed=True)
+    return quantize_again(_detached(parts), scale, transposed=True)
 
 
 def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScaled, TensorScaled]:
@@ -145,16 +136,10 @@ def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScal
     if _cache is not None and key in _cache:
         return _cache[key]
     both = _cache is not None
-    with _profiler_range():
-        layouts = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
+    layouts = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
     if _cache is not None:
         _cache[key] = layouts
     return layouts
-
-
-def _profiler_range() -> AbstractContextManager[object]:
-    """Return a named range if a profiler runs: naming costs as much as an op."""
-    return record_function(QUANTIZATION) if autograd_profiler._is_profiler_enabled else _UNNAMED
 
 
 def _detached(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -4,10 +4,12 @@ Kernels are compiled for Hopper as always; nothing runs. Run by test_launch.py, 
 interpreter. Usage: ``python launch_offline.py REPORT.json``.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +22,12 @@ from coat_kernels import OPS, launch
 
 OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope", "activation_apply")
 PLAIN_RUN = JITFunction.run
+HOPPER = GPUTarget("cuda", 90, 32)
 
 Call = tuple[Any, tuple[int, ...], dict[str, Any]]
 launched: list[dict[str, Any]] = []
 looked_up: list[str] = []
+functions = itertools.count(1)
 
 
 class Launcher:
@@ -35,60 +39,27 @@ class Launcher:
     def __call__(self, *args: Any) -> None:
         """Note what would be launched: (grid, stream, function, metadata, hooks, arguments)."""
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in args[9:]]
-        launched.append(
-            {
-                "grid": list(args[:3]),
-                "stream": args[3],
-                "function": args[4],
-                "metadata": repr(args[5]),
-                "arguments": [
-                    [kind, type(value).__name__, str(value)]
-                    for kind, value in zip(self.types, values, strict=True)
-                ],
-            }
-        )
+        arguments = [
+            [kind, type(value).__name__, str(value)]
+            for kind, value in zip(self.types, values, strict=True)
+        ]
+        names = ("stream", "function", "metadata")
+        entry = dict(zip(names, (*args[3:5], repr(args[5])), strict=True))
+        launched.append({"grid": list(args[:3]), **entry, "arguments": arguments})
 
 
-class Utilities:
-    """Stands for the driver's own functions."""
-
-    def __init__(self) -> None:
-        self.loaded = 0
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        """Of an H100 or H200."""
-        return {"max_shared_mem": 232448}
-
-    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spills, most threads; functions are counted."""
-        self.loaded += 1
-        return 0, self.loaded, 32, 0, 1024
-
-
-class Driver:
-    """Stands for the GPU's driver."""
-
-    launcher_cls = Launcher
-    utils = Utilities()
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        """Any but the default, to see that it is asked for."""
-        return 7
-
-    def get_current_target(self) -> GPUTarget:
-        """Hopper."""
-        return GPUTarget("cuda", 90, 32)
-
-
-class Forgetful(dict[Any, Any]):
-    """Keeps nothing."""
-
-    def __setitem__(self, *_: Any) -> None:
-        pass
+DRIVER: Any = SimpleNamespace(
+    launcher_cls=Launcher,
+    utils=SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 232448},  # of an H100 or H200
+        # Module, function, registers, spills, most threads.
+        load_binary=lambda *_: (0, next(functions), 32, 0, 1024),
+    ),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda _: 7,  # not the default, to see that it is asked for
+    get_current_target=lambda: HOPPER,
+)
+"""Stands for the GPU's driver."""
 
 
 def set_run(run: Any) -> None:
@@ -103,7 +74,7 @@ def run_noted(self: Any, *args: Any, **kwargs: Any) -> Any:
     return PLAIN_RUN(self, *args, **kwargs)
 
 
-def calls_of(run: Callable[[], Any]) -> list[Call]:
+def calls_of(op: str, args: Any) -> list[Call]:
     """Kernels, grids and arguments, which keep their memory."""
     calls: list[Call] = []
 
@@ -111,47 +82,45 @@ def calls_of(run: Callable[[], Any]) -> list[Call]:
         assert not warmup
         calls.append((self, grid, kwargs))
 
-    ours, launch._kernels = launch._kernels, {}
     set_run(record)
-    run()
+    OPS[op].triton(*args)
     set_run(run_noted)
-    launch._kernels = ours
     return calls
 
 
-def noted(calls: list[Call]) -> dict[str, Any]:
+def noted(calls: list[Call], run: Callable[..., Any]) -> dict[str, Any]:
     """What calls launched, and how many kernels Triton looked up for it."""
     launched.clear()
     looked_up.clear()
     for kernel, grid, args in calls:
-        launch.launch(kernel, grid, **args)
+        run(kernel, grid, **args)
     return {"launched": list(launched), "looked_up": len(looked_up)}
+
+
+def run_plain(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
+    kernel[grid](**args)
 
 
 def tried(calls: list[Call]) -> dict[str, Any]:
     """Calls as Triton launches them, then the same twice as we do."""
-    ours, launch._kernels = launch._kernels, Forgetful()
-    plain = noted(calls)
-    launch._kernels = ours
-    return {"plain": plain, "first": noted(calls), "again": noted(calls)}
+    runs = {"plain": run_plain, "first": launch.launch, "again": launch.launch}
+    return {name: noted(calls, run) for name, run in runs.items()}
 
 
-def told(metadata: Any) -> None:
-    """What is called before a launch."""
+def check_hook(metadata: Any) -> None:
     assert metadata is not None
 
 
 def main(report: Path) -> None:
     """Write what was launched."""
-    driver.set_active(Driver())  # pyright: ignore[reportArgumentType]
-    found = {}
+    driver.set_active(DRIVER)
+    results = {}
     for op in OPS_TRIED:
-        args = list(examples(op, 64, 128, torch.bfloat16).values())[-1]
-        calls = calls_of(lambda op=op, args=args: OPS[op].triton(*args))
-        found[op] = tried(calls)
-        knobs.runtime.launch_enter_hook.add(told)
-        found[op]["with hook"] = noted(calls)
-        knobs.runtime.launch_enter_hook.remove(told)
+        calls = calls_of(op, list(examples(op, 64, 128, torch.bfloat16).values())[-1])
+        results[op] = tried(calls)
+        knobs.runtime.launch_enter_hook.add(check_hook)
+        results[op]["with hook"] = noted(calls, launch.launch)
+        knobs.runtime.launch_enter_hook.remove(check_hook)
     memory = torch.randn(80 * 128)
     matrix = memory[: 64 * 128].view(64, 128)
     for name, x in {
@@ -161,10 +130,10 @@ def main(report: Path) -> None:
         "narrower": memory[: 64 * 120].view(64, 120),
         "as bfloat16": matrix.bfloat16(),
     }.items():
-        args = ([x], torch.ones(()), "e4m3", True, False)
-        calls = calls_of(lambda args=args: OPS["quantize_tensor"].triton(*args))
-        found[name] = tried(calls)
-    report.write_text(json.dumps(found))
+        results[name] = tried(
+            calls_of("quantize_tensor", ([x], torch.ones(()), "e4m3", True, False))
+        )
+    report.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

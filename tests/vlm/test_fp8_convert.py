@@ -56,18 +56,6 @@ def test_generate_uses_its_cache() -> None:
     assert 0 < (cached - whole).norm() < 1.5 * (whole - exact).norm() < 0.5 * exact.norm()
 
 
-def test_the_parts_of_a_composed_model(tiny: Any) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
-    report = convert(model, Fp8Config(projector="fp8_linear"))
-    parts = {name.split(".")[0] for name in report.converted}
-    assert parts == {"vision_tower", "projector", "language_model"}
-    model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
-    report = convert(model, Fp8Config(vision="bf16"))
-    assert {name.split(".")[0] for name in report.converted} == {"language_model"}
-    assert "fp8.vision is bf16" in set(report.skipped.values())
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
