@@ -10,10 +10,8 @@ from adamw import (
     SIZES,
     Implementation,
     bench_adamw,
-    count_state_bytes,
     find_disagreement,
     list_implementations,
-    make_parameters,
 )
 
 CPU = torch.device("cpu")
@@ -58,13 +56,3 @@ def test_wrong_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_disagreement(wrong, "float32").startswith(
         "not correct: tensor 0: relative RMS error"
     )
-
-
-def test_parameters_and_bytes() -> None:
-    params = make_parameters([5, 3], "bfloat16", CPU)
-    assert [(p.numel(), p.dtype) for p in params] == [(5, torch.bfloat16), (3, torch.bfloat16)]
-    optimizer = torch.optim.SGD(params, momentum=0.9)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert count_state_bytes(optimizer) == 8 * 2

@@ -7,7 +7,7 @@ import torch
 
 import gemm
 import harness
-from gemm import IMPLEMENTATIONS, GemmResult, bench_gemm, check_product, list_gemms, list_linears
+from gemm import IMPLEMENTATIONS, bench_gemm, check_product, list_gemms, list_linears
 from layer_shapes import SHAPES, LayerShape, build_layer
 
 CPU = torch.device("cpu")
@@ -61,19 +61,3 @@ def test_every_product_is_measured_and_a_failure_is_noted(monkeypatch: pytest.Mo
         else:
             assert r.problem == ""
             assert r.tflops == pytest.approx(2 * r.rows * r.columns * r.inner / 2e-6 / 1e12)
-
-
-def test_the_table_ends_with_the_block() -> None:
-    def result(kind: str, name: str, us: float | None, problem: str = "") -> GemmResult:
-        tflops = None if us is None else 2e9 / us / 1e6
-        size = (1000, 1000, 1000)
-        return GemmResult(*ORIGIN, "small", "o", kind, *size, name, us, tflops, 0.03, problem)
-
-    times = {"bf16": 4.0, "fp8": 2.0, "fp8_fast": 1.0}
-    results = [result("forward", name, us) for name, us in times.items()]
-    results += [result("input gradient", name, 8.0) for name in ("bf16", "fp8")]
-    results += [result("input gradient", "fp8_fast", None, "wrong")]
-    _, _, forward, backward, block = gemm.format_gemms(results).splitlines()
-    assert forward.startswith("| o, forward | 1000 x 1000 x 1000 | 500 | 1,000 | 2,000 | 0.0300 |")
-    assert backward.endswith("| fp8_fast: wrong |")
-    assert block.startswith("| block |  | 333 | 400 | - |")  # 4e9 operations in 12, 10 us

@@ -6,8 +6,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import harness
 from adamw import AdamwResult
 from gemm import GemmResult
 from harness import Result, VersionedResult, append_results, measure_median_us, read_results
@@ -69,17 +66,6 @@ def test_committed_files_have_the_columns_of_their_results(name: str, kind: type
         assert next(csv.reader(file)) == [field.name for field in fields(kind)]
 
 
-def test_tables() -> None:
-    results = [Measured(*ORIGIN, "x", 1234.56), Measured(*ORIGIN, "y")]
-    columns = {"name": "name", "ms": "ms:1", "note": lambda result: result.name * 2}
-    assert harness.format_results(results, columns).splitlines() == [
-        "| name | ms | note |",
-        "| --- | --- | --- |",
-        "| x | 1,234.6 | xx |",
-        "| y | - | yy |",
-    ]
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_examples_of_every_script_parse(name: str) -> None:
     parser = runpy.run_path(str(SCRIPTS[name]))["build_parser"]()
@@ -92,126 +78,11 @@ def test_examples_of_every_script_parse(name: str) -> None:
         parser.parse_intermixed_args(command[command.index(script) + 1 :])
 
 
-def test_a_profile_has_the_operators_of_a_cpu() -> None:
-    x = torch.randn(64, 64)
-    table = harness.profile_step(lambda: [x @ x for _ in range(3)], torch.device("cpu"))
-    assert "ms under the profiler" in table
-    assert "aten::mm" in table
-
-
 def test_a_script_runs_alone_and_an_error_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS["lab_formats"]), "--formats", "e0m0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0].startswith("lab_formats.py: format 'e0m0' cannot exist")
-
-
-def test_no_script_is_called_like_a_module_that_others_import() -> None:
-    """The folder is first on sys.path; transformers looks for a package called kernels."""
-    names = {path.stem for path in (ROOT / "scripts" / "bench").glob("*.py")}
-    assert not names & (sys.stdlib_module_names | {"kernels", "datasets", "evaluate", "data"})
-
-
-class FakeGpu:
-    """``torch.cuda`` of a GPU whose time goes on only when it works."""
-
-    def __init__(self, replays_ms: list[float]) -> None:
-        self.now_ms = 0.0
-        self.replays_ms = replays_ms
-        self.log: list[str] = []
-        self.capturing = False
-
-    def call(self) -> None:
-        self.log.append("captured" if self.capturing else "warm-up")
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext()
-
-    def Stream(self) -> Any:  # noqa: N802
-        gpu = self
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                gpu.log.append("wait")
-
-        return Stream()
-
-    current_stream = Stream
-
-    def CUDAGraph(self) -> Any:  # noqa: N802
-        gpu = self
-
-        class Graph:
-            def replay(self) -> None:
-                count = gpu.log.count("replay")
-                gpu.log.append("replay")
-                gpu.now_ms += gpu.replays_ms[count % len(gpu.replays_ms)]
-
-        return Graph()
-
-    @contextmanager
-    def graph(self, graph: Any, stream: Any) -> Iterator[None]:
-        self.capturing = True
-        try:
-            yield
-        except RuntimeError:
-            raise RuntimeError("CUDA error: failed due to a previous error") from None
-        finally:
-            self.capturing = False
-
-    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
-        gpu = self
-
-        class Event:
-            ms = -1.0
-
-            def record(self) -> None:
-                self.ms = gpu.now_ms
-
-            def elapsed_time(self, end: Any) -> float:
-                return end.ms - self.ms
-
-        return Event()
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def zero_(self) -> None:
-        self.log.append("flush")
-        self.now_ms += 7.0
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    # Five replays of a measured batch are slow, as is the whole batch before it.
-    gpu = FakeGpu([9.0] * 30 + [0.002] * 25 + [9.0] * 5)
-    monkeypatch.setattr(harness, "cuda", gpu)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: gpu)
-    monkeypatch.setattr(harness, "_WARMUP_S", 0.0)
-    monkeypatch.setattr(harness, "_MEASURED_S", 0.0)
-    return gpu
-
-
-def test_the_time_is_the_median_of_replays_after_a_flush(fake: FakeGpu) -> None:
-    assert measure_median_us(fake.call) == pytest.approx(2.0)
-    calls = [what for what in fake.log if what not in ("wait", "synchronize")]
-    assert calls[:-120] == ["warm-up"] * 3 + ["captured"]
-    assert calls[-120:] == ["flush", "replay"] * 60
-    assert (fake.log[0], fake.log[-1]) == ("wait", "synchronize")
-
-
-@pytest.mark.parametrize(
-    ("when", "message"),
-    [(True, r"^cannot be captured in a CUDA graph: no sync$"), (False, r"^no sync\nmore$")],
-)
-def test_errors_of_a_call(fake: FakeGpu, when: bool, message: str) -> None:
-    def fails() -> None:
-        if fake.capturing == when:
-            raise RuntimeError("no sync\nmore")
-
-    with pytest.raises(RuntimeError, match=message):
-        measure_median_us(fails)
-    assert "replay" not in fake.log
 
 
 @pytest.mark.gpu

@@ -75,18 +75,6 @@ def test_wrong_results_get_no_speed() -> None:
         assert "not correct" in find_disagreement(result(), wrong, exact)
 
 
-def test_the_table_compares_with_the_first() -> None:
-    results = [
-        result("hf_eager", fwdbwd_ms=40.0),
-        result(fwdbwd_ms=20.0),
-        result("slow", problem="RuntimeError: x"),
-    ]
-    _, _, first, second, third = bench.format_layers(results).splitlines()
-    assert "| 1.00x |" in first
-    assert "| 20.00 | 2.00x |" in second
-    assert third.endswith("| RuntimeError: x |")
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_time_and_memory_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     small = dataclasses.replace(SHAPES["llama-2-7b"], batch=1)

@@ -14,7 +14,7 @@ import ops
 from coat_kernels import OPS
 from layer_shapes import SHAPES, LayerShape
 from op_cases import Draw, build_cases, shrink_shape
-from ops import bench_ops, count_bytes, find_disagreement
+from ops import bench_ops, count_bytes
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -99,17 +99,6 @@ def test_right_kernels_are_timed_and_wrong_ones_are_not(
     assert [r.us for r in results] == [None] * len(results)
     assert results[0].problem.startswith("not correct: result 0: relative RMS error")
     assert results[-1].problem == "RuntimeError: misaligned address"
-
-
-def test_an_op_is_compared_also_where_it_changes_its_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (case,) = (c for c in build_cases(SMALL["siglip"]) if c.op == "adamw_step")
-    args = case.arguments(Draw(CPU))
-    assert find_disagreement("adamw_step", args) == ""
-    wrong = dataclasses.replace(OPS["adamw_step"], dispatch=lambda p, *_: p.mul_(1.1))
-    monkeypatch.setitem(OPS, "adamw_step", wrong)
-    assert find_disagreement("adamw_step", args).startswith("not correct")
 
 
 def test_an_unknown_op_is_refused() -> None:

@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import transformers
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
-from transformers.models.qwen2 import modeling_qwen2
 
 import harness
 import step
@@ -270,30 +268,6 @@ def test_what_does_not_fit_is_reported_and_ends_the_implementation(
     assert "in bf16 with optimizer adamw, ZeRO-0" in failed.value.__notes__[0]
 
 
-def test_what_is_not_correct_gets_no_speed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(model: Any) -> None:
-        norm = model.language_model.model.norm
-        norm.register_full_backward_hook(lambda _, given, __: (4 * given[0],))
-
-    monkeypatch.setitem(BASELINES, "eager", Baseline("hf_eager", (), [wrong]))
-    (result,) = measure(world, "--precisions", "--baselines", "eager")
-    assert result.problem.startswith("not correct: the gradients' norm is")
-    assert (result.ms, result.tok_s, result.peak_gb) == (None, None, None)
-
-
-def test_names_that_a_baseline_replaced_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    def replacing(model: Any) -> None:
-        modeling_qwen2.apply_rotary_pos_emb = None
-        raise RuntimeError("half way")
-
-    before = modeling_qwen2.apply_rotary_pos_emb
-    monkeypatch.setitem(BASELINES, "liger", Baseline("liger", (), [replacing]))
-    model: Any = SimpleNamespace()
-    with pytest.raises(RuntimeError, match="half way"), apply_baseline("liger", model):
-        pass
-    assert modeling_qwen2.apply_rotary_pos_emb is before
-
-
 @pytest.mark.parametrize(
     ("words", "ranks", "message"),
     [
@@ -332,15 +306,3 @@ def test_steps_are_waited_for_at_the_ends_of_a_measurement(world: World) -> None
     timing = take_steps(Recorder(), [], "", world, 3, 2)
     assert waits == [False, True, False, False, True]
     assert timing.ms == 4e3  # the median of 3, 4 and 5 seconds
-
-
-def test_the_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-    cuda, gpu = torch.cuda, torch.device("cuda", 0)
-    properties = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda x, _: limits.append(x))
-    step.limit_memory(gpu, 77)
-    assert limits == [77 / 80]
-    with pytest.raises(ValueError, match=r"--cap-gib 81: the GPU has 80.0 GiB"):
-        step.limit_memory(gpu, 81)

@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import harness
 import lab_fork as bench
-from coat_vlm.fp8 import fp8_blocks
 from decoder import SIZES, MasterWeights, build_decoder, draw_batches, read_corpus, train_steps
 from harness import read_results
 from lab_fork import ForkResult, RoundedLinear, apply_variant, parse_variant, weight_gradients
@@ -66,18 +64,6 @@ def test_a_variant_names_blocks_and_parts(
 ) -> None:
     found = parse_variant(variant, 3)
     assert {key: "".join(sorted(operands)) for key, operands in found.items()} == expected
-
-
-def test_variants_change_the_arithmetic_and_no_parameter() -> None:
-    for variant in ("xw@gate+o@1-1", "recompute_qkv,bf16_forward_first=0"):
-        model = build_decoder(SIZES["tiny"])
-        before = dict(model.named_parameters())
-        apply_variant(model, variant)
-        assert all(before[name] is p for name, p in model.named_parameters())
-        rounded = [n for n, m in model.named_modules() if isinstance(m, RoundedLinear)]
-        names = ["model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate_proj"]
-        assert rounded == (names if "@" in variant else [])
-        assert len(list(fp8_blocks(model))) == (0 if "@" in variant else 2)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +121,6 @@ def test_results_of_a_process(
         assert (r.gradient_error < 0.02) == (r.variant == "")  # BF16 on a GPU, else FP32
         assert r.mean_loss > r.last_loss > r.text_loss > 0
     assert "| nothing rounded | " in capsys.readouterr().out
-
-
-def test_percentages_of_the_measured_results() -> None:
-    base: dict[int, Any] = {}
-    for r in read_results(RESULTS / "fork.csv", ForkResult):
-        unrounded = base.setdefault(r.process, r)
-        assert (r is unrounded) == (r.variant == "")
-        for name in ("mean", "last", "text"):
-            loss, of_base = getattr(r, f"{name}_loss"), getattr(unrounded, f"{name}_loss")
-            # Losses are written with four digits behind the point: each is off by up to 5e-5.
-            expected = pytest.approx(100 * (loss / of_base - 1), abs=100 * 1e-4 / of_base)
-            assert getattr(r, f"{name}_percent") == expected
 
 
 @pytest.mark.gpu

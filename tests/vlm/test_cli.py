@@ -78,12 +78,6 @@ def test_a_users_mistake_is_one_message(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
-    failing_train(monkeypatch, KeyError("ours"))
-    with pytest.raises(KeyError):
-        main(["train", "quickstart"])
-
-
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     failing_train(monkeypatch, KeyboardInterrupt())
     assert main(["train", "quickstart"]) == 130
@@ -141,17 +135,6 @@ def test_generate_shows_the_files_in_the_order_given():
         ("video", "c"),
     ]
     assert sample.turns[0].text == "\n\n\n\np"
-
-
-def test_a_prompt_may_say_where_the_images_stand():
-    sample = prompt_sample("Is <image> like <image>?", [("image", Path("a")), ("image", Path("b"))])
-    assert [part.text or part.kind for part in sample.turns[0].parts] == [
-        "Is ",
-        "image",
-        " like ",
-        "image",
-        "?",
-    ]
 
 
 def test_scenes_are_made_once_and_anew_for_other_settings(

@@ -13,7 +13,6 @@ from coat_vlm.fp8 import convert
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.activations import (
-    Activations,
     LiveMemory,
     trace,
     use_flash_attention,
@@ -145,7 +144,3 @@ def test_two_micro_batches_tell_all_others(tiny: Any, precision: str) -> None:
     told = one.extrapolate(two, 6)
     assert told.total_saved == pytest.approx(seven.total_saved, rel=0.01)
     assert told.peak(2) == pytest.approx(seven.peak(2), rel=0.01)
-
-
-def kept(tiny: Any, *trained: str, checkpointing: bool = False) -> Activations:
-    return trace(frame(tiny, stage(*trained, checkpointing=checkpointing)), 3, 64, 2)
