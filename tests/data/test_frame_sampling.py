@@ -87,18 +87,3 @@ def test_folders_of_frames(tmp_path: Path):
         assert dict(reader.counts) == {"video_folder": 1}
     with pytest.raises(DataError, match="a folder of frames has no times"):
         reader.read(Media(kind="video", path=str(tmp_path), start=1.0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"backend": "opencv"}, "pyav, decord"),
-        ({"sampling": "random"}, "uniform, fps, all"),
-        ({"num_frames": 0}, "num_frames=0"),
-        ({"sampling": "fps"}, "fps=None"),
-        ({"fps": 1.0}, "the others take none"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict, problem: str):
-    with pytest.raises(ValueError, match=problem):
-        VideoSettings(**settings)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from coat_data.containers.ingested import Manifest
 from coat_data.load.dataset import SampleDataset
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError
 from coat_data.tools.ingest import ingest
 
 
@@ -49,10 +49,6 @@ def run(source: Path, name: str = "out", **options: Any) -> tuple[Path, Manifest
     return out, ingest(source, out, **options)
 
 
-def samples(dataset: SampleDataset) -> list[Sample]:
-    return [dataset[index] for index in range(len(dataset))]
-
-
 def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
@@ -61,8 +57,8 @@ def test_the_folder_holds_the_samples_of_the_file(source: Path) -> None:
     out, manifest = run(source, shard_rows=4)
     names = ["manifest.json", "part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
     assert sorted(path.name for path in out.iterdir()) == names
-    expected = samples(SampleDataset(source, source.parent / "images"))
-    assert samples(SampleDataset(out)) == expected
+    expected = [*SampleDataset(source, source.parent / "images")]
+    assert [*SampleDataset(out)] == expected
     assert [shard.rows for shard in manifest.shards] == [4, 4, 2]
     written = json.loads((out / "manifest.json").read_text())
     assert {**written, "shards": None} == {
@@ -124,7 +120,7 @@ def test_allowed_bad_rows_are_left_out_and_listed(source: Path) -> None:
     listed = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
     assert [row["where"].split(":")[1] for row in listed] == ["1", "2", "4", "6"]
     assert all(row["problem"] and row["remedy"] for row in listed)
-    kept = samples(SampleDataset(out))
+    kept = [*SampleDataset(out)]
     assert [sample.id for sample in kept] == ["0", "3", "5", "7", "8", "9"]
     assert kept[2].where == f"{source}:5"  # the row of the source, not of the folder
 
