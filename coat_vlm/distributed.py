@@ -23,13 +23,11 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed blocks of up to 32 MiB.
+    """Make glibc reuse freed blocks of up to 32 MiB, if this is glibc, and keep up to 1 GiB free.
 
-    By default glibc returns memory to the system when much of it is free, as after every backward
-    pass, and the next forward pass causes a page fault per 4 KiB of results: about a third of the
-    step time of a small model (docs/experiments/data_speed.md). Up to 1 GiB of free memory may be
-    kept. Blocks larger than 32 MiB are mapped one by one, as by default. Does nothing without glibc
-    (macOS, musl).
+    By default it returns memory to the system after every backward pass, and the next forward pass
+    causes a page fault per 4 KiB of results: about a third of the step time of a small model
+    (docs/experiments/data_speed.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -85,9 +83,8 @@ class World:
     def run_on_rank0(self, function: Callable[[], _T]) -> _T:
         """Call a function on rank 0 only, and return its result on every rank.
 
-        Raises:
-            Exception: the function raised it. The other ranks raise an OSError or ValueError with
-                the same text, or RuntimeError for an exception that is neither.
+        If it raises, the other ranks raise an OSError or ValueError with the same text, or
+        RuntimeError for an exception that is neither.
         """
         if self.size == 1:
             return function()
@@ -128,18 +125,8 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def join_world(timeout_s: float | None = None) -> Iterator[World]:
     """Initialize the process group of torchrun, deepspeed or SLURM, or of a single process.
 
-    On a CPU this also configures malloc and the number of threads.
-
-    The process group is destroyed at the end: otherwise a gloo thread that frees a tensor while the
-    interpreter shuts down aborts the process (status -6 instead of 0 or 75). After an error,
-    and when a signal stopped this rank alone, NCCL's group is not destroyed, since that would wait
-    for ranks that may still be working.
-
-    Args:
-        timeout_s: time limit of a collective operation in seconds; DeepSpeed's by default.
-
-    Raises:
-        ValueError: there is no GPU for this rank.
+    On a CPU this also configures malloc and the number of threads. ``timeout_s`` limits a
+    collective operation; by default DeepSpeed's limit. ValueError if there is no GPU for this rank.
     """
     joined_before = dist.is_initialized()
     environment = {name: os.environ.get(name) for name in _RENDEZVOUS}
@@ -154,6 +141,9 @@ def join_world(timeout_s: float | None = None) -> Iterator[World]:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
+        # A gloo thread that frees a tensor while the interpreter shuts down aborts the process
+        # (status -6). Destroying NCCL's group would wait for ranks that may still be working, after
+        # an error or a signal to this rank only.
         if not joined_before and (orderly or world.device.type == "cpu"):
             from deepspeed import comm
 

@@ -286,6 +286,7 @@ def build_training_step(
             throughput=throughput,
             bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
             memory=PeakMemory(world.device),
+            world_size=world.size,
             row_tokens=None if stage.packing is None else case.row.tokens,
         ),
         overlaps=steps_overlap(recipe, stage, arithmetic, world),

@@ -38,7 +38,7 @@ _LOST_RANK = re.compile(r"gloo|NCCL|Timed out waiting|Connection (closed|reset)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What a rank said last."""
+    """The last state of a rank."""
 
     rank: int
     host: str
@@ -49,9 +49,8 @@ class RankState:
     activity: str
     """What the rank does, such as ``waiting for data``."""
     seconds: float
-    """How long it had been doing this."""
     age_s: float = 0.0
-    """Seconds since the rank said this, by the clock of the file system."""
+    """Seconds since the rank wrote this, by the clock of the file system."""
 
     @property
     def runs(self) -> bool:
@@ -59,7 +58,7 @@ class RankState:
         return self.age_s < SILENT_S and not self.activity.startswith(_FAILED)
 
     def describe(self, silent_s: float = SILENT_S) -> str:
-        """Describe the rank in one line; ``silent_s``: see :data:`SILENT_S`."""
+        """Describe the rank in one line."""
         alive = self.age_s < silent_s
         now = "is" if alive else f"has not responded for {self.age_s:.0f} s; it was"
         total = self.seconds + (self.age_s if alive else 0.0)
@@ -72,11 +71,7 @@ class RankState:
 class Heartbeat:
     """Writes this rank's file while the context is open, and deletes it after an orderly end.
 
-    Args:
-        timeout_s: seconds after which this rank ends, if others do not respond or are elsewhere.
-        check: raises ValueError if this run must write no more (its lock was taken over), and then
-            nothing is renewed.
-        silent_s: see :data:`SILENT_S`.
+    ``check`` raises ValueError if this run must write no more (its lock was taken over).
     """
 
     def __init__(
@@ -132,10 +127,7 @@ class Heartbeat:
             ) from error
 
     def enter(self, activity: str, step: int) -> None:
-        """Note what this rank does from now on, after so many finished steps.
-
-        Costs less than a microsecond.
-        """
+        """Note what this rank does from now on, after so many finished steps."""
         self._now = (step, activity, time.monotonic())
 
     def _run(self) -> None:

@@ -17,17 +17,12 @@ _POLL_S = 1.0
 def die_with_launcher() -> None:
     """Let this process die when its launcher does, if a launcher started it.
 
-    torchrun, deepspeed and the SLURM script set RANK, LOCAL_RANK and WORLD_SIZE. A launcher that
-    is killed (``kill -9``, a signal that it does not handle) can end its ranks no more: they would
-    train on unseen, next to the run that replaces them. Linux sends them SIGKILL in that moment. A
-    command without these variables is not affected: under nohup it outlives its shell.
+    A launcher that is killed (``kill -9``) cannot end its ranks: they would train on unseen, next
+    to the run that replaces them. Linux sends them SIGKILL in that moment, also when the *thread*
+    that started them ends. A command without the launcher's variables outlives its shell.
 
-    Linux counts the end of the *thread* that started the process as the end of the parent. A
-    program that starts ranks from a thread must keep the thread until they have ended.
-
-    DeepSpeed's ``deepspeed`` starts a second process, which starts the ranks. They die with the
-    second one. If the first one ends alone, which the second does not notice, they stop as after
-    SIGTERM: this end may follow a signal that the ranks have received too, and they are saving.
+    DeepSpeed's ``deepspeed`` starts a second process, which starts the ranks. If only the first one
+    ends, the ranks stop as after SIGTERM: they may have received the same signal, and be saving.
     """
     if sys.platform != "linux" or not all(name in os.environ for name in _RANK_VARIABLES):
         return

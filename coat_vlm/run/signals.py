@@ -46,13 +46,11 @@ class Signals:
     """The signals of this process; use the one instance :data:`SIGNALS`.
 
     Loader processes inherit the handlers and ignore the signals: the main process ends the loaders.
-
-    Attributes:
-        received: the last signal since :meth:`handle` was entered, or None.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        """The last signal since :meth:`handle` was entered."""
         self._holds: list[str] = []
         self._process = -1
         self._waits = False
@@ -64,10 +62,7 @@ class Signals:
 
     @contextmanager
     def handle(self) -> Iterator["Signals"]:
-        """Handle signals inside this context; an inner one changes nothing.
-
-        Must be entered in the main thread.
-        """
+        """Handle signals inside this context, in the main thread; an inner one changes nothing."""
         if self._process == os.getpid():
             yield self
             return
@@ -100,29 +95,28 @@ class Signals:
     def hold(self, until: str) -> Iterator[None]:
         """Only record signals inside this context; raise the recorded one at its end.
 
-        A second Ctrl-C is raised at once. An exception that leaves the context has precedence,
-        except an error of a collective: the other ranks may have stopped already. ``until``
-        completes the sentence "stops ..." of the acknowledgement.
+        A second Ctrl-C is raised at once. An exception that leaves the context has precedence.
+        ``until`` completes the sentence "stops ..." of the acknowledgement.
         """
         self._holds.append(until)
+        stops = True
         try:
             yield
-        except RuntimeError:
-            self._holds.pop()
-            self._stop()
+        except BaseException as error:
+            # An error of a collective: the other ranks may have stopped already.
+            stops = isinstance(error, RuntimeError)
             raise
-        except BaseException:
+        finally:
             self._holds.pop()
-            raise
-        self._holds.pop()
-        self._stop()
+            if stops:
+                self._stop()
 
     def wait(self, get: Callable[[], _T]) -> _T | None:
         """Return ``get()``, or None if a signal ended it or had been received before."""
         if self.received is not None:
             return None
         try:
-            try:
+            try:  # the signal may also arrive while this block ends
                 self._waits = True
                 return get()
             finally:

@@ -328,6 +328,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
                     stage.run_dir, name, config, data.sources, done.bad_samples, stage.lock.check
                 ),
                 memory=PeakMemory(world.device),
+                world_size=world.size,
                 row_tokens=data.row_tokens,
             ),
             overlaps=steps_overlap(recipe, config, opened.arithmetic, world),

@@ -12,7 +12,8 @@ from coat_data.load.loader import LoadedBatch
 from coat_vlm.fp8 import captured_bytes
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.passes import Results, record_event
-from coat_vlm.train.throughput import PeakMemory, Throughput
+from coat_vlm.train.steady_rates import average_rates
+from coat_vlm.train.throughput import PeakMemory, Throughput, round_digits
 from coat_vlm.train.tracking import Metrics
 
 
@@ -24,6 +25,7 @@ class StepLog:
     throughput: Throughput
     bad_samples: BadSamples
     memory: PeakMemory
+    world_size: int
     row_tokens: int | None
     """Token budget of a packed row; None without packing."""
     read_at: float = -math.inf
@@ -86,9 +88,7 @@ class StepLog:
         captured, self.captured = self.captured, captured_bytes()
         if self.captured > captured:
             entry["captured"] = True
-        entry |= {
-            **self.throughput.rates(entry, seconds),
-            "step_s": round(seconds, 4),
-            "data_wait_s": round(waited, 4),
-        }
+        rates = average_rates([{**entry, "step_s": seconds}], self.world_size)
+        entry |= {name: round_digits(rate) for name, rate in rates.items() if "_per_" in name}
+        entry |= {"step_s": round(seconds, 4), "data_wait_s": round(waited, 4)}
         self.metrics.write(entry)

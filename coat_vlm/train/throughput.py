@@ -27,23 +27,16 @@ _COUNTS = ("supervised_tokens", "tokens", "samples", "tiles", "vision_tokens")
 class Throughput:
     """Counts tokens, samples and FLOPs of the steps of one stage.
 
-    Attributes:
-        flops: the model's FLOPs; None if they are not known.
-
-    Args:
-        model: the model with ``requires_grad`` set for the stage, before DeepSpeed gets it.
-        sequence_parallel: number of consecutive ranks that share micro-batches, of which the first
-            counts.
+    ``model`` has ``requires_grad`` set for the stage, and is not in an engine yet.
     """
 
     def __init__(self, model: PreTrainedModel, world: World, sequence_parallel: int = 1) -> None:
         config: Any = model.config
         self._image_token_id: int | None = config.image_token_id
-        self._ranks = world.size
         self._replica = world.rank // sequence_parallel
         self._replicas = world.size // sequence_parallel
         self._published = not isinstance(model, CoatVlm)  # pixels of an image may be many rows
-        self.flops: ModelFlops | None = None
+        self.flops: ModelFlops | None = None  # not known
         why = f"{type(model).__name__} is not composed of parts whose FLOPs are known"
         if isinstance(model, CoatVlm):
             why = why_not_counted(model.language_model)
@@ -89,7 +82,7 @@ class Throughput:
         entry: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
         if self.flops is not None:
             entry["tflop"] = {
-                name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]
+                name: round_digits(counts[name] / 1e12) for name in MODULES if counts[name]
             }
             own = [number for name, number in counts.items() if name.startswith("flops/")]
             if own:
@@ -101,23 +94,6 @@ class Throughput:
         if notes:
             entry["data_notes"] = notes
         return entry
-
-    def rates(self, entry: Mapping[str, Any], seconds: float) -> dict[str, float]:
-        """Compute the rates of a step: over all ranks, but TFLOP/s per GPU.
-
-        ``seconds`` include the wait for data.
-        """
-        tokens, vision_tokens = entry["tokens"], entry["vision_tokens"]
-        rates = {
-            "tokens_per_s": round(tokens / seconds, 1),
-            "vision_tokens_per_s": round(vision_tokens / seconds, 1),
-            "text_tokens_per_s": round((tokens - vision_tokens) / seconds, 1),
-            "samples_per_s": round(entry["samples"] / seconds, 2),
-        }
-        if "tflop" in entry:
-            own = sum(entry["tflop"].values()) / self._ranks
-            rates["tflop_per_s_per_gpu"] = _digits(own / seconds)
-        return rates
 
 
 def measure_imbalance(work: np.ndarray) -> float:
@@ -159,16 +135,13 @@ def count_supervised_tokens(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
-def _digits(number: float) -> float:
+def round_digits(number: float) -> float:
+    """Round to five significant digits."""
     return float(f"{number:.5g}")
 
 
 class PeakMemory:
-    """Peak memory of this process so far.
-
-    Args:
-        device: a GPU, to measure allocated memory, or the CPU, to measure the resident set.
-    """
+    """Peak memory of this process so far: allocated on a GPU, the resident set on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
