@@ -77,8 +77,8 @@ def list_allowed_keys(keys: Sequence[str]) -> list[str]:
 def suggest_keys(keys: Sequence[str]) -> list[str]:
     """Return the dotted keys, most likely first, that an unknown key may have been meant to be.
 
-    A neighbor that is spelled nearly alike; else the same name, or the name of another program's
-    option, in the sections below, then elsewhere; else a neighbor that resembles it.
+    A neighbor with nearly the same spelling; else the name, or another program's, in the sections
+    below, then elsewhere; else a neighbor that resembles it.
     """
     *section, wrong = keys
     known = list_allowed_keys(section)

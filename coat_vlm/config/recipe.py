@@ -13,7 +13,6 @@ from coat_vlm.config.fp8 import (
     MonitorConfig,
     Precision,
 )
-from coat_vlm.config.limits import LimitsConfig
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
@@ -56,6 +55,19 @@ class MemoryConfig:
     if otherwise nothing fits, or more stages need checkpointing. A single process with CoatAdamW
     also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the
     chosen values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class LimitsConfig:
+    """Limits of compressed files, and of images and videos at addresses."""
+
+    archive_bytes: Positive | None = None
+    """Bytes that a compressed file may be unpacked to; default 250 times its size, and at least
+    1 GiB."""
+    remote_bytes: Positive | None = None
+    """Bytes of an image or video by http, which is held in memory; default 2 GiB."""
+    remote_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds for an image or video by http; default 300."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -1,9 +1,6 @@
 """Writes model folders: the model at the end of a stage, and ``coat-vlm export`` in every layout.
 
-An export needs only a checkpoint, of any number of ranks and ZeRO stage. Adapters are written as a
-peft folder, which names the folder BASE that the stage started from:
-
-    PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), FOLDER)
+An export needs only a checkpoint, of any number of ranks and ZeRO stage.
 """
 
 import json
@@ -50,11 +47,9 @@ from coat_vlm.run.signals import SIGNALS
 
 _DESCRIPTION = "model"
 _BASE = "base"
-_ADAPTER = "adapter"
-"""Name of the adapter folder next to a model's config.json."""
+_ADAPTER = "adapter"  # next to a model's config.json
 
 Layout = Literal["coat", "llava", "vila", "language"]
-"""Layout of a model folder; determines the programs that can read it."""
 
 
 def save_model(
@@ -69,9 +64,8 @@ def save_model(
 ) -> None:
     """Write weights, tokenizer, processor and training.json atomically.
 
-    Weights have the dtype of training. LoRA adapters are merged into them, and also saved
-    separately in the folder ``adapter``. ``model`` is the engine's module, partitioned at ZeRO
-    stage 3.
+    LoRA adapters are merged into the weights, and also saved in the folder ``adapter``. ``model``
+    is the engine's module, partitioned at ZeRO stage 3.
     """
     split = recipe.zero_stage == 3
     parameters = list(model.parameters())
@@ -122,14 +116,13 @@ def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcess
 def save_coat(
     folder: Path, model: PreTrainedModel, state: dict[str, Tensor], processor: AnyProcessor
 ) -> None:
-    """Write the layout ``coat``; for a published model, that in which it was published."""
+    """Write the layout ``coat``, or the layout of a published model."""
     model.save_pretrained(folder, state_dict=state)
     processor.save_pretrained(folder)
 
 
 _WRITERS: dict[Layout, Callable[..., None]]
 _WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
-"""Writer of each layout; all have the same signature."""
 
 
 def export(
@@ -146,13 +139,10 @@ def export(
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
             compared; or a folder in the layout ``llava`` or ``vila``.
-        target: the new folder; it must not exist or must be empty.
-        dtype: dtype of the written weights. Default: the dtype of training, or BF16 with compressed
-            weights.
-        layout: ``coat`` for coat_vlm, ``llava`` for stock transformers, ``language`` for only the
-            language model in it, ``vila`` for VILA.
-        weights: compression of the language model's linear layers
-            (:mod:`coat_vlm.model.compressed`). Default: no compression.
+        target: must not exist or must be empty.
+        dtype: Default: the dtype of training, or BF16 with compressed weights.
+        layout: ``language`` is only the language model.
+        weights: compression of the language model's linear layers.
 
     Raises:
         ValueError: the source is not a checkpoint or is damaged, the target is not empty, or the
@@ -212,8 +202,8 @@ def _check_family_export(layout: Layout, weights: WeightFormat | None) -> None:
 def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the trained weights of a stage with ``lora`` as a peft folder.
 
-    If the folder that the stage started from does not exist, the frozen weights of a checkpoint are
-    written to ``target/base``, and the adapter names this folder as its base.
+    It names the folder that the stage started from. If there is none, ``target/base`` gets the
+    frozen weights of the checkpoint.
     """
     with lock_folder(_lock_path(target), "export") as lock:
         described = _check_folders(source, target)
@@ -260,7 +250,6 @@ def _read_adapter(described: Path) -> dict[str, Any] | None:
 def _collect_adapter_weights(
     config: Mapping[str, Any], base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Collect the tensors of adapter_model.safetensors by peft's names."""
     whole = tuple(f"{name}." for name in config["modules_to_save"] or ())
     others = {name: tensor for name, tensor in base.items() if f"{name}.".startswith(whole)}
     return {PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
@@ -310,7 +299,7 @@ def _check_folders(source: Path, target: Path) -> Path:
 
 
 def _lock_path(target: Path) -> Path:
-    """Return the lock of an export: next to its folder, which is renamed when it is complete."""
+    # Next to the folder, which is renamed when it is complete.
     return target.with_name(f".{target.name}{LOCK}")
 
 
@@ -354,10 +343,7 @@ def _read(
 
 
 def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Share one tensor among all names of a tied parameter, so that it is saved once.
-
-    ``state`` contains at least the first name of each parameter.
-    """
+    """Share one tensor among all names of a tied parameter, so that it is saved once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         original = first.setdefault(id(parameter), name)
@@ -369,7 +355,6 @@ def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 def _build_without_weights(
     described: Path, contents: Contents, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """Build the model of a checkpoint on ``meta``, in the dtype for config.json."""
     trained = getattr(torch, next(iter(contents.parameters.values())).dtype)
     return create_meta_copy(described, dtype or trained)
 
@@ -377,7 +362,6 @@ def _build_without_weights(
 def _read_weights(
     checkpoint: Path, contents: Contents, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Read all weights and buffers of a checkpoint by their names in training."""
     shards = Shards(checkpoint)
     state: dict[str, Tensor] = {}
     parameters = contents.parameters.items()
@@ -391,9 +375,9 @@ def _read_weights(
     }
 
 
+# The bases are OSError (a missing token) and that of all errors of the HTTP client, whose package
+# depends on the version of huggingface_hub.
 _FAILURES: Any = (*HfHubHTTPError.__bases__, OfflineModeIsEnabled)
-"""OSError, of which LocalTokenNotFoundError is one, and the base of all errors of the HTTP client,
-which is another package in other versions of huggingface_hub."""
 
 
 def check_hub(name: str) -> None:

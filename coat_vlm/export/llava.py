@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 
 _LAYERS = {"0.": "linear_1.", "2.": "linear_2."}  # the projector's layers; layer 1 is GELU
 _LAYOUT = "LlavaForConditionalGeneration"
-_TEMPLATES = {"<|im_start|>user": "chatml", "USER:": "vicuna_v1"}
-"""Chat template by how it writes the user's turn."""
+_TEMPLATES = {"<|im_start|>user": "chatml", "USER:": "vicuna_v1"}  # by a user's turn
 
 
 def save_llava(
@@ -136,9 +135,7 @@ def is_llava(folder: Path) -> bool:
 def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, CoatVlmProcessor]:
     """Load the composed model and its processor from a checkpoint like llava-hf's, on the CPU.
 
-    A checkpoint whose processor crops images to a square gets ``pad``: LLaVA 1.5 was trained with
-    padded images (haotian-liu/LLaVA, scripts/v1_5/finetune.sh). Raises ValueError if files are
-    damaged or missing, or the composed model does not support the checkpoint.
+    Raises ValueError if files are damaged or missing, or the checkpoint is not supported.
     """
     config = LlavaConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
@@ -223,6 +220,7 @@ def _compose_processor(folder: Path, found: Any, config: CoatVlmConfig) -> CoatV
             f"{folder}: image_token_index is {config.image_token_id}, and the tokenizer has "
             f"{tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)} for {IMAGE_TOKEN}; both must agree"
         )
+    # LLaVA 1.5 was trained with padded images (haotian-liu/LLaVA, scripts/v1_5/finetune.sh).
     crops = images.size.shortest_edge is not None and bool(images.do_center_crop)
     if crops:
         logger.warning(

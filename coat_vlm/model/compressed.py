@@ -243,19 +243,10 @@ def read_compression(folder: str | Path) -> Scheme | None:
         return None  # reading the configuration raises the error
     if config is None:
         return None
-    found = config.get("quant_method"), config.get("format")
-    groups = list((config.get("config_groups") or {}).values())
     for scheme in SCHEMES.values():
-        wanted = scheme.config([])["config_groups"]["group_0"]
-        if (
-            found == (METHOD, scheme.file_format)
-            and len(groups) == 1
-            and all(
-                wanted[part].items() <= (groups[0].get(part) or {}).items()
-                for part in ("weights", "input_activations")
-            )
-        ):
+        if config == scheme.config(config.get("ignore", [])):
             return scheme
+    found = config.get("quant_method"), config.get("format")
     raise ValueError(
         f"{path}: quantization_config (quant_method {found[0]!r}, format {found[1]!r}) is none of "
         f"the schemes of coat-vlm export --weights ({', '.join(SCHEMES)}); export the folder "

@@ -182,20 +182,14 @@ def describe(model: PreTrainedModel) -> str:
     config = vars(model)["peft_config"][_ADAPTER]
     layers = [name for name, m in model.named_modules() if base_layer(m) is not m]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-    names = {"vision": "vision tower", "language": "language model"}
-    shares = []
-    for name, part in module_parameters(model).items():
-        if has_adapters(part):
-            trained = count_parameters(part, trainable_only=True)
-            base = count_parameters(part) - trained
-            shares.append(
-                f"{trained:,} parameters, {trained / base:.2%} of the {names.get(name, name)}, "
-                "which is frozen"
-            )
+    parts = [part for part in module_parameters(model).values() if has_adapters(part)]
+    trained = sum(count_parameters(part, trainable_only=True) for part in parts)
+    share = trained / (sum(map(count_parameters, parts)) - trained)
     variant = "DoRA" if config.use_dora else "LoRA"
     return (
         f"{'rs' * config.use_rslora}{variant} rank {config.r}, alpha {config.lora_alpha}, dropout "
-        f"{config.lora_dropout:g} on {len(layers)} layers ({', '.join(kinds)}): {'; '.join(shares)}"
+        f"{config.lora_dropout:g} on {len(layers)} layers ({', '.join(kinds)}): {trained:,} "
+        f"parameters, {share:.2%} of the frozen ones"
     )
 
 

@@ -99,7 +99,7 @@ def read_packing(
     given = {name: arguments.get(name) for name in _NAMES}
     if all(value is None for value in given.values()):
         return None
-    bounds, keys, longest, longest_key = given.values()
+    bounds, _, longest, _ = given.values()  # transformers gives those of the keys as well
     if bounds is None or longest is None:
         raise ValueError(
             f"packed sequences need cu_seq_lens_q and max_length_q, got only "
@@ -112,11 +112,6 @@ def read_packing(
             "packed sequences take no mask; remove attention_mask, and give position_ids that "
             "restart with each sequence"
         )
-    differ = keys is not None and keys is not bounds and keys.shape != bounds.shape
-    if keys is not None and not differ and keys.device.type == bounds.device.type == "cpu":
-        differ = not torch.equal(bounds, keys)
-    if longest_key not in (None, longest) or differ:
-        raise ValueError("queries and keys are the same tokens; give equal bounds and lengths")
     if bounds.dtype != torch.int32 or bounds.ndim != 1:
         raise ValueError(
             f"cu_seq_lens_q is {bounds.dtype} of shape {tuple(bounds.shape)}; required: int32, "
