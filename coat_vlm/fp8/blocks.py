@@ -37,27 +37,34 @@ _GELUS = {
 _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
 
 
-class Fp8DecoderLayer:
-    """Mixin in front of a decoder layer's class; see :mod:`coat_vlm.fp8.convert`."""
+class Fp8Layer:
+    """Base of the mixins in front of a layer's class; see :mod:`coat_vlm.fp8.convert`."""
 
-    ORIGINALS: ClassVar[Sequence[str]] = (
-        *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
-        *("Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer", "Gemma3DecoderLayer"),
-    )
+    ORIGINALS: ClassVar[Sequence[str]]
     """Classes of transformers that this forward pass reproduces."""
-    LINEARS: ClassVar[Sequence[str]] = (
-        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    )
+    LINEARS: ClassVar[Sequence[str]]
     """The linear layers whose weights the forward pass reads, in its order."""
-    ACTIVATIONS: ClassVar = _GATED
+    ACTIVATIONS: ClassVar[dict[str, str]]
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
 
     fp8_group_size: int
     """Channels per scale of saved activations."""
     fp8_recompute_qkv: bool = False
-    """Whether backward computes q, k and v again instead of saving them; may change between two
-    steps."""
+    """Whether backward computes q, k and v again; may change between two steps."""
+
+
+class Fp8DecoderLayer(Fp8Layer):
+    """Mixin for decoder layers."""
+
+    ORIGINALS = (
+        *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+        *("Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer", "Gemma3DecoderLayer"),
+    )
+    LINEARS = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+    ACTIVATIONS = _GATED
 
     def forward(
         self: Any,
@@ -117,25 +124,20 @@ class Fp8DecoderLayer:
         return residual + (self.post_feedforward_layernorm(y) if second_norms else y)
 
 
-class Fp8Encoder:
-    """Base of the mixins in front of an encoder layer's class."""
+class Fp8Encoder(Fp8Layer):
+    """Base of the mixins for encoder layers."""
 
-    ORIGINALS: ClassVar[Sequence[str]]
-    LINEARS: ClassVar[Sequence[str]]
-    ACTIVATIONS: ClassVar = _GELUS
-
-    fp8_group_size: int
-    fp8_recompute_qkv: bool = False
+    ACTIVATIONS = _GELUS
 
 
 class Fp8EncoderLayer(Fp8Encoder):
     """Mixin for encoder layers of images that have a row each."""
 
-    ORIGINALS: ClassVar[Sequence[str]] = (
+    ORIGINALS = (
         *("SiglipEncoderLayer", "CLIPEncoderLayer"),
         *("SmolVLMEncoderLayer", "Idefics3EncoderLayer"),
     )
-    LINEARS: ClassVar[Sequence[str]] = (
+    LINEARS = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
         *("mlp.fc1", "mlp.fc2"),
     )
@@ -161,8 +163,8 @@ class Fp8EncoderLayer(Fp8Encoder):
 class Fp8ScaledEncoderLayer(Fp8Encoder):
     """Mixin for encoder layers with layer scale: InternVL's."""
 
-    ORIGINALS: ClassVar[Sequence[str]] = ("InternVLVisionLayer",)
-    LINEARS: ClassVar[Sequence[str]] = (
+    ORIGINALS = ("InternVLVisionLayer",)
+    LINEARS = (
         *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         *("attention.projection_layer", "mlp.fc1", "mlp.fc2"),
     )
@@ -188,10 +190,8 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 class Fp8PackedEncoderLayer(Fp8Encoder):
     """Mixin for encoder layers of images packed into one row: Qwen3-VL's."""
 
-    ORIGINALS: ClassVar[Sequence[str]] = ("Qwen3VLVisionBlock",)
-    LINEARS: ClassVar[Sequence[str]] = (
-        *("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-    )
+    ORIGINALS = ("Qwen3VLVisionBlock",)
+    LINEARS = (*("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),)
 
     def forward(
         self: Any,
@@ -230,14 +230,12 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
 class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
     """Mixin for packed encoder layers with a gated MLP: Qwen2.5-VL's."""
 
-    ORIGINALS: ClassVar[Sequence[str]] = ("Qwen2_5_VLVisionBlock",)
-    LINEARS: ClassVar[Sequence[str]] = (
-        *("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    )
-    ACTIVATIONS: ClassVar = _GATED
+    ORIGINALS = ("Qwen2_5_VLVisionBlock",)
+    LINEARS = (*("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),)
+    ACTIVATIONS = _GATED
 
 
-FP8_LAYERS: dict[str, type[Fp8DecoderLayer | Fp8Encoder]] = {
+FP8_LAYERS: dict[str, type[Fp8Layer]] = {
     name: layer
     for layer in (
         *(Fp8DecoderLayer, Fp8EncoderLayer, Fp8ScaledEncoderLayer),

@@ -28,7 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from coat_kernels import GEMM_MULTIPLE
 from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, Precision, Recipe
-from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
+from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8Encoder, Fp8Layer, activation_of
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.output_layer import Fp8Gradients
 from coat_vlm.fp8.weights import is_stored, restore_weight, store_weights
@@ -313,7 +313,7 @@ def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.
 
 
 def _is_converted(module: Any) -> bool:
-    return isinstance(module, Fp8DecoderLayer | Fp8Encoder)
+    return isinstance(module, Fp8Layer)
 
 
 def back_to_bf16(block: nn.Module, round_linears: bool) -> None:

@@ -17,7 +17,7 @@ Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 # Tails in both directions, one row, no row, groups of 128, several tiles in both directions.
-MANY_ROWS = 1000 if torch.cuda.is_available() else 300  # the interpreter takes them one by one
+MANY_ROWS = 1000 if torch.cuda.is_available() else 200  # the interpreter takes them one by one
 SIZES = [
     (63, 208, torch.bfloat16),
     (63, 208, torch.float16),

@@ -85,7 +85,6 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 OWN_SET = ["--model", "m", "--tasks", "yes_no=d", "--to", "o"]
-BENCHMARK = ["--model", "m", "--tasks", "pope", "--data", "d", "--to", "o"]
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def low_rank_gradient(
     factors: Sequence[float],
 ) -> Tensor:
     """Compute s_i x_i^T P_i, each [n_i, r_i] flattened, one after the other in P's dtype."""
-    found = []
+    gradients = []
     parts = zip(starts, sizes, p.float().split(list(ranks), 1), factors, strict=True)
     for start, size, inner, factor in parts:
         columns = to_float(q[:, start : start + size])
-        found.append((columns.t() @ inner).mul_(scale * factor).flatten())
-    return torch.cat(found).to(p.dtype)
+        gradients.append((columns.t() @ inner).mul_(scale * factor).flatten())
+    return torch.cat(gradients).to(p.dtype)
