@@ -64,3 +64,15 @@ def test_all_codes_dequantize_at_all_exponents(fmt: Format, run: Run, grid):
     scale[exponents == 255] = float("nan")
     expected = (values.view(16, 16) * scale[..., None]).flatten(1)
     assert_same_bits("values", x, expected.float())
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_element_spoils_its_group_only(fmt: Format, bad: float, run: Run):
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    x[0] = 0.0
+    x[1, 20] = bad
+    (decoded,) = run("dequantize_group", (*run("quantize_group", (x, 16, fmt.name)), torch.float32))
+    assert not decoded[0].any()
+    assert decoded[1, 16:32].isnan().all()
+    assert decoded.isnan().sum() == 16
