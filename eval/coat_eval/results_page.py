@@ -17,11 +17,7 @@ from coat_data.tools.html_page import sample_evenly, write_page
 from coat_eval.compare_models import Comparison, Difference, find_disagreements, read_published
 from coat_eval.data_folder import ParquetImage
 from coat_eval.scored_set import ScoredSet
-from coat_eval.significance import (
-    Z_95,
-    compute_binomial_error,
-    compute_metrics,
-)
+from coat_eval.significance import Z_95, compute_binomial_error, compute_metrics
 from coat_vlm.report.evaluation import render_media
 
 _OTHER_QUESTIONS = ("vqav2", "vizwiz")

@@ -13,9 +13,7 @@ from coat_cli.main import main
 from coat_eval.compare_models import compare_items, format_differences
 from coat_eval.results_page import Result, build_results
 from coat_eval.scoring import score_official
-from coat_eval.significance import (
-    find_detectable_difference,
-)
+from coat_eval.significance import find_detectable_difference
 from coat_eval.tasks import get_benchmark
 
 

@@ -9,14 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    Benchmark,
-    Question,
-    ScoredItem,
-    Settings,
-    group_by_table,
-    pick,
-)
+from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, group_by_table, pick
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 

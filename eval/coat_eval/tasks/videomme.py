@@ -26,11 +26,7 @@ from coat_eval.benchmark import (
     to_percent,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
-from coat_eval.extract import (
-    extract_first_letter,
-    extract_ranked_letter,
-    infer_letter,
-)
+from coat_eval.extract import extract_first_letter, extract_ranked_letter, infer_letter
 from coat_eval.files import Table
 
 DURATIONS = ("short", "medium", "long")
