@@ -8,6 +8,7 @@ matching: an answer that the rule cannot decide is wrong, no judge model is aske
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from string import ascii_uppercase
 from typing import Any, ClassVar
 
@@ -25,7 +26,6 @@ from coat_eval.benchmark import (
     need_question,
     pick,
     to_percent,
-    to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
 from coat_eval.extract import LETTER_RULES, declines, infer_letter_c03bc048, letter_choices
@@ -54,19 +54,18 @@ def read_cell(row: Mapping[str, Any], *columns: str) -> str:
 def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of a row by letter.
 
-    They are in the columns A, B, ..., or a list in ``choices`` or ``options``. References without
-    texts have ``choices`` by letter, or the existing letters in ``options`` ("ABC"), whose texts
-    are then empty.
+    They are in the columns A, B, ..., or a list or mapping in ``choices`` or ``options``; the
+    latter may also be the existing letters ("ABC"), whose texts are then empty.
     """
-    own = row.get("choices") or row.get("options")
-    if isinstance(own, Mapping):
-        return {letter: str(own[letter]) for letter in ascii_uppercase if letter in own}
-    if isinstance(own, list):
-        return letter_choices([str(text) for text in own])
-    found = {letter: read_cell(row, letter) for letter in ascii_uppercase if letter in row}
-    if not found and isinstance(own, str):
-        return dict.fromkeys(own, "")
-    return {letter: text for letter, text in found.items() if text}
+    listed = row.get("choices") or row.get("options")
+    if isinstance(listed, Mapping):
+        return {letter: str(listed[letter]) for letter in ascii_uppercase if letter in listed}
+    if isinstance(listed, list):
+        return letter_choices([str(text) for text in listed])
+    cells = {letter: read_cell(row, letter) for letter in ascii_uppercase if letter in row}
+    if not cells and isinstance(listed, str):
+        return dict.fromkeys(listed, "")
+    return {letter: text for letter, text in cells.items() if text}
 
 
 def has_rotations(table: Table) -> bool:
@@ -154,14 +153,14 @@ class LetterBenchmark(Benchmark):
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
         """Return all questions; those about one image share its hash as ``cluster``."""
-        found = super().questions(references, predictions)
-        images = {one.question_id: one.cluster for one in found}
-        return [
-            one
-            if one.cluster.startswith(IMAGE_HASH)
-            else replace(one, cluster=images.get(one.cluster) or one.cluster)
-            for one in found
-        ]
+        questions = super().questions(references, predictions)
+        # A cell without an image has the index of the row with it.
+        images = {
+            question.question_id: question.cluster
+            for question in questions
+            if question.cluster.startswith(IMAGE_HASH)
+        }
+        return [replace(one, cluster=images.get(one.cluster, one.cluster)) for one in questions]
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return the text of a prompt; default: VLMEvalKit's."""
@@ -199,15 +198,12 @@ class CircularBenchmark(LetterBenchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return the rows, each with the number of rotations of its question.
-
-        DataError: an index is not an integer, or a group lacks one of its first rotations.
-        """
-        found = super().questions(references, predictions)
-        groups = _group_rotations((one, None) for one in found)
-        if found and all(len(rows) == 1 for rows in groups.values()):
+        """Return the rows with the numbers of rotations; DataError if a group lacks one."""
+        questions = super().questions(references, predictions)
+        groups = _group_rotations((question, None) for question in questions)
+        if questions and all(len(rows) == 1 for rows in groups.values()):
             raise DataError(
-                found[0].where,
+                questions[0].where,
                 f"each of the {len(groups)} questions is there in one rotation only",
                 "give the file with all rotations (indices 1000000 apart)",
             )
@@ -222,7 +218,7 @@ class CircularBenchmark(LetterBenchmark):
         sizes = {group: len(rows) for group, rows in groups.items()}
         return [
             replace(one, details={**one.details, "num_rotations": sizes[_get_group(one)]})
-            for one in found
+            for one in questions
         ]
 
     def count_asked(self, questions: Sequence[Question]) -> int:
@@ -230,15 +226,12 @@ class CircularBenchmark(LetterBenchmark):
         return len({_get_group(one) for one in questions})
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts with all rotations of a question in sequence.
-
-        A limit then cuts one group at most, and rotations share their image.
-        """
-        groups: dict[int, list[Prompt]] = {}
-        for one in super().prompts(folder, options):
-            groups.setdefault(_get_group(one), []).append(one)
-        for rows in groups.values():
-            yield from sorted(rows, key=lambda one: int(one.question_id))
+        """Yield the rotations of a question in sequence, so that a limit cuts one group at most."""
+        prompts = list(super().prompts(folder, options))
+        first = {_get_group(prompt): index for index, prompt in reversed([*enumerate(prompts)])}
+        yield from sorted(
+            prompts, key=lambda prompt: (first[_get_group(prompt)], int(prompt.question_id))
+        )
 
     def score_all(
         self, joined: Iterable[tuple[Question, str | None]], settings: Settings
@@ -265,15 +258,13 @@ class CircularBenchmark(LetterBenchmark):
         waiting = [one for one in scored if one.needs_judge]
         open_yet = whole and all(one.needs_judge or one.score == 1 for one in scored)
         details = {
+            **first.details,
             "rotations": [question for question, _ in rows],
             "undecided": [(one.question, one.text) for one in waiting],
         }
+        answer = None if None in answers else answers
         return ScoredItem(
-            question=replace(
-                first,
-                answer=None if None in answers else answers,
-                details={**first.details, **details},
-            ),
+            question=replace(first, answer=answer, details=details),
             text="\n".join(texts) if texts else None,
             extracted=[one.extracted for one in scored] if texts else None,
             score=float(whole and all(one.score == 1 for one in scored)),
@@ -310,20 +301,15 @@ class CircularBenchmark(LetterBenchmark):
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``overall`` over groups, ``first_rotation``, ``rows``, and the sub-tables."""
-        right = [
-            [
-                said == answer
-                for said, answer in zip(one.extracted, one.question.answer, strict=True)
-            ]
-            if one.extracted is not None
-            else [False] * len(one.question.answer)
-            for one in scored
-        ]
+        right = []
+        for item in scored:
+            gold = item.question.answer
+            said = item.extracted or [None] * len(gold)
+            right.append([float(a == b) for a, b in zip(said, gold, strict=True)])
         return {
-            "overall": to_percent([one.score for one in scored]),
-            "first_rotation": to_percent([float(row[0]) for row in right]),
-            "rows": to_percent([float(own) for row in right for own in row]),
-            **dict(sorted(to_table_percents(scored).items())),
+            "first_rotation": to_percent([group[0] for group in right]),
+            "rows": to_percent(list(chain.from_iterable(right))),
+            **super().aggregate(scored, settings),
         }
 
 
@@ -341,7 +327,6 @@ def _group_rotations(
     groups: dict[int, list[tuple[Question, str | None]]] = {}
     for pair in pairs:
         groups.setdefault(_get_group(pair[0]), []).append(pair)
-    return {
-        group: sorted(rows, key=lambda pair: int(pair[0].question_id))
-        for group, rows in groups.items()
-    }
+    for rows in groups.values():
+        rows.sort(key=lambda pair: int(pair[0].question_id))
+    return groups

@@ -24,11 +24,11 @@ from coat_eval.letter_choices import (
 )
 
 CATEGORIES = frozenset(
-    (
-        "calligraphy_painting", "cultural_relic", "food_clothes", "historical_figure",
-        "scenery_building", "sketch_reasoning", "traditional_show",
-    )
-)  # fmt: skip
+    {
+        *("calligraphy_painting", "cultural_relic", "food_clothes", "historical_figure"),
+        *("scenery_building", "sketch_reasoning", "traditional_show"),
+    }
+)
 """Those of CCBench."""
 _OPTIONS = "\u6709\u5982\u4e0b\u51e0\u4e2a\u9009\u9879\uff1a"
 """There are several options:"""
@@ -51,10 +51,8 @@ class MmBench(CircularBenchmark):
     }
     layouts: ClassVar[Layouts] = {
         "dev": (
-            ("mmbench_dev_20230712.tsv",),
-            ("MMBench_DEV_EN.tsv",),
-            ("dev-*.parquet",),
-            ("*.parquet",),
+            *(("mmbench_dev_20230712.tsv",), ("MMBench_DEV_EN.tsv",)),
+            *(("dev-*.parquet",), ("*.parquet",)),
         )
     }
 

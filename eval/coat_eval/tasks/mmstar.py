@@ -17,12 +17,8 @@ from coat_eval.letter_choices import LetterBenchmark, ask_vlmeval, list_choices,
 
 CATEGORIES = frozenset(
     {
-        "coarse perception",
-        "fine-grained perception",
-        "instance reasoning",
-        "logical reasoning",
-        "math",
-        "science & technology",
+        *("coarse perception", "fine-grained perception", "instance reasoning"),
+        *("logical reasoning", "math", "science & technology"),
     }
 )
 _HUB_OPTIONS = re.compile(r"\s*\bOptions: (A: .*)$", re.DOTALL)

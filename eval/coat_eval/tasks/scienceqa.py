@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Question, ScoredItem, Settings, to_percent
+from coat_eval.benchmark import Question, ScoredItem, Settings, group_by_table, to_percent
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_llava, ask_vlmeval
@@ -132,18 +132,15 @@ class ScienceQa(LetterBenchmark):
         """Add ``image`` (SQA-I) and ``modality.{TXT,IMG,NO}``; TXT and IMG overlap."""
         metrics = super().aggregate(scored, settings)
         counted = [one for one in scored if one.question.counted]
-
-        def over(name: str, part: list[ScoredItem]) -> None:
+        shown = [one for one in counted if one.question.details["kind"] == "image"]
+        parts = {"image": shown}
+        if any("context" in one.question.tables for one in counted):
+            parts["modality.TXT"] = [one for one in counted if one.question.details["hint"]]
+            parts["modality.IMG"] = shown
+            parts["modality.NO"] = group_by_table(counted).get("context.none", [])
+        for name, part in parts.items():
             if part:
                 metrics[name] = to_percent([one.score for one in part])
-
-        shown = [one for one in counted if one.question.details["kind"] == "image"]
-        over("image", shown)
-        if any("context" in one.question.tables for one in counted):
-            hinted = [one for one in counted if one.question.details["hint"]]
-            none = [one for one in counted if one.question.tables.get("context") == "none"]
-            for name, part in (("TXT", hinted), ("IMG", shown), ("NO", none)):
-                over(f"modality.{name}", part)
         return metrics
 
 
