@@ -1,7 +1,6 @@
-"""A model that answers prompts, and the interface of the encoder that makes its inputs.
+"""Base class of models that answer prompts, and the interface of encoders that make their inputs.
 
-:mod:`coat_eval.own_model` supports this project's checkpoints, :mod:`coat_eval.hub_model` any other
-image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_adapter` chooses.
+:func:`coat_eval.runner.load_adapter` chooses :mod:`coat_eval.own_model` or ``hub_model``.
 """
 
 import inspect
@@ -82,10 +81,10 @@ class ModelAdapter(ABC):
 def compute_answer_losses(
     model: Any, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor
 ) -> list[float]:
-    """Compute -log p per token of each row's answer in one forward pass, in FP32 from the logits.
+    """Compute the mean -log p per token of each row's answer, in FP32 from the logits.
 
-    The mean is over the tokens of the answer, including the end token. ``labels`` (B, T) are int64,
-    not shifted, and IGNORE_INDEX outside the answers; rows are padded on the right.
+    ``labels`` (B, T) are int64, not shifted, and IGNORE_INDEX outside the answers with their end
+    tokens; rows are padded on the right.
     """
     answered = labels != IGNORE_INDEX
     first = int(answered.any(0).nonzero()[0])

@@ -18,8 +18,8 @@ from coat_data.sample import DataError, Media, MediaKind
 from coat_eval.files import IMAGE_COLUMN, IMAGE_HASH, Table, read_table
 
 Layouts = Mapping[str, Sequence[Sequence[str]]]
-"""Layouts by split, in the order of the search. A layout lists the patterns of its tables, relative
-to any folder; the first pattern must match a file."""
+"""Layouts by split, in the order of the search: patterns of tables, of which the first must match a
+file in any folder."""
 
 TABLES = (".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet")
 _IDS = ("question_id", "questionId", "id", "image_id", "image", "video_id", "question")
@@ -124,14 +124,13 @@ class DataFolder:
     ) -> "MediaFile":
         """Find an image or video by name in the folders, which are relative to :attr:`path`."""
         key = (*folders, *suffixes)
-        known = self._found.get(key)
-        places = [self.path / folder for folder in folders]
-        for place in [known, *places] if known is not None else places:
+        parents = [self.path / folder for folder in folders]
+        for parent in [*([self._found[key]] if key in self._found else []), *parents]:
             for suffix in suffixes:
-                if (place / f"{name}{suffix}").is_file():
-                    self._found[key] = place
-                    return MediaFile(place / f"{name}{suffix}", kind)
-        return MediaFile(places[0] / f"{name}{suffixes[0]}", kind)
+                if (parent / f"{name}{suffix}").is_file():
+                    self._found[key] = parent
+                    return MediaFile(parent / f"{name}{suffix}", kind)
+        return MediaFile(parents[0] / f"{name}{suffixes[0]}", kind)
 
 
 def find_tables(
@@ -139,8 +138,7 @@ def find_tables(
 ) -> list[Path]:
     """Find the tables of a split (default: the first) without opening them.
 
-    ``others`` are names of folders to skip. ValueError: the benchmark has no such split.
-    DataError: the folder has none of the layouts.
+    ``others`` are names of folders to skip. ValueError: no such split. DataError: no such files.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -184,7 +182,6 @@ class MediaFile:
     path: Path | str
     """The file, or its address as text."""
     kind: MediaKind = "image"
-    """Whether the model gets an image or a video."""
 
     @property
     def name(self) -> str:
@@ -232,10 +229,7 @@ class VideoClip(MediaFile):
 
 @dataclass(frozen=True, slots=True)
 class VideoFrame(VideoClip):
-    """The middle frame of a video, as an image.
-
-    LLaVA and VILA do this for SEED-Bench's videos (LLaVA scripts/extract_video_frames.py).
-    """
+    """The middle frame of a video, as an image (LLaVA scripts/extract_video_frames.py)."""
 
     def load(self) -> Media:
         """Decode the frame and return it in a lossless format."""

@@ -2,8 +2,7 @@
 
 The content decides the format, not the name: POPE's ``.json`` files are JSON lines. Only MME's
 results, tab-separated without a header, are recognized by their name (``.txt``). Images in base64
-in VLMEvalKit's TSV files are replaced by their hash; see
-:class:`coat_eval.data_folder.TableImage`.
+in VLMEvalKit's TSV files are replaced by their hash; :class:`data_folder.TableImage` reads them.
 """
 
 import csv
@@ -27,8 +26,7 @@ IMAGE_COLUMN = "image"
 IMAGE_HASH = "sha256:"
 """Beginning of the cell that stands for an image."""
 _LONGEST_NAME = 64
-"""Longer cells of the image column are images; others name the row with the image (VLMEvalKit,
-``ImageBaseDataset``)."""
+"""Longer cells of the image column are images; others name the row with the image."""
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _LISTS = ("annotations", "questions", "data")
 """Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second) and TextVQA."""
@@ -49,8 +47,8 @@ class Table:
     path: Path
     rows: list[dict[str, Any]]
     form: Literal["rows", "mapping"] = "rows"
-    """``mapping``: the file was one object by id. Rows that were not objects became
-    ``{"question_id": id, "value": row}``; the others got their id as ``question_id``."""
+    """``mapping``: the file was one object by id, which is now ``question_id``; rows that were no
+    objects became ``value``."""
     head: Mapping[str, Any] = field(default_factory=dict)
     """Entries beside the rows, e.g. SEED-Bench's names of question types."""
     lines: Sequence[int] | None = None

@@ -1,9 +1,8 @@
 """Generates answers in length-bucketed batches on any number of ranks, and saves them.
 
-The order is fixed before anything is decoded and is the same on every rank. Batches contain all
-questions, also answered ones: in FP8 a batch shares its scales, so a resumed run must form the same
-batches. Every rank appends to its own file; rank 0 merges them into ``predictions.jsonl``, so the
-next run may have another number of ranks. ``run.json`` records what the answers depend on.
+Batches are the same on every rank and contain all questions, also answered ones: in FP8 a batch
+shares its scales, so a resumed run must form the same batches. Every rank appends to its own file;
+rank 0 merges them into ``predictions.jsonl``. ``run.json`` records what the answers depend on.
 """
 
 import json
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,13 @@ def answer_all(
 
     A batch with a missing answer is generated as a whole, and only new answers are written.
     ``done`` are the answered indices; ``check`` is called before answers are written. Returns this
-    rank's questions whose media could not be read; they get no answer.
+    rank's questions whose media could not be read.
     """
     rows = max((len(one.choices) for one in prompts if one.choices), default=1)
     batches = make_batches(prompts, max(1, generation.batch_size // rows))
     own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
-    dataset = _EncodedBatches(adapter.encoder, [[(i, prompts[i]) for i in batch] for batch in own])
-    loaded = in_workers(dataset.__getitem__, range(len(own)), min(generation.num_workers, len(own)))
+    encode = partial(_encode_batch, adapter.encoder, prompts)
+    loaded = in_workers(encode, own, min(generation.num_workers, len(own)))
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     bar = tqdm(
         total=sum(map(len, own)),
@@ -166,43 +166,34 @@ def _sort_key(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, boo
     return -len(first.media), bool(first.choices), place, -longest, group[0]
 
 
-class _EncodedBatches:
-    """Batches of inputs, and the errors of questions whose media cannot be read."""
-
-    def __init__(
-        self, encoder: PromptEncoder, batches: Sequence[Sequence[tuple[int, Prompt]]]
-    ) -> None:
-        self.encoder = encoder
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, place: int) -> tuple[list[int], Any, dict[int, DataError]]:
-        encoder, encoded = self.encoder, []
-        indices: list[int] = []
-        problems: dict[int, DataError] = {}
-        for index, prompt in self.batches[place]:
-            try:
-                sample = prompt.load()
-                if prompt.choices:
-                    encoded += encoder.encode_choices(sample, prompt.choices)
-                else:
-                    encoded.append(encoder.encode(sample))
-            except DataError as error:
-                problems[index] = error
+def _encode_batch(
+    encoder: PromptEncoder, prompts: Sequence[Prompt], batch: Sequence[int]
+) -> tuple[list[int], Any, dict[int, DataError]]:
+    """Return the indices and inputs of a batch, and the errors of unreadable media by index."""
+    encoded: list[Any] = []
+    indices: list[int] = []
+    problems: dict[int, DataError] = {}
+    for index in batch:
+        prompt = prompts[index]
+        try:
+            sample = prompt.load()
+            if prompt.choices:
+                encoded += encoder.encode_choices(sample, prompt.choices)
             else:
-                indices.append(index)
-        ranks = self.batches[place][0][1].choices
-        collate = encoder.collate_choices if ranks else encoder.collate
-        return indices, collate(encoded) if encoded else None, problems
+                encoded.append(encoder.encode(sample))
+        except DataError as error:
+            problems[index] = error
+        else:
+            indices.append(index)
+    collate = encoder.collate_choices if prompts[batch[0]].choices else encoder.collate
+    return indices, collate(encoded) if encoded else None, problems
 
 
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
-    """Prepare a folder for answers; one rank calls this before the others continue.
+    """Prepare a folder for answers on one rank; returns the indices of the answered questions.
 
-    Returns the indices of the answered questions. ValueError: the folder has answers with another
-    ``identity``, which ``overwrite`` deletes, or another format version.
+    ValueError: the folder has answers with another ``identity``, which ``overwrite`` deletes, or
+    another format version.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     run_path = out_dir / RUN_FILE
@@ -270,8 +261,7 @@ def _read_complete_lines(path: Path) -> list[bytes]:
 def join_ranks() -> Iterator[World]:
     """Join the processes that torchrun started; without a launcher, the world has one process.
 
-    Processes exchange small objects over gloo, also on GPUs: a waiting rank then holds no NCCL
-    kernel. The world's ``device`` is therefore the CPU; see :func:`select_device`.
+    Small objects are exchanged over gloo, also on GPUs: a waiting rank then holds no NCCL kernel.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE

@@ -55,11 +55,7 @@ class HubAdapter(ModelAdapter):
 
     @classmethod
     def load(cls, name: str, device: torch.device, num_frames: int) -> "HubAdapter":
-        """Load a model from a folder, or from the Hub by name.
-
-        ValueError: the model is not an image-text-to-text model, its processor has no chat
-        template, or it cannot be loaded.
-        """
+        """Load a model from a folder, or from the Hub by name; ValueError if it is unsuitable."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         dtype = torch.float32 if device.type == "cpu" else "auto"
@@ -116,9 +112,8 @@ class HubPrompt:
 
     text: str
     images: list[Image.Image]
-    """Images in RGB, in the order of their placeholders in the text."""
+    """In RGB, like the videos in the order of their placeholders in the text."""
     videos: list[Clip]
-    """Videos in the order of their placeholders in the text."""
     answer: str = ""
     """Answer to rank, after the prompt."""
 
@@ -179,9 +174,8 @@ class HubEncoder:
     def collate_choices(self, encoded: Sequence[HubPrompt]) -> dict[str, torch.Tensor]:
         """Right-padded rows with ``labels`` (B, T): the tokens of each answer and the end token.
 
-        Chat templates differ in the line break or space before an answer: a space follows a prompt
-        that ends in a word or a colon. A token that contains both the end of the prompt and the
-        start of the answer belongs to the answer.
+        A token that contains the end of the prompt and the start of the answer belongs to the
+        answer.
         """
         texts = [
             prompt.text + self._format_answer(prompt.text, prompt.answer) for prompt in encoded
@@ -230,7 +224,7 @@ class HubEncoder:
         return {name: value for name, value in inputs.items() if torch.is_tensor(value)}
 
     def _format_answer(self, prompt: str, answer: str) -> str:
-        """Return the text after a prompt: the answer and the end token."""
+        """Return answer and end token, after a space if the prompt ends in a word or a colon."""
         spaced = prompt[-1:].isspace() or prompt.endswith(tuple(self.tokenizer.all_special_tokens))
         return f"{'' if spaced else ' '}{answer}{self.tokenizer.eos_token or ''}"
 

@@ -56,12 +56,9 @@ def join(
     """Pair every question with its prediction.
 
     ``allowed`` are the kinds of :data:`INPUT_PROBLEMS` to count instead of raising. With
-    ``share_repeated`` the only prediction for a repeated id applies to all its questions.
-    ``warnings`` receives a sentence about prompts that do not contain their question.
-
-    Returns the counted questions, and others with a prediction, with their texts in the order of
-    the references; and the number of problems by kind. DataError: the first problem that is not
-    allowed; and always if prompts are those of other questions.
+    ``share_repeated`` the only prediction for a repeated id applies to all its questions. Returns
+    the counted questions, and others with a prediction, in order with their texts; and the number
+    of problems by kind. DataError: a problem that is not allowed; prompts of other questions.
     """
     slots: dict[tuple[str, str], list[int]] = {}
     for index, question in enumerate(questions):

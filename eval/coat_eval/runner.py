@@ -1,8 +1,8 @@
 """Runs a model over benchmarks and question sets: prompts, answers, and the report.
 
-The output folder contains ``prompts.jsonl``, ``predictions.jsonl``, ``run.json`` (what the
-predictions depend on), ``media_problems.jsonl`` (questions whose image or video could not be read,
-and which count as wrong) and ``report.json``. The same command continues a killed run.
+The output folder contains ``prompts.jsonl``, ``predictions.jsonl``, ``run.json`` (what these depend
+on), ``media_problems.jsonl`` (questions whose image or video could not be read, which count as
+wrong) and ``report.json``. The same command continues a killed run.
 """
 
 import hashlib
@@ -59,8 +59,7 @@ def load_adapter(
 ) -> ModelAdapter:
     """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name.
 
-    ``precision`` is for this project's checkpoints (default: that of the run folder), the number of
-    frames per video for other models.
+    ``precision`` is for this project's checkpoints, the number of frames per video for others.
     """
     folder = Path(model)
     config = read_json(folder / "config.json", "copy the model again")
@@ -107,8 +106,8 @@ class EvalTask:
 def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
     """Make the task of an official benchmark such as ``pope`` or ``videomme_subtitles``.
 
-    Without ``_VARIANT``, the prompt is that of the profile if the benchmark has one. ``data`` is
-    searched, so that errors are reported before a model is loaded.
+    Without ``_VARIANT``, the prompt is the profile's if the benchmark has one. ``data`` is searched
+    for the tables.
     """
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
@@ -121,22 +120,21 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
     eval_task = EvalTask(benchmark=BENCHMARKS[task], variant=variant, **options)
     profile = eval_task.settings.profile
     eval_task.benchmark.check_profile(profile)
-    own = profile.partition("@")[0]
-    if not variant and own in eval_task.benchmark.variants:
-        eval_task = replace(eval_task, variant=own)
+    if not variant and (tool := profile.partition("@")[0]) in eval_task.benchmark.variants:
+        eval_task = replace(eval_task, variant=tool)
     find_tables(*eval_task.where(data))
     return eval_task
 
 
 def find_folder(data: Path, benchmark: Benchmark) -> Path:
-    """Return ``DATA/TASK`` if it exists, else ``DATA``."""
-    own = data / benchmark.name
-    inner = f"{benchmark.name}/"
+    """Return ``DATA/TASK`` if it exists and has more than tables of a layout, else ``DATA``."""
+    folder = data / benchmark.name
     first = [patterns[0] for layouts in benchmark.layouts.values() for patterns in layouts]
-    nested = any(one.startswith(inner) and any(data.glob(one)) for one in first)
-    shown = own.glob("[!.]*")
-    table_alone = nested and all(one.is_file() and one.name.endswith(TABLES) for one in shown)
-    return own if own.is_dir() and not table_alone else data
+    inner = [name for name in first if name.startswith(f"{benchmark.name}/")]
+    files = [*folder.glob("[!.]*")]
+    only_tables = all(file.is_file() and file.name.endswith(TABLES) for file in files)
+    nested = only_tables and any(any(data.glob(name)) for name in inner)
+    return folder if folder.is_dir() and not nested else data
 
 
 def run_benchmark(
@@ -154,11 +152,9 @@ def run_benchmark(
     """Generate answers to all questions, and score them; all ranks call this.
 
     ``data`` is the benchmark's folder, or one with a folder per benchmark. ``check`` raises an
-    error if the caller's lock on ``out_dir`` is lost.
-
-    Returns on rank 0 the report of :func:`coat_eval.scoring.score_tables`, what the answers depend
-    on, and ``seconds`` of this call; on other ranks an empty dictionary. ValueError: the folder has
-    answers of another model or other prompts. DataError: all questions had to be skipped.
+    error if the caller's lock on ``out_dir`` is lost. Returns the report on rank 0, ``{}`` on
+    others. ValueError: the folder has answers of another model or other prompts. DataError: all
+    questions had to be skipped.
     """
     start = time.monotonic()
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
@@ -166,15 +162,15 @@ def run_benchmark(
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}
     answers: dict[int, dict[str, Any]] = {}
+    done: set[int] | Exception = set()
     if world.is_main:
         identity = _make_identity(adapter, eval_task, prompts, generation)
-    done = world.gather(
-        _prepare_output(out_dir, identity, eval_task, asked) if world.is_main else set[int]()
-    )[0]
+        done = _prepare_output(out_dir, identity, eval_task, asked)
+    done = world.gather(done)[0]
     if isinstance(done, Exception):
         raise done
-    found = answer_all(adapter, asked, done, out_dir, generation, world=world, check=check)
-    problems = sorted(chain.from_iterable(world.gather(found)), key=lambda row: row["index"])
+    skipped = answer_all(adapter, asked, done, out_dir, generation, world=world, check=check)
+    problems = sorted(chain.from_iterable(world.gather(skipped)), key=lambda row: row["index"])
     check()
     if world.is_main:
         answers = merge(out_dir)
@@ -301,10 +297,9 @@ def evaluate_run(
 ) -> list[str]:
     """Run all evaluation sets of ``run_dir/recipe.yaml`` on the last stage's model, on all ranks.
 
-    Writes ``run_dir/eval/<set>/`` (see :func:`run_benchmark`) and ``run_dir/eval.json``:
-    ``{"precision": ..., set: {metric: percent}}``. ``limit`` is the number of questions per set.
-    Predictions of an earlier model are replaced. Returns on rank 0 a message for each ``require``
-    entry that the model does not reach.
+    Writes ``run_dir/eval/<set>/`` and ``run_dir/eval.json`` (``{"precision": ..., set: {metric:
+    percent}}``), in place of an earlier model's. ``limit`` is the number of questions per set.
+    Returns on rank 0 a message for each ``require`` entry that the model does not reach.
     """
     run_dir = Path(run_dir)
     recipe = load_recipe(str(run_dir / "recipe.yaml"))

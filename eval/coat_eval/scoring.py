@@ -1,9 +1,8 @@
 """Scores saved predictions; needs no model, no GPU and no images.
 
-Questions and predictions are paired by id. Without ``allow_missing``, the first problem is an error
-that names file and id. With it, problems are counted: a missing or non-string prediction is wrong,
-an empty one is scored as an empty text, an unknown one is ignored, and the last of repeated ones
-counts, as in the official scripts.
+Questions and predictions are paired by id. Without ``allow_missing``, the first problem is an
+error. With it, problems are counted: a missing or non-string prediction is wrong, an unknown one is
+ignored, and the last of repeated ones counts, as in the official scripts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,9 +53,8 @@ def score_official(
 ) -> dict[str, Any]:
     """Score prediction files against reference files in any order, recognized by content.
 
-    A folder of predictions means all its files of the name ``benchmark.result_files``. References
-    are optional if the predictions contain the answers (MMMU's outputs, Video-MME's results).
-    ``options`` are those of :func:`score_tables`, whose report is returned and written.
+    A folder of predictions means all its files of the name ``benchmark.result_files``. ``options``
+    are those of :func:`score_tables`, whose report is returned and written.
     """
     _check_options(benchmark, options.get("settings", Settings()), options.get("judge"))
     warnings: list[str] = []
@@ -84,12 +82,9 @@ def score_tables(
 ) -> dict[str, Any]:
     """Score predictions in memory, and return the report, see docs/reference/benchmarks.md.
 
-    Without a judge, answers that need one count as wrong; if all answers need one, the report has
-    no metrics. ``only`` are (category, id) of the questions to score. With ``submission_path``,
-    references without answers (a test split) are accepted.
-
-    ValueError: the benchmark does not have the profile, or references are missing. DataError: the
-    first problem, with file, row and id; also if the judge gives no usable answer.
+    ``only`` are (category, id) of the questions to score. With ``submission_path``, references
+    without answers (a test split) are accepted. ValueError: the benchmark does not have the
+    profile, or references are missing. DataError: the first problem; an unusable judge.
     """
     _check_options(benchmark, settings, judge)
     _check_references(benchmark, references, predictions, allow_missing)
@@ -204,10 +199,7 @@ def _check_options(benchmark: Benchmark, settings: Settings, judge: Judge | None
 def _ask_judge(
     benchmark: Benchmark, judge: Judge, scored: Sequence[ScoredItem], settings: Settings
 ) -> Settings:
-    """Return the settings with the judge's verdicts about the items that need one.
-
-    An item of several answers has those to ask about as ``undecided`` in its question's details.
-    """
+    """Return the settings with the judge's verdicts about the items that need one."""
     rows: list[tuple[Question, str]] = [
         row
         for one in scored

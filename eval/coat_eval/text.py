@@ -34,9 +34,8 @@ _ROW_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".ndjson")
 def load_language_model(
     folder: Path, precision: Precision | None = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load the causal language model of a checkpoint in evaluation mode, and its tokenizer.
+    """Load the causal language model in a run folder, a model folder of this project or any other.
 
-    ``folder`` is a run folder, a model folder of this project, or the folder of a language model.
     Without ``precision`` a model folder has the dtype of its weights, on a CPU FP32.
     """
     folder = Path(folder)
@@ -64,8 +63,7 @@ def load_language_model(
 def read_documents(path: Path, text_field: str = "text") -> list[str]:
     """Read documents: a plain text, or one per row of JSON lines, JSON or Parquet.
 
-    ``text_field`` is the key of the rows' text. Rows with ``context`` and ``continuation`` (LAMBADA
-    in the form of llm-foundry) need none.
+    Rows with ``context`` and ``continuation`` (LAMBADA in llm-foundry) need no ``text_field``.
     """
     path = Path(path)
     if path.suffix.lower() not in _ROW_FORMATS:
@@ -105,10 +103,8 @@ def measure_perplexity(
     """Predict every token of every document once; the start token is the only special token added.
 
     ``window`` is at most 2048 by default, ``stride`` half a window; the logits of ``batch_size``
-    windows are in memory. Returns ``perplexity``, which is exp(nll / tokens); ``bits_per_byte``,
-    nll / (bytes ln 2), comparable between tokenizers; ``nll_per_token`` in nats;
-    ``last_word_accuracy`` in percent; and the numbers of tokens, UTF-8 bytes and documents.
-    ValueError: window or stride is invalid for the model, or the tokenizer has no start token.
+    windows are in memory. Losses are in nats, ``last_word_accuracy`` in percent. ValueError: window
+    or stride is invalid for the model, or the tokenizer has no start token.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or WINDOW
     window = min(WINDOW, positions) if window is None else window
