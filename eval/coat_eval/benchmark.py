@@ -197,6 +197,8 @@ class Benchmark(ABC):
     """File patterns of the questions by split; the first split is the default."""
     variants: ClassVar[Mapping[str, str]] = {}
     """Descriptions of the prompt variants by name."""
+    prompt_end: ClassVar[str] = ""
+    """Lines after the question in a prompt."""
 
     @abstractmethod
     def is_reference(self, table: Table) -> bool:
@@ -273,8 +275,8 @@ class Benchmark(ABC):
                 )
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the text of a prompt; default: the question alone."""
-        return question.text
+        """Return the text of a prompt; default: the question and ``prompt_end``."""
+        return "\n".join(filter(None, (question.text, self.prompt_end)))
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the images and videos of a prompt."""
@@ -379,10 +381,7 @@ class Benchmark(ABC):
         return extracted is None and bool(text.strip())
 
     def ask_judge(self, question: Question, text: str) -> str:
-        """Return the prompt for a judge, in this project's own words.
-
-        DataError: the references lack what the judge must know.
-        """
+        """Return the prompt for a judge, in this project's own words; the question has a text."""
         raise NotImplementedError
 
     def read_verdict(self, verdict: Any, question: Question) -> Any:
@@ -435,13 +434,12 @@ def contains_question(text: str, question: str) -> bool:
     return bool(wanted) and wanted in keep_letters(text)
 
 
-def need_question(question: Question) -> str:
-    """Return the question's text for a judge; DataError if the references do not have it."""
-    if not question.text:
-        raise DataError(
-            question.where, "has no question to tell the judge", "give --references with questions"
-        )
-    return question.text
+def read_word(verdict: Any, allowed: Sequence[str]) -> str:
+    """Return the first word of a judge's answer in lower case, which must be one of ``allowed``."""
+    words = re.findall("[a-z]+", str(verdict).lower())
+    if not words or words[0] not in allowed:
+        raise UnusableVerdictError(f"{verdict!r} is none of {', '.join(allowed)}")
+    return words[0]
 
 
 def to_percent(scores: Sequence[float]) -> float:

@@ -40,8 +40,8 @@ def mentions_yes_or_no(text: str) -> bool:
 def extract_yes_no_word(text: str) -> str | None:
     """Apply VLMEvalKit's rule: ``"yes"`` or ``"no"`` if exactly one of them is a word, else None.
 
-    Source: open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py, ``YOrN_Extraction``, which is the
-    same @c03bc048 and @d21c5e9; without its judge model, None counts as wrong.
+    Source: open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py, ``YOrN_Extraction`` (the same
+    @c03bc048 and @d21c5e9).
     """
     words = strip_punctuation(text.lower(), PERIOD_NOT_AFTER_DIGIT).split()
     found = [word for word in ("yes", "no") if word in words]
@@ -51,8 +51,7 @@ def extract_yes_no_word(text: str) -> str | None:
 def extract_choice(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter (``"A"``, ``"B"``, ...) that a text selects from ``choices``, or None.
 
-    The first rule that finds exactly one letter applies. Case is ignored, except for letters within
-    a sentence ("A cat" and "I see" are not options).
+    The first rule that finds exactly one letter applies.
     """
     letters = ascii_uppercase[: len(choices)]
     plain = _MARKUP.sub("", text).strip()

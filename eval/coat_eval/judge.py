@@ -75,11 +75,9 @@ class HttpJudge:
                 code = error.code if isinstance(error, HTTPError) else 500
                 passing = code >= 500 or code in (408, 429)
                 if not passing or attempt == _ATTEMPTS:
-                    raise DataError(
-                        url,
-                        f"the judge {self.name} gave no answer, attempt {attempt}: {error}",
-                        "check address, model and key; answers so far are in --judge-cache",
-                    ) from error
+                    problem = f"the judge {self.name} gave no answer, attempt {attempt}: {error}"
+                    remedy = "check address, model and key; answers so far are in --judge-cache"
+                    raise DataError(url, problem, remedy) from error
             time.sleep(_PAUSE_S * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
@@ -88,11 +86,9 @@ class HttpJudge:
         try:
             content = json.loads(data)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            raise DataError(
-                self.address,
-                f"the reply is not a chat completion: {data[:80]!r}",
-                "give the address of an OpenAI-compatible server, usually ending in /v1",
-            ) from error
+            problem = f"the reply is not a chat completion: {data[:80]!r}"
+            remedy = "give the address of an OpenAI-compatible server, usually ending in /v1"
+            raise DataError(self.address, problem, remedy) from error
         return content if isinstance(content, str) else ""
 
 
@@ -168,10 +164,8 @@ def _read_cache(path: Path) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for number, row in read_json_lines(path, "delete the line (its answer is asked for again)"):
         if set(row) != _ROW or not all(isinstance(value, str) for value in row.values()):
-            raise DataError(
-                f"{path}:{number}",
-                f"is not an answer of a judge; it has {sorted(row)}",
-                "give a file that --judge-cache wrote: judge, prompt, answer",
-            )
+            problem = f"is not an answer of a judge; it has {sorted(row)}"
+            remedy = "give a file that --judge-cache wrote: judge, prompt, answer"
+            raise DataError(f"{path}:{number}", problem, remedy)
         found.setdefault(row["judge"], {})[row["prompt"]] = row["answer"]
     return found

@@ -23,7 +23,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     UnusableVerdictError,
-    need_question,
     pick,
     to_percent,
 )
@@ -99,11 +98,9 @@ def list_choices(question: Question) -> list[str]:
 def get_choices(question: Question) -> Mapping[str, str]:
     """Return the options by letter; DataError if there are none (RealWorldQA on the Hub)."""
     if not question.details["choices"]:
-        raise DataError(
-            question.where,
-            "has no options in columns A, B, ...",
-            "give VLMEvalKit's table, or take --profile lmms if the benchmark has it",
-        )
+        problem = "has no options in columns A, B, ..."
+        remedy = "give VLMEvalKit's table, or take --profile lmms if the benchmark has it"
+        raise DataError(question.where, problem, remedy)
     return question.details["choices"]
 
 
@@ -202,19 +199,15 @@ class CircularBenchmark(LetterBenchmark):
         questions = super().questions(references, predictions)
         groups = _group_rotations((question, None) for question in questions)
         if questions and all(len(rows) == 1 for rows in groups.values()):
-            raise DataError(
-                questions[0].where,
-                f"each of the {len(groups)} questions is there in one rotation only",
-                "give the file with all rotations (indices 1000000 apart)",
-            )
+            problem = f"each of the {len(groups)} questions is there in one rotation only"
+            remedy = "give the file with all rotations (indices 1000000 apart)"
+            raise DataError(questions[0].where, problem, remedy)
         for group, rows in groups.items():
             numbers = [int(one.question_id) // ROTATION for one, _ in rows]
             if numbers != list(range(len(rows))):
-                raise DataError(
-                    rows[0][0].where,
-                    f"question {group} has the rotations {numbers}, not 0 to {len(rows) - 1}",
-                    "give the complete file, with every rotation once",
-                )
+                problem = f"question {group} has the rotations {numbers}, not 0 to {len(rows) - 1}"
+                remedy = "give the complete file, with every rotation once"
+                raise DataError(rows[0][0].where, problem, remedy)
         sizes = {group: len(rows) for group, rows in groups.items()}
         return [
             replace(one, details={**one.details, "num_rotations": sizes[_get_group(one)]})
@@ -285,7 +278,7 @@ class CircularBenchmark(LetterBenchmark):
         lines = [
             "A model was asked a multiple-choice question. Which option does its answer mean? "
             "Reply with the letter alone, or with Z if it means none of the options.",
-            f"\nQuestion: {need_question(question)}",
+            f"\nQuestion: {question.text}",
             *list_choices(question),
             f"\nAnswer of the model: {text}",
             "\nLetter:",

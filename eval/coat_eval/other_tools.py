@@ -1,11 +1,11 @@
 """Converts predictions that lmms-eval and VLMEvalKit wrote to rows of this project.
 
-lmms-eval: sample logs, ``*_samples_TASK.jsonl`` (lmms_eval/evaluator.py and
-loggers/evaluation_tracker.py). VLMEvalKit: result tables with ``index`` and ``prediction``. Rows
-without an official id are matched by position, or by question and choices. A match is rejected if
-the prompt or the row's own answer contradicts the reference.
+lmms-eval: sample logs, ``*_samples_TASK.jsonl`` (loggers/evaluation_tracker.py), whose rows without
+an official id are matched by position. VLMEvalKit: result tables with ``index`` and ``prediction``,
+matched by question and choices. Prompt and answer of a row must agree with the reference.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,7 @@ def is_of_other_tool(table: Table) -> bool:
 def convert_rows(table: Table, benchmark: Benchmark, questions: Sequence[Question]) -> Table:
     """Return a table of rows with ``question_id``, ``category``, ``prediction``, ``question``.
 
-    Predictions of no other tool are returned unchanged. DataError: a row contains no text, its
-    question cannot be found, or the table's own answer is not the reference.
+    Predictions of no other tool are returned unchanged.
     """
     if _is_sample_log(table):
         ids = (*benchmark.id_fields, *_IDS)
@@ -121,36 +120,32 @@ def _convert_results(
 def _find_by_content(table: Table, questions: Sequence[Question]) -> list[Question]:
     """Find each row's question by its text and choices; equal ones pair in order."""
     groups: dict[tuple[str, ...], list[Question]] = {}
-    for one in questions:
-        choices = one.details.get("choices") or {}
+    for question in questions:
+        choices = question.details.get("choices") or {}
         listed = choices.values() if isinstance(choices, dict) else choices
-        groups.setdefault(_make_key(one.text, listed), []).append(one)
-    found: dict[tuple[str, ...], list[int]] = {}
+        groups.setdefault(_make_key(question.text, listed), []).append(question)
+    used: Counter[tuple[str, ...]] = Counter()
+    found = []
     for index, row in enumerate(table.rows):
         listed = [row[letter] for letter in _CHOICES if row.get(letter) not in (None, "")]
         key = _make_key(row.get("question") or "", listed)
-        found.setdefault(key, []).append(index)
-        if len(found[key]) > len(groups.get(key, ())):
+        if used[key] == len(groups.get(key, ())):
             raise DataError(
                 table.where(index),
                 f"the question {row.get('question')!r} with the choices {listed} is not in the "
                 "references, or occurs more often than there",
                 "give the references that the table was made from, or add question_id",
             )
-    for key, indices in found.items():
-        if len(indices) < len(groups[key]):
-            raise DataError(
-                str(table.path),
-                f"has {len(indices)} rows for the {len(groups[key])} questions "
-                f"{groups[key][0].text!r} with equal choices, so they cannot be paired",
-                "add question_id",
+        found.append(groups[key][used[key]])
+        used[key] += 1
+    for key, count in used.items():
+        if count < len(groups[key]):
+            problem = (
+                f"has {count} rows for the {len(groups[key])} questions {groups[key][0].text!r} "
+                "with equal choices, so they cannot be paired"
             )
-    by_index = {
-        index: one
-        for key, indices in found.items()
-        for index, one in zip(indices, groups[key], strict=True)
-    }
-    return [by_index[index] for index in range(len(table.rows))]
+            raise DataError(str(table.path), problem, "add question_id")
+    return found
 
 
 def _fold(answer: Any) -> str:

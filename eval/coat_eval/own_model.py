@@ -34,7 +34,13 @@ class CoatAdapter(ModelAdapter):
         """Wrap a loaded model; ``weights`` returns the identity of its weights."""
         encoder = PromptEncoder(processor)
         encoder.keep_last_clip()
-        super().__init__(model, encoder, lambda: {**weights(), **_describe_dtype(model)})
+        dtype, blocks = str(model.dtype).removeprefix("torch."), bool(fp8_blocks(model))
+        about = {
+            "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
+            # In FP8 a batch shares scales, so answers depend on the batch size.
+            "scales_shared_by_batch": blocks,
+        }
+        super().__init__(model, encoder, lambda: {**weights(), **about})
 
     @classmethod
     def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
@@ -61,22 +67,12 @@ class CoatAdapter(ModelAdapter):
         return compute_answer_losses(self.model, inputs, batch["labels"])
 
 
-def _describe_dtype(model: "PreTrainedModel") -> dict[str, Any]:
-    dtype, blocks = str(model.dtype).removeprefix("torch."), fp8_blocks(model)
-    return {
-        "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
-        # In FP8 a batch shares scales, so answers depend on the batch size.
-        "scales_shared_by_batch": bool(blocks),
-    }
-
-
 def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
-    """Load a model folder, or the last stage of a run folder in the run's precision.
+    """Load a model folder, or the last stage of a run folder in the run's or another precision.
 
-    ``precision`` replaces that of the run. Returns the model, its processor, its folder and its
-    precision (None: the dtype of the weights).
+    Returns the model, its processor, its folder and its precision (None: the dtype of the weights).
     """
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():

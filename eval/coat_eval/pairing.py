@@ -37,11 +37,8 @@ def check_repeated_questions(questions: Sequence[Question]) -> None:
         file = _PLACE.sub("", one.where)
         first, where = files.setdefault(one.key, (file, one.where))
         if first != file:
-            raise DataError(
-                one.where,
-                f"question {one.question_id!r} is also in {where}",
-                "give every question in one reference file",
-            )
+            problem = f"question {one.question_id!r} is also in {where}"
+            raise DataError(one.where, problem, "give every question in one reference file")
 
 
 def join(

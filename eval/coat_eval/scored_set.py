@@ -82,11 +82,9 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
 def _read_report(path: Path) -> ScoredSet:
     report = read_json(path, _AGAIN)
     if not isinstance(report.get("items"), list) or "task" not in report:
-        raise DataError(
-            str(path),
-            "has no items to compare",
-            "score again with --items: coat-vlm score TASK --predictions ... --items --out ...",
-        )
+        problem = "has no items to compare"
+        remedy = "score again with --items: coat-vlm score TASK --predictions ... --items --out ..."
+        raise DataError(str(path), problem, remedy)
     shown, own_set = _read_questions(path.parent), report["task"] in TASKS
     rows = [
         {**shown.get(_get_key(row), {}), **row}

@@ -206,6 +206,10 @@ def _ask_judge(
         if one.needs_judge
         for row in one.question.details.get("undecided", [(one.question, one.text)])
     ]
+    for question, _ in rows:
+        if not question.text:
+            remedy = "give --references with questions"
+            raise DataError(question.where, "has no question to tell the judge", remedy)
     prompts = {question.key: benchmark.ask_judge(question, text) for question, text in rows}
     answers = judge.answer(list(prompts.values()))
     verdicts = {

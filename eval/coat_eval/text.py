@@ -79,11 +79,8 @@ def read_documents(path: Path, text_field: str = "text") -> list[str]:
             if text is None and {"context", "continuation"} <= row.keys():
                 text = f"{row['context']} {row['continuation']}"
             if not isinstance(text, str):
-                raise DataError(
-                    table.where(index),
-                    f"has no text under {text_field!r}; it has {sorted(row)}",
-                    "name the field with --text-field",
-                )
+                problem = f"has no text under {text_field!r}; it has {sorted(row)}"
+                raise DataError(table.where(index), problem, "name the field with --text-field")
             documents.append(text)
     documents = [text for text in documents if text.strip()]
     if not documents:

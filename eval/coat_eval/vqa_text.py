@@ -1,9 +1,8 @@
 """Answer normalization and soft accuracy of the VQA family (VQA v2, TextVQA, VizWiz).
 
-:func:`normalize_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to a prediction and to the
-annotators' answers; :func:`process_answer` is EvalAIAnswerProcessor of facebookresearch/mmf
-mmf/utils/m4c_evaluators.py (LLaVA's m4c_evaluator.py has the same), which puts a tokenization
-before it. The quirks below are upstream's; they change scores and are reproduced.
+:func:`normalize_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to predictions and answers;
+:func:`process_answer` is EvalAIAnswerProcessor of facebookresearch/mmf mmf/utils/m4c_evaluators.py.
+The quirks below are upstream's; they change scores and are reproduced.
 """
 
 import re
@@ -51,11 +50,7 @@ CONTRACTIONS = {"somebody'd": "somebodyd"} | {
     for place, letter in enumerate(right)
     if letter == "'"
 }
-"""The effective part of GT-Vision-Lab's table.
-
-Upstream maps "somebody'd" in the wrong direction. Keys with a capital I never match lower-case
-text, and "let's" and "she's" map to themselves; its, lets and cannot are absent.
-"""
+"""The effective part of GT-Vision-Lab's table, which maps "somebody'd" in the wrong direction."""
 _CURLY = str.maketrans("'", "\u2019")
 CURLY_CONTRACTIONS = {
     key if key in _STRAIGHT_KEYS else key.translate(_CURLY): (
@@ -63,10 +58,7 @@ CURLY_CONTRACTIONS = {
     )
     for key, right in CONTRACTIONS.items()
 }
-"""The VizWiz API's table: the same with U+2019 for nearly every apostrophe.
-
-Source: an early state of GT-Vision-Lab's file, from which the VizWiz API was made.
-"""
+"""The VizWiz API's table, from an early state of GT-Vision-Lab's: U+2019 for most apostrophes."""
 
 
 def strip_punctuation(text: str, period: re.Pattern[str] = _PERIOD) -> str:

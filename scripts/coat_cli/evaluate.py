@@ -391,8 +391,8 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
         "--submission",
         type=Path,
         metavar="FILE",
-        help="also write a submission for the server of gqa, vqav2, textvqa, vizwiz, mmmu, "
-        "seedbench, docvqa or infovqa",
+        help="also write a submission for the server of vqav2, textvqa, vizwiz, mmmu, docvqa or "
+        "infovqa",
     )
 
 

@@ -104,9 +104,3 @@ def test_fields_that_the_score_does_not_need_may_be_absent(tmp_path: Path):
     path.write_text(json.dumps({"7": {"question": "A b?", "answer": "yes", "imageId": "n1"}}))
     report = score_official(GQA, official(tmp_path, {"7": "Yes"}), [path])
     assert report["metrics"] == {"accuracy": 100, "words.2": 100}
-
-
-def test_the_published_form_of_predictions(tmp_path: Path, references: list[Path]):
-    out = tmp_path / "upload.json"
-    score_official(GQA, official(tmp_path, TEXTS), references, submission_path=out)
-    assert json.loads(out.read_text())[0] == {"questionId": "01", "prediction": "red"}

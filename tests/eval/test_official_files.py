@@ -200,11 +200,7 @@ def test_mmmu_answers_already_read():
 
 
 @pytest.mark.parametrize(
-    ("profile", "key"),
-    [
-        ("official", "extracted"),
-        ("lmms", "lmms_eval_extract_mcq_answer"),
-    ],
+    ("profile", "key"), [("official", "extracted"), ("lmms", "lmms_eval_extract_mcq_answer")]
 )
 def test_videomme(profile: str, key: str):
     wanted = expected("videomme", "results_made_up.json")

@@ -40,20 +40,8 @@ TASKS: dict[str, type[QuestionSet]] = {
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
-        Pope(),
-        Gqa(),
-        VqaV2(),
-        TextVqa(),
-        VizWiz(),
-        SeedBench(),
-        Mmmu(),
-        VideoMme(),
-        MmStar(),
-        RealWorldQa(),
-        ScienceQa(),
-        MmBench(),
-        CcBench(),
-        Ai2d(),
+        *(Pope(), Gqa(), VqaV2(), TextVqa(), VizWiz(), SeedBench(), Mmmu(), VideoMme()),
+        *(MmStar(), RealWorldQa(), ScienceQa(), MmBench(), CcBench(), Ai2d()),
         *(Mme(), ChartQa(), OcrBench(), HallusionBench(), OkVqa()),
         *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
         *(MathVista(), MathVision(), MmVet()),

@@ -16,6 +16,16 @@ from coat_eval.files import Table
 _THRESHOLD = 0.5
 
 
+def _list_layouts(prefix: str, folder: str) -> Layouts:
+    """List the official files, and Parquet in the folder of its part or alone."""
+    names = {"val": ("val_v1.0_withQT", "val_v1.0"), "test": ("test_v1.0",)}
+    parquet = {"val": "validation-*.parquet", "test": "test-*.parquet"}
+    return {
+        split: [*((f"{prefix}{name}.json",) for name in names[split]), (f"{folder}/{end}",), (end,)]
+        for split, end in parquet.items()
+    }
+
+
 class DocVqa(Benchmark):
     """ANLS overall, and by type of question."""
 
@@ -25,17 +35,10 @@ class DocVqa(Benchmark):
     profiles = ("official", "lmms")
     rule_only = True
     sizes: ClassVar[Mapping[str, int]] = {"val": 5349, "test": 5188}
+    prompt_end = SHORT_ANSWER
     id_fields = ("question_id", "questionId")
     text_fields = ("prediction", "text", "answer")
-    layouts: ClassVar[Layouts] = {
-        "val": (
-            ("val_v1.0_withQT.json",),
-            ("val_v1.0.json",),
-            ("DocVQA/validation-*.parquet",),
-            ("validation-*.parquet",),
-        ),
-        "test": (("test_v1.0.json",), ("DocVQA/test-*.parquet",), ("test-*.parquet",)),
-    }
+    layouts: ClassVar[Layouts] = _list_layouts("", "DocVQA")
     folders: ClassVar[tuple[str, ...]] = ("documents", "images", ".")
     """Folders of the images."""
 
@@ -54,10 +57,6 @@ class DocVqa(Benchmark):
             cluster=get_image(row),
             where=where,
         )
-
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the question with LLaVA's suffix, as VLMEvalKit and lmms-eval ask it."""
-        return f"{question.text}\n{SHORT_ANSWER}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the page, in a folder or in Parquet."""
@@ -134,19 +133,7 @@ class InfoVqa(DocVqa):
 
     name = "infovqa"
     sizes: ClassVar[Mapping[str, int]] = {"val": 2801, "test": 3288}
-    layouts: ClassVar[Layouts] = {
-        "val": (
-            ("infographicsVQA_val_v1.0_withQT.json",),
-            ("infographicsVQA_val_v1.0.json",),
-            ("InfographicVQA/validation-*.parquet",),
-            ("validation-*.parquet",),
-        ),
-        "test": (
-            ("infographicsVQA_test_v1.0.json",),
-            ("InfographicVQA/test-*.parquet",),
-            ("test-*.parquet",),
-        ),
-    }
+    layouts: ClassVar[Layouts] = _list_layouts("infographicsVQA_", "InfographicVQA")
     folders = ("infographicsvqa_images", "images", ".")
 
     def is_reference(self, table: Table) -> bool:

@@ -35,6 +35,7 @@ class Gqa(Benchmark):
     headline = ("accuracy", "binary", "open", "distribution")
     profiles = ("official", "lmms", "vlmeval")
     sizes: ClassVar[Mapping[str, int]] = {"testdev_balanced": 12578, "val_balanced": 132062}
+    prompt_end = SHORT_ANSWER
     id_fields = ("questionId", "question_id")
     layouts: ClassVar[Layouts] = {
         split: (
@@ -68,10 +69,6 @@ class Gqa(Benchmark):
             cluster=str(row.get("imageId") or ""),
             where=where,
         )
-
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return LLaVA's prompt."""
-        return f"{question.text}\n{SHORT_ANSWER}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image: in separate Parquet tables by ``id``, or a file."""
@@ -111,13 +108,6 @@ class Gqa(Benchmark):
         distribution = compute_distribution(counted)
         metrics |= {} if distribution is None else {"distribution": distribution}
         return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))
-
-    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, str]]:
-        """Return the official list of {questionId, prediction}, with LLaVA's preprocessing."""
-        return [
-            {"questionId": one.question.question_id, "prediction": one.extracted or ""}
-            for one in scored
-        ]
 
 
 def compute_distribution(scored: Sequence[ScoredItem]) -> float | None:

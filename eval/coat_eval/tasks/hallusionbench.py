@@ -6,20 +6,11 @@ questions; papers print VLMEvalKit's figures on the 951 questions with an image,
 reproduced here. VLMEvalKit asks a judge about answers with both or none of yes and no.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import (
-    Benchmark,
-    Question,
-    ScoredItem,
-    Settings,
-    UnusableVerdictError,
-    need_question,
-    to_percent,
-)
+from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, read_word, to_percent
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
@@ -87,15 +78,13 @@ class HallusionBench(Benchmark):
         return (
             "A model was asked a yes/no question about an image. Does its answer mean yes or no? "
             "Reply with one word: yes, no, or unknown.\n\n"
-            f"Question: {need_question(question)}\nAnswer of the model: {text}\nMeaning:"
+            f"Question: {question.text}\nAnswer of the model: {text}\nMeaning:"
         )
 
     def read_verdict(self, verdict: Any, question: Question) -> str | None:
         """Return ``yes`` or ``no``; None for "unknown"."""
-        words = re.findall("[a-z]+", str(verdict).lower())
-        if not words or words[0] not in ("yes", "no", "unknown"):
-            raise UnusableVerdictError(f"{verdict!r} is none of yes, no, unknown")
-        return None if words[0] == "unknown" else words[0]
+        word = read_word(verdict, ("yes", "no", "unknown"))
+        return None if word == "unknown" else word
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute the three accuracies over all, per category and per part (``VD_ocr.fAcc``)."""

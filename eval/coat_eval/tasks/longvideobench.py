@@ -52,11 +52,8 @@ class LongVideoBench(Benchmark):
         """Convert a row; in the test split it has no ``correct_choice``."""
         choices, number = _read_choices(row), row.get("correct_choice")
         if number is not None and str(number) not in map(str, range(-1, len(choices))):
-            raise DataError(
-                where,
-                f"correct_choice is {number!r} of {len(choices)} choices",
-                "download the file again",
-            )
+            problem = f"correct_choice is {number!r} of {len(choices)} choices"
+            raise DataError(where, problem, "download the file again")
         groups = ("duration_group", "question_category")
         return Question(
             question_id=str(pick(row, ("id",), where)),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Question, Settings, need_question, pick
+from coat_eval.benchmark import Benchmark, Question, Settings, pick
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.tasks.docvqa import compute_distance
@@ -111,7 +111,7 @@ class MathVista(Benchmark):
         lines = [
             "A model was asked a question. Which final answer does its response give?",
             f"Reply with the {wanted} alone.",
-            f"\nQuestion: {need_question(question)}",
+            f"\nQuestion: {question.text}",
             *listed,
             f"\nResponse: {text}",
             "\nFinal answer:",

@@ -95,11 +95,8 @@ class Mme(Benchmark):
             image = str(pick(row, ("question_id", "image_path"), where)).rpartition("/")[2]
         answer = answer.strip().lower().rstrip(".")
         if task not in _PART or answer not in self.constants:
-            raise DataError(
-                where,
-                f"task {task!r} with the answer {answer!r}",
-                f"answers are yes or no, tasks {', '.join(_PART)}",
-            )
+            problem = f"task {task!r} with the answer {answer!r}"
+            raise DataError(where, problem, f"answers are yes or no, tasks {', '.join(_PART)}")
         question_id = f"{task}/{image}"
         return Question(
             question_id=question_id,

@@ -46,9 +46,9 @@ DOMAINS = {
         "Energy_and_Power", "Materials", "Mechanical_Engineering",
     ),
 }  # fmt: skip
-SUBJECTS = tuple(sorted(subject for subjects in DOMAINS.values() for subject in subjects))
-"""In the official order (the values of CAT_SHORT2LONG), which is alphabetical."""
 _DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects}
+SUBJECTS = tuple(sorted(_DOMAIN))
+"""In the official order (the values of CAT_SHORT2LONG), which is alphabetical."""
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
 _IMAGE = re.compile(r"<image (\d)>")
 MULTIPLE_CHOICE = "multiple-choice"
@@ -126,11 +126,8 @@ class Mmmu(Benchmark):
         question_id = _get_id(row)
         found = _ID.match(question_id)
         if found is None:
-            raise DataError(
-                where,
-                f"id {question_id!r} does not contain a subject",
-                "MMMU's ids are like validation_Accounting_1",
-            )
+            problem = f"id {question_id!r} does not contain a subject"
+            raise DataError(where, problem, "MMMU's ids are like validation_Accounting_1")
         answer = _parse_list(row.get("ground_truth", row.get("answer")))
         if isinstance(answer, list):
             answer = [str(text) for text in answer]
@@ -218,20 +215,15 @@ class Mmmu(Benchmark):
     def score_all(
         self, joined: Iterable[tuple[Question, str | None]], settings: Settings
     ) -> list[ScoredItem]:
-        """Score all items; unparsable letters are drawn in the official order.
-
-        ``random.seed(seed)`` once, then one ``random.choice`` per such question, subject by
-        subject, within a subject by number.
-        """
+        """Score all items; unparsable letters are drawn by subject, within a subject by number."""
         scored = super().score_all(joined, settings)
         if settings.fallback == "wrong" or settings.profile in LETTER_RULES:
             return scored
 
-        def place(one: ScoredItem) -> tuple[int, str, int]:
+        def place(one: ScoredItem) -> tuple[bool, str, int]:
             found = _ID.match(one.question.question_id)
             subject, number = (found[1], int(found[2])) if found else ("", 0)
-            known = subject in SUBJECTS
-            return SUBJECTS.index(subject) if known else len(SUBJECTS), subject, number
+            return subject not in SUBJECTS, subject, number
 
         generator = random.Random(settings.seed)
         for one in sorted(scored, key=place):

@@ -20,7 +20,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     UnusableVerdictError,
-    need_question,
     pick,
     to_table_percents,
 )
@@ -125,7 +124,7 @@ class MmVet(Benchmark):
             "(entirely wrong) to 1.0 (entirely right) in steps of 0.1. Where the reference has "
             "<AND>, the answer must contain all parts and gets a share for some; where it has "
             "<OR>, one of the parts is enough. Reply with the number alone.\n\n"
-            f"Question: {need_question(question)}\nReference: {question.answer}\nAnswer: {text}\n"
+            f"Question: {question.text}\nReference: {question.answer}\nAnswer: {text}\n"
             "Grade:"
         )
 

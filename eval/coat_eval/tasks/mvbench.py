@@ -17,29 +17,24 @@ from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row, VideoClip
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 
-TASKS: Mapping[str, str] = {
-    "action_sequence": "star/Charades_v1_480",
-    "action_prediction": "star/Charades_v1_480",
-    "action_antonym": "ssv2_video",
-    "fine_grained_action": "Moments_in_Time_Raw/videos",
-    "unexpected_action": "FunQA_test/test",
-    "object_existence": "clevrer/video_validation",
-    "object_interaction": "star/Charades_v1_480",
-    "object_shuffle": "perception/videos",
-    "moving_direction": "clevrer/video_validation",
-    "action_localization": "sta/sta_video",
-    "scene_transition": "scene_qa/video",
-    "action_count": "perception/videos",
-    "moving_count": "clevrer/video_validation",
-    "moving_attribute": "clevrer/video_validation",
-    "state_change": "perception/videos",
-    "fine_grained_pose": "nturgbd",
-    "character_order": "perception/videos",
-    "egocentric_navigation": "vlnqa",
-    "episodic_reasoning": "tvqa/frames_fps3_hq",
-    "counterfactual_inference": "clevrer/video_validation",
+_FOLDERS = {
+    "star/Charades_v1_480": ("action_sequence", "action_prediction", "object_interaction"),
+    "ssv2_video": ("action_antonym",),
+    "Moments_in_Time_Raw/videos": ("fine_grained_action",),
+    "FunQA_test/test": ("unexpected_action",),
+    "clevrer/video_validation": (
+        *("object_existence", "moving_direction", "moving_count", "moving_attribute"),
+        "counterfactual_inference",
+    ),
+    "perception/videos": ("object_shuffle", "action_count", "state_change", "character_order"),
+    "sta/sta_video": ("action_localization",),
+    "scene_qa/video": ("scene_transition",),
+    "nturgbd": ("fine_grained_pose",),
+    "vlnqa": ("egocentric_navigation",),
+    "tvqa/frames_fps3_hq": ("episodic_reasoning",),
 }
-"""Folder of the videos of each task; the order is the notebook's."""
+TASKS = {task: folder for folder, tasks in _FOLDERS.items() for task in tasks}
+"""Folder of the videos of each task."""
 _CLIPS = {"action_sequence", "action_prediction", "object_interaction", "action_localization"}
 """Tasks about a part of the video; also :data:`_FRAMES`."""
 _FRAMES = "episodic_reasoning"
@@ -145,11 +140,8 @@ def read_candidates(row: Mapping[str, Any], where: str) -> tuple[dict[str, str],
     answer = str(pick(row, ("answer",), where))
     found = [letter for letter, text in choices.items() if text == answer]
     if not found and not (answer in ascii_uppercase and len(answer) == 1):
-        raise DataError(
-            where,
-            f"the answer {answer!r} is none of {list(choices.values())}, and no letter",
-            "download the file again",
-        )
+        problem = f"the answer {answer!r} is none of {list(choices.values())}, and no letter"
+        raise DataError(where, problem, "download the file again")
     return choices, found[-1] if found else answer
 
 
@@ -200,17 +192,9 @@ class Mlvu(MvBench):
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the video: in a folder per task as in MLVU/MVLU, or in one folder."""
         task = question.tables["task"]
-        places = (
-            f"MLVU/video/{FILES[task]}",
-            f"video/{FILES[task]}",
-            f"video/{task}",
-            FILES[task],
-            task,
-            "videos",
-            "video",
-            ".",
-        )
-        return (row.folder.file(question.cluster, places, kind="video"),)
+        name = FILES[task]
+        nested = (f"MLVU/video/{name}", f"video/{name}", f"video/{task}", name, task)
+        return (row.folder.file(question.cluster, (*nested, "videos", "video", "."), kind="video"),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the character before the first parenthesis that closes, else the whole text."""

@@ -5,12 +5,11 @@ doc-doc/NExT-QA eval_mc.py. Its models are classifiers that give an index from 0
 language model's answer is found by lmms-eval's rule.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Prediction, Question, Settings, pick
+from coat_eval.benchmark import Benchmark, Question, Settings, pick
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
@@ -69,23 +68,22 @@ class NextQa(Benchmark):
         folders = ("NExTVideo", "videos", ".")
         return (row.folder.file(question.cluster, folders, (".mp4",), "video"),)
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the predictions; an index from 0 to 4 is the letter of its choice."""
-        known = {one.question_id: one.answer for one in questions}
-        predictions = super().predictions(table, questions)
-        for place, one in enumerate(predictions):
-            row = table.rows[place]
-            if isinstance(one.text, int) and one.text in range(5):
-                predictions[place] = replace(one, text=_LETTERS[one.text])
-            gold = row.get("answer")
-            if isinstance(gold, int) and known.get(one.question_id, gold) != _LETTERS[gold]:
+    def prediction_rows(
+        self, table: Table, questions: Sequence[Question]
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield rows; an index from 0 to 4 becomes the letter of its choice."""
+        known = {question.question_id: question.answer for question in questions}
+        for row, where in super().prediction_rows(table, questions):
+            said, gold, name = row.get("prediction"), row.get("answer"), row.get("question_id")
+            if isinstance(gold, int) and known.get(str(name), "") not in ("", _LETTERS[gold]):
                 raise DataError(
-                    one.where,
-                    f"the file's answer to {one.question_id} is {gold}, the references' is "
-                    f"{_LETTERS.index(str(known[one.question_id]))}",
+                    where,
+                    f"the file's answer to {name} is {gold}, the references' is "
+                    f"{_LETTERS.index(known[str(name)])}",
                     "give the references that the predictions were made for",
                 )
-        return predictions
+            index = isinstance(said, int) and said in range(5)
+            yield {**row, "prediction": _LETTERS[said]} if index else row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``)."""

@@ -13,24 +13,16 @@ from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, group
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 
-RECOGNITION = "Text Recognition"
 HANDWRITTEN_MATHEMATICS = "Handwritten Mathematical Expression Recognition"
 PARTS = (
-    RECOGNITION,
-    "Scene Text-centric VQA",
-    "Doc-oriented VQA",
-    "Key Information Extraction",
-    HANDWRITTEN_MATHEMATICS,
+    *("Text Recognition", "Scene Text-centric VQA", "Doc-oriented VQA"),
+    *("Key Information Extraction", HANDWRITTEN_MATHEMATICS),
 )
-_TYPES = {
-    "Regular Text Recognition": RECOGNITION,
-    "Irregular Text Recognition": RECOGNITION,
-    "Artistic Text Recognition": RECOGNITION,
-    "Handwriting Recognition": RECOGNITION,
-    "Digit String Recognition": RECOGNITION,
-    "Non-Semantic Text Recognition": RECOGNITION,
-    **{part: part for part in PARTS[1:]},
-}
+_RECOGNITION = (
+    *("Regular Text Recognition", "Irregular Text Recognition", "Artistic Text Recognition"),
+    *("Handwriting Recognition", "Digit String Recognition", "Non-Semantic Text Recognition"),
+)
+_TYPES = dict.fromkeys(_RECOGNITION, PARTS[0]) | {part: part for part in PARTS[1:]}
 """Parts by ``type``."""
 
 

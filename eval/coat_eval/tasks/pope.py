@@ -38,6 +38,7 @@ class Pope(Benchmark):
         "one split": 3000,
         "random as pinned by LLaVA": 2910,
     }
+    prompt_end = SHORT_ANSWER
     constants = ("yes", "no")
     text_fields = ("prediction", "answer", "text")
     layouts: ClassVar[Layouts] = {
@@ -63,22 +64,17 @@ class Pope(Benchmark):
         if not asked:
             return super().questions(references, predictions)
         if not labels:
-            raise DataError(
-                str(asked[0].path),
-                "has questions but no labels",
-                "give the three coco_pope_*.json of RUCAIBox/POPE too",
-            )
+            problem = "has questions but no labels"
+            remedy = "give the three coco_pope_*.json of RUCAIBox/POPE too"
+            raise DataError(str(asked[0].path), problem, remedy)
         return [question for table in asked for question in self._pair_labels(table, labels)]
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; evaluate.py would read a missing label, like any but "no", as yes."""
         label = None if _is_llava(table) else _read_label(row)
         if label not in (None, *_LABELS):
-            raise DataError(
-                where,
-                f"the label is {row.get('label')!r}, neither yes nor no",
-                "repair the row, or download the labels again",
-            )
+            problem = f"the label is {row.get('label')!r}, neither yes nor no"
+            raise DataError(where, problem, "repair the row, or download the labels again")
         split = _get_split(row, table)
         return Question(
             question_id=str(pick(row, ("question_id",), where)),
@@ -127,11 +123,9 @@ class Pope(Benchmark):
         if table.has("question_id") or not table.has("question", "answer"):
             return super().predictions(table, questions)
         if len(table.rows) != len(questions):
-            raise DataError(
-                str(table.path),
-                f"{len(table.rows)} answers without ids for {len(questions)} questions",
-                "give the references of this split only, or add question_id and category",
-            )
+            problem = f"{len(table.rows)} answers without ids for {len(questions)} questions"
+            remedy = "give the references of this split only, or add question_id and category"
+            raise DataError(str(table.path), problem, remedy)
         predictions = []
         for index, (row, question) in enumerate(zip(table.rows, questions, strict=True)):
             if str(row["question"]).split("\n")[0].strip() != question.text:
@@ -143,10 +137,6 @@ class Pope(Benchmark):
             ids = {"question_id": question.question_id, "category": question.category}
             predictions.append(Prediction(**ids, text=row["answer"], where=table.where(index)))
         return predictions
-
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return LLaVA's prompt."""
-        return f"{question.text}\n{SHORT_ANSWER}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image, of COCO val2014 or in Parquet."""

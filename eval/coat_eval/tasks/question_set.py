@@ -1,8 +1,7 @@
 """Question sets, folders with your own questions: yes/no, multiple choice, short answers.
 
 ``questions.jsonl`` has one object per line, see docs/reference/benchmarks.md. Metrics are
-percentages with two decimals. A text without a parsable answer is wrong and is counted in
-``n_unparsed``; answers are never drawn at random.
+percentages with two decimals.
 """
 
 from abc import abstractmethod
@@ -42,8 +41,7 @@ class QuestionSet(Benchmark):
     """Accuracy over all questions and per category, with the accuracy of guessing.
 
     ``media_root`` is the root of relative media paths, a folder or an address; default: the folder
-    of questions.jsonl. ``network`` (``deny``: addresses are errors) and ``limits`` are for media at
-    addresses.
+    of questions.jsonl.
     """
 
     source = "coat_eval/tasks/question_set.py"
@@ -164,18 +162,15 @@ class QuestionSet(Benchmark):
         """Compute metrics in percent: over all items, then per category as ``category.metric``.
 
         ``chance`` is the accuracy of a uniform guess, ``majority`` that of always giving the most
-        frequent reference answer; both are also computed per category.
+        frequent reference answer.
         """
         values: dict[str, float] = {}
         by_category = {f"{name}.": rows for name, rows in group_by_category(scored).items()}
         for prefix, rows in [("", scored), *by_category.items()]:
-            questions = [one.question for one in rows]
-            answers = Counter(one.answer for one in questions)
-            found = {
-                **self.metrics(rows),
-                "chance": self.chance(questions),
-                "majority": _percent(max(answers.values(), default=0), len(questions)),
-            }
+            questions = [item.question for item in rows]
+            most = max(Counter(question.answer for question in questions).values(), default=0)
+            guesses = {"chance": self.chance(questions), "majority": _percent(most, len(questions))}
+            found = self.metrics(rows) | guesses
             values |= {f"{prefix}{metric}": value for metric, value in found.items()}
         return values
 
@@ -223,8 +218,7 @@ class YesNo(QuestionSet):
     def metrics(self, scored: Sequence[ScoredItem]) -> dict[str, float]:
         """Compute POPE's five metrics, and the F1 of a fair coin and of a constant "yes".
 
-        With a share p of yes labels a fair coin has F1 = p / (p + 1/2), and "yes" to everything has
-        F1 = 2p / (p + 1). A missing prediction counts as the wrong answer.
+        With a share p of yes labels these are p / (p + 1/2) and 2p / (p + 1).
         """
         positive = sum(one.question.answer == "yes" for one in scored)
         return {
@@ -290,11 +284,8 @@ def _check_media(questions: Sequence[Question]) -> None:
     for one in questions:
         for own in one.details["sample"].media:
             if own.path is not None and not (is_url(own.path) or Path(own.path).exists()):
-                raise DataError(
-                    one.where,
-                    f"the {own.kind} {own.path} does not exist",
-                    "correct the path or the media root",
-                )
+                problem = f"the {own.kind} {own.path} does not exist"
+                raise DataError(one.where, problem, "correct the path or the media root")
 
 
 def group_by_category(scored: Sequence[ScoredItem]) -> dict[str, list[ScoredItem]]:

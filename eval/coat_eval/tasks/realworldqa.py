@@ -42,11 +42,8 @@ class RealWorldQa(LetterBenchmark):
         if variant != "lmms":
             return ask_vlmeval(question)
         if question.details["choices"]:
-            raise DataError(
-                question.where,
-                "is a row of VLMEvalKit's table, but lmms-eval asks the Hub's questions",
-                "give test-*.parquet of lmms-lab/RealWorldQA",
-            )
+            problem = "is a row of VLMEvalKit's table, but lmms-eval asks the Hub's questions"
+            raise DataError(question.where, problem, "give test-*.parquet of lmms-lab/RealWorldQA")
         return question.text.strip()
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:

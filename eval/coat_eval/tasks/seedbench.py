@@ -31,21 +31,12 @@ from coat_eval.data_folder import Layouts, MediaFile, Row, VideoFrame
 from coat_eval.extract import LETTER_RULES, select_lowest_loss
 from coat_eval.files import Table
 
-TYPES = {
-    1: "Scene Understanding",
-    2: "Instance Identity",
-    3: "Instance Attributes",
-    4: "Instance Location",
-    5: "Instances Counting",
-    6: "Spatial Relation",
-    7: "Instance Interaction",
-    8: "Visual Reasoning",
-    9: "Text Understanding",
-    10: "Action Recognition",
-    11: "Action Prediction",
-    12: "Procedure Understanding",
-}
-"""Names by ``question_type_id`` (SEED-Bench DATASET.md), for files without names."""
+TYPES = (
+    *("Scene Understanding", "Instance Identity", "Instance Attributes", "Instance Location"),
+    *("Instances Counting", "Spatial Relation", "Instance Interaction", "Visual Reasoning"),
+    *("Text Understanding", "Action Recognition", "Action Prediction", "Procedure Understanding"),
+)
+"""Names of ``question_type_id`` from 1 on (SEED-Bench DATASET.md), for files without names."""
 LETTERS = "ABCD"
 
 
@@ -80,11 +71,12 @@ class SeedBench(Benchmark):
         types = table.head.get("question_type") or {}
         number = int(pick(row, ("question_type_id",), where))
         names = [str(name) for name, own in types.items() if int(own) == number]
+        known = TYPES[number - 1] if 0 < number <= len(TYPES) else f"type {number}"
         choices = {letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS}
         return Question(
             question_id=str(pick(row, ("question_id",), where)),
             answer=row.get("answer") or None,
-            tables={"type": (names[-1] if names else "") or TYPES.get(number) or f"type {number}"},
+            tables={"type": (names[-1] if names else "") or known},
             details={
                 "kind": row.get("data_type") or ("image" if number <= 9 else "video"),
                 "choices": choices,
@@ -163,13 +155,6 @@ class SeedBench(Benchmark):
                 metrics[kind] = to_percent([one.score for one in part])
                 metrics[f"macro_{kind}"] = _mean(to_table_percents(part).values())
         return metrics | types
-
-    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
-        """Return the leaderboard's rows {question_id, prediction}."""
-        return [
-            {"question_id": one.question.question_id, "prediction": one.extracted or ""}
-            for one in scored
-        ]
 
 
 def _mean(values: Any) -> float:

@@ -6,7 +6,6 @@ here they need a judge, and without one are wrong, as with ``--disable_llm``. Ca
 captioning, the other two kinds of questions, are not implemented.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,9 +14,8 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
-    UnusableVerdictError,
-    need_question,
     pick,
+    read_word,
     to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
@@ -115,16 +113,14 @@ class TempCompass(Benchmark):
         return (
             "A model was asked a question about a video. Does its answer agree with the right "
             "one? Reply with one word, correct or incorrect.\n\n"
-            f"Question: {need_question(question)}\nRight answer: {question.answer}\n"
+            f"Question: {question.text}\nRight answer: {question.answer}\n"
             f"Answer of the model: {text}\nVerdict:"
         )
 
     def read_verdict(self, verdict: Any, question: Question) -> str:
         """Return the gold answer for "correct", else "incorrect"."""
-        words = re.findall("[a-z]+", str(verdict).lower())
-        if not words or words[0] not in ("correct", "incorrect"):
-            raise UnusableVerdictError(f"{verdict!r} is neither correct nor incorrect")
-        return question.answer if words[0] == "correct" else words[0]
+        word = read_word(verdict, ("correct", "incorrect"))
+        return question.answer if word == "correct" else word
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``type.<kind>`` (avg) and ``<kind>.<aspect>``; both kinds have no common mean."""

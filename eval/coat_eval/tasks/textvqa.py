@@ -185,11 +185,8 @@ def parse_question(prompt: str, where: str) -> str:
         return lines[1 if prompt.startswith("Reference OCR token:") else 0].lower()
     elif len(lines) == 2:
         return lines[0].lower()
-    raise DataError(
-        where,
-        f"cannot parse the question in the prompt {prompt[:80]!r}",
-        "use LLaVA's prompts, or give TextVQA's own question ids",
-    )
+    problem = f"cannot parse the question in the prompt {prompt[:80]!r}"
+    raise DataError(where, problem, "use LLaVA's prompts, or give TextVQA's own question ids")
 
 
 def _process(text: str, settings: Settings) -> str:

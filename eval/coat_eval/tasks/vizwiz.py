@@ -45,6 +45,7 @@ class VizWiz(Benchmark):
     headline = ("overall", *(f"answer_type.{kind}" for kind in ANSWER_TYPES), "unanswerable_rate")
     profiles = ("official", "lmms")
     sizes: ClassVar[Mapping[str, int]] = {"val": 4319, "test": 8000}
+    prompt_end = f"{UNANSWERABLE}\n{SHORT_ANSWER}"
     id_fields = ("question_id", "image")
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
@@ -103,10 +104,6 @@ class VizWiz(Benchmark):
             cluster=_strip_suffix(name),
             where=where,
         )
-
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return LLaVA's prompt, which contains an instruction about 'Unanswerable'."""
-        return f"{question.text}\n{UNANSWERABLE}\n{SHORT_ANSWER}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image, in a folder or in Parquet."""

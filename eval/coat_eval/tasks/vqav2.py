@@ -41,6 +41,7 @@ class VqaV2(Benchmark):
     headline = ("overall", "answer_type.yes/no", "answer_type.number", "answer_type.other")
     profiles = ("official", "lmms", "vlmeval")
     sizes: ClassVar[Mapping[str, int]] = {"val": 214354, "test-dev": 107394, "test": 447793}
+    prompt_end = SHORT_ANSWER
     text_fields = ("prediction", "text", "answer")
     layouts: ClassVar[Layouts] = {
         "val": (
@@ -89,10 +90,6 @@ class VqaV2(Benchmark):
             cluster=str(row.get("image_id") or ""),
             where=where,
         )
-
-    def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return LLaVA's prompt."""
-        return f"{question.text}\n{SHORT_ANSWER}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image, of COCO val2014 or test2015, or in Parquet."""
@@ -168,11 +165,8 @@ class OkVqa(VqaV2):
         """Convert a row with ten answers, as texts or in VQA's form (stemmed in ``answer``)."""
         answers = row.get("answers") or ()
         if answers and len(answers) != _OKVQA_ANSWERS:
-            raise DataError(
-                where,
-                f"has {len(answers)} answers, not {_OKVQA_ANSWERS}",
-                "download the file again",
-            )
+            problem = f"has {len(answers)} answers, not {_OKVQA_ANSWERS}"
+            raise DataError(where, problem, "download the file again")
         told = [one if isinstance(one, dict) else {"answer": one} for one in answers]
         return super().question({**row, "answers": told}, table, where)
 
