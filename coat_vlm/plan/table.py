@@ -125,12 +125,12 @@ _LINES = {
 }
 
 
-def format_plan(plans: Sequence[StagePlan]) -> str:
-    """Format the advice, the assumptions and the table of each stage."""
-    return "\n\n".join(map(_format_stage, plans))
+def format_plan(plans: Sequence[StagePlan], *, verbose: bool = False) -> str:
+    """Format the advice and the assumptions of each stage; ``verbose`` adds the table."""
+    return "\n\n".join(_format_stage(plan, verbose=verbose) for plan in plans)
 
 
-def _format_stage(plan: StagePlan) -> str:
+def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     sizes, stage = plan.sizes, plan.stage
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.replicas)
     shared = stage.sequence_parallel
@@ -155,7 +155,7 @@ def _format_stage(plan: StagePlan) -> str:
             f"micro-batch(es) x {stage.micro_batch_size}",
             f"  a row: {plan.tokens:,} tokens, all filled; {pictures} ({plan.images_reason})",
             *_graphs(plan),
-            *_table(plan),
+            *(_table(plan) if verbose else []),
         ]
     )
 

@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
   coat-vlm plan my_recipe.yaml --gpus 8 precision=coat fp8.recompute_qkv=true
-  coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft
+  coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft --verbose
   coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
   torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2
 
@@ -49,6 +49,7 @@ in every step; loading data is not part of it.
         metavar="N",
         help="image tiles and video frames per row; default: counted in the stage's data, else 1",
     )
+    add("--verbose", action="store_true", help="also print a table of the ZeRO stages")
     add("--measure", action="store_true", help="also measure a few steps")
 
 
@@ -70,7 +71,7 @@ def _plan(args: argparse.Namespace) -> int:
         images=args.images,
         only_stage=args.stage,
     )
-    say(format_plan(plans))
+    say(format_plan(plans, verbose=args.verbose))
     if args.measure:
         from coat_vlm.distributed import join_world
         from coat_vlm.plan.measure import measure_stage

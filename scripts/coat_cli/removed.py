@@ -12,8 +12,7 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
     ("train",): {"--precision": "write precision=NAME"},
     ("plan",): {
         "--precision": "write precision=NAME",
-        "--zero": "the table compares all ZeRO stages",
-        "--verbose": "the table of ZeRO stages is always printed",
+        "--zero": "--verbose compares all ZeRO stages",
         "--tokens": "write model.max_length=TOKENS",
     },
     ("eval",): {

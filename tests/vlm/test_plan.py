@@ -112,6 +112,9 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
     out = capsys.readouterr().out
     assert out.startswith("stage sft: It fits as written")
     assert "2 GPU(s) of 16.0 GB" in out
+    assert "GB per rank" not in out
+    assert main([*words, "--verbose"]) == 0
+    out = capsys.readouterr().out
     assert re.search(r"GB per rank +ZeRO 0 .*\n  weights ", out)
     assert "activations by part, GB: vision 0." in out
     assert main(["plan", str(path), "--gpus", "5"]) == 2
