@@ -103,7 +103,7 @@ class Recipe:
     """Folder of a trained model with the initial weights, tokenizer and pixel statistics; settings
     of images and videos, template and length are the recipe's. With ``model.pretrained`` a folder
     of the same family, which also has the whole processor."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Seed of initialization, data order and augmentation."""
     precision: Precision = "bf16"
     """``fp32``; ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp8_linear``:

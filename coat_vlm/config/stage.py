@@ -34,9 +34,9 @@ class SourceConfig:
     absent."""
     follow_links: bool = False
     """Allow symbolic links below the media root that point outside it."""
-    repeat: Annotated[float, Field(gt=0.0)] | None = None
+    repeat: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
-    weight: Annotated[float, Field(gt=0.0)] | None = None
+    weight: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Share of the samples of an epoch, relative to the weights of the other sources."""
     select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
     """Rows to use: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat`` and

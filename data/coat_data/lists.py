@@ -33,7 +33,7 @@ _MAX_BYTES = 16 << 20  # a larger file is data
 _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 _Text = Annotated[str, Field(min_length=1)]
-_Positive = Annotated[float, Field(gt=0, strict=True)]
+_Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,6 @@ def test_a_position_has_one_answer_in_any_order_of_asking(
         ([10, 0], [None, None], [None, None], "b: has no rows"),
         ([10, 10], [None, 0.01], [None, None], "b: none of its 10 rows is in an epoch"),
         ([10, 10], [None, None], [1.0, None], "b: no weight, but other sources have one"),
-        ([10, 10], [2.0, None], [1.0, 1.0], "a: repeat=2.0 and weight=1.0; keep one"),
     ],
 )
 def test_mixtures_that_make_no_sense(

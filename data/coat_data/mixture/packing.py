@@ -54,14 +54,6 @@ class Budget:
     align: int = 128
     """Rows are padded to a multiple of this number of tokens."""
 
-    def __post_init__(self) -> None:
-        sizes = (self.tokens, self.buffer, self.align, 1 if self.images is None else self.images)
-        if min(sizes) < 1 or self.tokens % self.align:
-            raise ValueError(
-                f"{self}: all must be positive and tokens a multiple of align; "
-                f"{-(-self.tokens // max(1, self.align)) * self.align} tokens would be"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingEstimate:

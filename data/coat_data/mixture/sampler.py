@@ -69,7 +69,7 @@ class Mixture:
         self._names = list(names or (f"source {number}" for number in range(len(sizes))))
         self._sizes = list(sizes)
         self._seed = seed
-        self._check(repeats, weights)
+        self._check(weights)
         given = [weight for weight in weights if weight is not None]
         self._weighted = bool(given)
         if given:
@@ -121,25 +121,16 @@ class Mixture:
             for name, rows, samples in zip(self._names, self._sizes, self._samples, strict=True)
         ]
 
-    def _check(self, repeats: Sequence[float | None], weights: Sequence[float | None]) -> None:
-        if self._seed < 0:
-            raise ValueError(f"seed={self._seed} is negative; choose 0 or greater")
+    def _check(self, weights: Sequence[float | None]) -> None:
         if None in weights and set(weights) != {None}:
             missing = [name for name, w in zip(self._names, weights, strict=True) if w is None]
             raise ValueError(
                 f"{', '.join(missing)}: no weight, but other sources have one; give every source a "
                 "weight or none"
             )
-        for name, size, repeat, weight in zip(
-            self._names, self._sizes, repeats, weights, strict=True
-        ):
+        for name, size in zip(self._names, self._sizes, strict=True):
             if size < 1:
                 raise ValueError(f"{name}: has no rows; remove it or check its path")
-            if repeat is not None and weight is not None:
-                raise ValueError(f"{name}: repeat={repeat} and weight={weight}; keep one of them")
-            for what, value in (("repeat", repeat), ("weight", weight)):
-                if value is not None and not (value > 0 and math.isfinite(value)):
-                    raise ValueError(f"{name}: {what}={value} must be greater than 0 and finite")
 
     def _draw(self, epoch: int) -> None:
         """Draw an epoch: ``_rows`` lists the rows by source, ``_order`` is a permutation of it."""
