@@ -23,15 +23,6 @@ from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.generate import PromptEncoder, generate, load, media_inputs
 from coat_vlm.model.families import FAMILIES
 
-SIX_LINES = """\
-name: six
-output_dir: {run}
-model: {{pretrained: {source}}}
-stages: {{sft: {{data: [{{name: a, path: {data}/data.json, select: first 20}}], max_steps: 1,
-  batch_size: 4, micro_batch_size: 2,
-  projector: {{train: true, lr: 1.0e-3}}}}}}
-"""
-
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -293,16 +284,6 @@ def test_fp8(
         # is off by up to 2^-4 of its size and their sums by less.
         assert fp8 != fp32
         assert fp8 == pytest.approx(fp32, rel=0.06), number
-
-
-def test_six_lines(published: Path, tiny_data: Path, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    text = SIX_LINES.format(run=tmp_path / "run", source=published / FIRST, data=tiny_data)
-    assert len(text.splitlines()) <= 6
-    path.write_text(text)
-    done = started.run(["train", str(path)], env=tiny_run.ENV)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "run/sft/model/config.json").is_file()
 
 
 @pytest.mark.parametrize(

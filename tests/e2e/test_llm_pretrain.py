@@ -177,12 +177,3 @@ def test_stock_transformers_loads_the_export(
         numbers.append(re.findall(r'"perplexity": [0-9.]+', out.read_text()))
     assert numbers[0]
     assert numbers[0] == numbers[1]
-
-
-def test_rows_with_images_are_refused_by_name(texts: Path, tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A bridge."}]
-    (tmp_path / "a.json").write_text(json.dumps([{"image": "a.png", "conversations": turns}]))
-    sources = [{"name": "images", "path": str(tmp_path / "a.json")}]
-    changes = {"stages.pretrain.data": sources, "stages.pretrain.val_data": []}
-    with pytest.raises(AssertionError, match=r"a.json:0: shows 1 images or videos, and the model"):
-        train(texts, tmp_path / "run", **changes)

@@ -70,13 +70,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """own.json: a square image, a wide one, and (own_video.json) a folder of 70 frames."""
+    """own.json: a square image and a wide one; own_clip.json: a video of six seconds."""
     folder = tmp_path_factory.mktemp("own")
     Image.new("RGB", (28, 28), (220, 30, 40)).save(folder / "square.png")
     Image.new("RGB", (112, 56), (30, 70, 220)).save(folder / "wide.png")
-    (folder / "clip").mkdir()
-    for frame in range(70):
-        Image.new("RGB", (28, 28), (frame, 70, 220)).save(folder / f"clip/{frame:03d}.png")
     answers = {"square.png": "A red square.", "wide.png": "A blue one."}
     rows = [
         {
@@ -90,12 +87,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, answer in answers.items()
     ]
     (folder / "own.json").write_text(json.dumps(rows))
-    video = {"id": "clip", "video": "clip"}
     turns = [
         {"from": "human", "value": "<video>\nWhat is this?"},
         {"from": "gpt", "value": "A blue one."},
     ]
-    (folder / "own_video.json").write_text(json.dumps([video | {"conversations": turns}]))
     with av.open(str(folder / "clip.mp4"), "w") as container:  # 6 seconds at 10 frames per second
         stream = cast(VideoStream, container.add_stream("libx264", rate=10))
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
@@ -157,53 +152,6 @@ def test_vila_sft_starts_from_the_users_weights(tuned: Path, siglip: Path, qwen:
         new = next(w for n, w in trained.items() if n.endswith(block) and part in n)
         moved = (new.float() - old.float()).abs()
         assert 0.5 * LEARNING_RATE < moved.max() < 4 * LEARNING_RATE
-
-
-def test_vila_sft_lora_moves_the_projector_and_adapters_alone(tuned: Path, own: Path) -> None:
-    run = tuned.parent / "lora"
-    start = tuned / "sft" / "model"
-    train(
-        "vila_sft_lora",
-        f"init_from={start}",
-        f"output_dir={run}",
-        f"stages.sft.data=[{{name: own, path: {own / 'own.json'}, media_root: {own}}}]",
-        "stages.sft.lora={rank: 4}",
-        "stages.sft.batch_size=2",
-        "stages.sft.micro_batch_size=1",
-        "stages.sft.epochs=null",
-        "stages.sft.max_steps=2",
-        "stages.sft.warmup_ratio=0",
-    )
-    before, after = (load_file(at / "model.safetensors") for at in (start, run / "sft" / "model"))
-    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    adapted = {name for name in moved if name.startswith("language_model.")}
-    assert len(adapted) == 2 * 7
-    assert all(name.endswith("_proj.weight") for name in adapted)
-    assert all(name.startswith("projector.") for name in moved - adapted)
-
-
-def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) -> None:
-    """70 frames in groups of 8, the last of 6: 9 groups of 4 tokens.
-
-    Another length and image mode than the checkpoint has.
-    """
-    run = tuned.parent / "video"
-    train(
-        "vila_video_sft",
-        f"init_from={tuned / 'sft' / 'model'}",
-        f"output_dir={run}",
-        f"stages.sft.data=[{{name: own, path: {own / 'own_video.json'}, media_root: {own}}}]",
-        "stages.sft.batch_size=1",
-        "stages.sft.epochs=null",
-        "stages.sft.max_steps=1",
-    )
-    processor = CoatVlmProcessor.from_pretrained(str(run / "sft" / "model"))
-    assert (processor.video["num_frames"], processor.max_length) == (256, 16384)
-    assert processor.video["pool_frames"] == 8
-    assert processor.image_mode == "resize"
-    assert 9 * 4 < steps(run)[0]["tokens"] < 70 * 4
-    clip = Media(kind="video", path=str(own / "clip"))
-    assert processor.encoder(train=False).media.plan(clip).num_token_tiles == 9
 
 
 def test_vila_long_video_trains_answers_and_extends_the_context(tuned: Path, own: Path) -> None:

@@ -2,8 +2,8 @@
 
 Launchers and ranks are real processes, but forked from this one, which has imported everything and
 has no threads: here and in the launchers, ``Popen`` of a Python program forks and runs the program
-(:func:`fork_python`). Of the starts, ``--cold`` run the commands as a user does. All processes are
-descendants of this one (a subreaper, which adopts orphans), and it signals no others.
+(:func:`fork_python`). All processes are descendants of this one (a subreaper, which adopts
+orphans), and it signals no others.
 
 The draws depend on the seed, the configuration and the number of kills alone; the moments also on
 the speed of the machine.
@@ -144,12 +144,10 @@ class Setup:
 class Processes:
     """The processes of one start, in a tree below this one."""
 
-    def __init__(self, words: list[str], log: Path, depth: int, *, cold: bool) -> None:
+    def __init__(self, words: list[str], log: Path, depth: int) -> None:
         self.log = log
         self.begun = time.time()
         self._depth = depth
-        execute = _start_program if cold else fork_python
-        subprocess.Popen._execute_child = execute  # pyright: ignore[reportAttributeAccessIssue]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 words, env=ENV, stdout=file, stderr=file, start_new_session=True
@@ -238,17 +236,16 @@ class Campaign:
     data: Path
     program: Path
     draw: random.Random
-    cold: float
     starts: int = 0
     start_s: float = 0.0
 
-    def start(self, run_dir: Path, launcher: str, *, cold: bool = False) -> Processes:
+    def start(self, run_dir: Path, launcher: str) -> Processes:
         self.starts += 1
         recipe = self.setup.write(self.data, run_dir)
         log = self.folder / f"{self.starts:03d}-{launcher}.log"
         depth = ("none", "torchrun", "deepspeed").index(launcher)
         words = self.setup.words(launcher, recipe, self.program)
-        return Processes(words, log, depth, cold=cold)
+        return Processes(words, log, depth)
 
     def train_undisturbed(self) -> None:
         run_dir = self.folder / "reference"
@@ -297,13 +294,12 @@ class Campaign:
         """Start or resume, kill, and look at what is left; returns whether a process was killed."""
         draw = self.draw
         launcher = draw.choice(["torchrun", "deepspeed", *["none"] * (self.setup.ranks == 1)])
-        cold = draw.random() < self.cold
         target = draw.choice(["launcher", "middle", "rank", "rank", "all"])
         how = draw.choices(["SIGKILL", "SIGTERM", "SIGSTOP"], [7, 2, 1])[0]
         moment = draw.choices(["start", "step", "end"], [3, 6, 1])[0]
         part, steps = draw.random(), draw.randint(1, 7)
         resumed, before = newest(run_dir), count_steps(run_dir)
-        processes = self.start(run_dir, launcher, cold=cold)
+        processes = self.start(run_dir, launcher)
         if last:
             self.wait_for(processes, lambda: processes.process.poll() is not None)
         elif moment == "start" and (target, launcher) != ("launcher", "deepspeed"):
@@ -333,7 +329,7 @@ class Campaign:
         text = processes.output()
         if "continues from" in text and f"step-{resumed:08d}" not in text:
             fail(f"{name}: it did not continue from {resumed}", processes)
-        row = {"setup": f"{self.setup}", "kill": number + 1, "launcher": launcher, "cold": cold}
+        row = {"setup": f"{self.setup}", "kill": number + 1, "launcher": launcher}
         row |= {"moment": moment, "target": target, "signal": how if killed else None}
         row |= {"steps": [before, count_steps(run_dir)], "checkpoint": [resumed, kept, found]}
         sys.stdout.write(json.dumps({**row, "ended_s": round(seconds, 2)}) + "\n")
@@ -396,7 +392,6 @@ def main() -> None:
     parser.add_argument("setups", nargs="+", type=Setup.parse, metavar="RANKS:ZERO:PRECISION")
     parser.add_argument("--kills", type=int, default=4, help="per setup")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cold", type=float, default=0.0, help="share of starts without forks")
     # Ranks look for the word in the command line of the process that may be DeepSpeed's runner.
     parser.add_argument("--launchers", choices=["torchrun,deepspeed"], required=True)
     args = parser.parse_args()
@@ -407,6 +402,7 @@ def main() -> None:
     for name in (*IMPORTED, *LAUNCHERS, "coat_cli.main"):
         importlib.import_module(name)
     gc.freeze()
+    subprocess.Popen._execute_child = fork_python  # pyright: ignore[reportAttributeAccessIssue]
     args.folder.mkdir(parents=True, exist_ok=True)
     data = write_data(args.folder)
     program = write_programs(args.folder / "programs") / "coat-vlm"
@@ -415,7 +411,7 @@ def main() -> None:
         folder = args.folder / str(setup).replace(":", "-")
         folder.mkdir()
         draw = random.Random(f"{args.seed} {setup}")
-        campaign = Campaign(setup, folder, data, program, draw, args.cold)
+        campaign = Campaign(setup, folder, data, program, draw)
         try:
             campaign.run(args.kills)
         except AssertionError as error:

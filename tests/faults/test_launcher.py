@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from fault_runs import (
-    COMMAND,
     ENV,
     TORCHRUN,
     Run,
@@ -124,29 +123,3 @@ def test_a_signal_of_deepspeeds_launcher_is_a_status_to_requeue(
     assert run.end() == 75, run.output()[-3000:]
     wait_until_dead(processes)
     assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
-
-
-def test_a_run_under_nohup_outlives_its_shell(
-    text_data: Path, start: Start, tmp_path: Path
-) -> None:
-    run_dir, recipe = write(tmp_path, text_data)
-    words = " ".join([*COMMAND, "train", str(recipe)])
-    shell = start(["bash", "-c", f"nohup {words} & echo $! >{tmp_path}/pid; wait"])
-    shell.wait_for(lambda: count_steps(run_dir) > 3, "training")
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        shell.send(signal.SIGKILL)
-        shell.end()
-        os.kill(pid, signal.SIGHUP)
-        before = count_steps(run_dir)
-        deadline = time.monotonic() + ORPHAN_S
-        while count_steps(run_dir) < before + 5:
-            assert alive(pid)
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        os.kill(pid, signal.SIGTERM)
-        wait_until_dead([pid])
-        assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
-    finally:
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)

@@ -181,52 +181,6 @@ def test_what_a_killed_process_left_beside_the_lock_is_deleted(tmp_path: Path) -
         assert {path.name for path in tmp_path.iterdir()} == {".lock", ".lock-waiting"}
 
 
-def start_two(recipe: dict[str, Any], start: Start, tmp_path: Path) -> None:
-    words = train(recipe, tmp_path, "--resume", "auto")
-    runs = [start(words), start(words)]
-    statuses = [run.end() for run in runs]
-    assert sorted(statuses) == [0, 2], [run.output()[-2000:] for run in runs]
-    winner, loser = runs[statuses.index(0)], runs[statuses.index(2)]
-    assert f"is in use by coat-vlm train (process {winner.pid} on " in loser.output()
-    assert len(losses(Path(recipe["output_dir"]))) == recipe["stages"]["sft"]["max_steps"]
-    assert not list(Path(recipe["output_dir"]).glob(".lock*"))
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(4))
-def test_two_runs_started_at_once_twenty_times(
-    part: int, text_data: Path, start: Start, tmp_path: Path
-) -> None:
-    """Five times in each of four parts."""
-    for number in range(5):
-        recipe = tiny_recipe(text_data, tmp_path / f"run-{number}", max_steps=300)
-        start_two(recipe, start, tmp_path)
-        assert number == 0 or losses(tmp_path / f"run-{number}") == losses(tmp_path / "run-0")
-
-
-def test_a_running_run_is_left_alone_by_every_option(
-    text_data: Path, start: Start, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    recipe = tiny_recipe(text_data, run_dir, max_steps=100_000, save_steps=50)
-    first = start(train(recipe, tmp_path))
-    first.wait_for(lambda: count_steps(run_dir) > 60, "training")
-    for options in (["--overwrite"], ["--resume", "auto"], []):
-        second = start(train(recipe, tmp_path, *options))
-        assert second.end() == 2
-        assert f"is in use by coat-vlm train (process {first.pid} on " in second.output()
-    first.send(signal.SIGKILL)
-    first.end()
-    number = count_steps(run_dir)
-    recipe["stages"]["sft"]["max_steps"] = 100_000
-    third = start(train(recipe, tmp_path, "--resume", "auto"))  # of a dead owner
-    third.wait_for(lambda: "continues from" in third.output(), "resuming")
-    third.wait_for(lambda: count_steps(run_dir) > number, "training on")
-    third.send(signal.SIGTERM)
-    assert third.end() == 75
-    assert len(losses(run_dir)) >= number
-
-
 def test_a_stopped_run_that_wakes_up_writes_nothing(
     text_data: Path, start: Start, tmp_path: Path
 ) -> None:
@@ -254,31 +208,3 @@ def test_a_stopped_run_that_wakes_up_writes_nothing(
     second.send(signal.SIGTERM)
     assert second.end() == 75
     losses(run_dir)  # every step once
-
-
-@pytest.fixture(scope="module")
-def model(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    words = train(tiny_recipe(text_data, folder / "run", max_steps=2), folder)
-    subprocess.run(words, env=ENV, check=True, timeout=300)
-    return folder / "run" / "sft" / "model"
-
-
-def test_two_evaluations_and_two_exports_in_one_folder(
-    model: Path, text_data: Path, start: Start, tmp_path: Path
-) -> None:
-    out = tmp_path / "out" / text_data.name
-    evaluation = [*COMMAND, "eval", "--model", model, "--tasks", f"short_answer={text_data}"]
-    evaluation += ["--to", tmp_path / "out", "--batch-size", "1"]
-    for words in (
-        evaluation,
-        [*COMMAND, "export", "--model", model, "--to", tmp_path / "exported"],
-    ):
-        runs = [start(words), start(words)]
-        statuses = [run.end() for run in runs]
-        assert sorted(statuses) == [0, 2], [run.output()[-2000:] for run in runs]
-        loser = runs[statuses.index(2)]
-        assert "is in use by coat-vlm e" in loser.output() or "is not empty" in loser.output()
-    assert json.loads((out / "report.json").read_text())["metrics"]
-    assert len((out / "predictions.jsonl").read_text().splitlines()) == 400
-    assert not list(tmp_path.rglob(".*lock*"))

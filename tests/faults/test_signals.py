@@ -120,21 +120,6 @@ def wait_until_it_stands(run: Run, run_dir: Path) -> None:
     run.wait_for(stands, "waiting for data")
 
 
-def test_while_one_process_waits_for_data(text_data: Path, start: Start, tmp_path: Path):
-    """It ends although the loader still does not answer."""
-    run_dir = tmp_path / "run"
-    recipe = {**tiny_recipe(text_data, run_dir, max_steps=100_000), "num_workers": 1}
-    run = start(train(recipe, tmp_path))
-    run.wait_for(lambda: count_steps(run_dir) > 3, "training")
-    (worker,) = children(run.pid)
-    os.kill(worker, signal.SIGSTOP)
-    wait_until_it_stands(run, run_dir)
-    stop(run, signal.SIGHUP)
-    checkpoint = find_checkpoint(run_dir / "sft/checkpoints").path
-    assert checkpoint is not None
-    assert read_progress(checkpoint).step == len(losses(run_dir))
-
-
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_in_validation(zero_stage: int, text_data: Path, start: Start, tmp_path: Path):
     run_dir = tmp_path / "run"

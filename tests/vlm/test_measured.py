@@ -2,15 +2,12 @@
 
 import io
 import json
-import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from coat_data.load.encode import Size
@@ -118,40 +115,3 @@ def test_a_source_is_measured_again_only_after_a_change(data: Path, path: str) -
     grown = (after[0][:, 0] - before[0][:, 0]).tolist()
     assert set(grown) <= {0, len("a longer answer") - len("short")}
     assert any(grown)
-
-
-class OtherNode(World):
-    """Rank 1 of 2, on a node that sees other times of change than rank 0 does."""
-
-    decided: ClassVar[list[Any]] = []
-
-    def run_on_rank0(self, function: Callable[[], _T]) -> _T:
-        """What rank 0 has decided."""
-        return self.decided.pop(0)
-
-    def gather(self, value: _T) -> list[_T]:
-        return [value, value]
-
-
-def test_the_main_process_alone_looks_at_the_files(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else ranks would disagree on whether to measure, or on what was measured."""
-    decided: list[Any] = []
-    original = World.run_on_rank0
-
-    def noted(world: World, function: Callable[[], Any]) -> Any:
-        decided.append(original(world, function))
-        return decided[-1]
-
-    before = lengths_of(data, "list.yaml", Counting())
-    with monkeypatch.context() as patch:
-        patch.setattr(World, "run_on_rank0", noted)
-        lengths_of(data, "list.yaml", Counting())
-    monkeypatch.setattr(OtherNode, "decided", decided)
-    os.utime(data / "b.json", (0, 0))
-    encoder = Counting()
-    other = OtherNode(rank=1, size=2, device=torch.device("cpu"))
-    after = lengths_of(data, "list.yaml", encoder, other)
-    assert encoder.calls == 0
-    assert after[0][:, 0].tolist() == before[0][:, 0].tolist()

@@ -255,20 +255,6 @@ def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("source", "stage", "message"),
-    [
-        ({"select": "some"}, {}, "should match pattern"),
-        ({}, {"packing": {"tokens": 512}}, "packing.tokens=512 is less than model.max_length=1000"),
-    ],
-)
-def test_keys_that_make_no_sense(
-    tmp_path: Path, source: dict[str, Any], stage: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_recipe(str(recipe_with(tmp_path, source, **stage)))
-
-
 def test_a_line_names_each_source_that_the_template_does_not_suit(
     file: Path, tmp_path: Path, tiny: Any, tiny_tokenizer: Any
 ) -> None:

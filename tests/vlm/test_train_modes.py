@@ -1,11 +1,9 @@
-"""Modes of a stage's modules and waits for the GPU, step after step."""
+"""Modes of a stage's modules, step after step."""
 
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from coat_vlm.distributed import join_world
 from coat_vlm.plan.measure import build_stage_model, build_training_step, make_batch, open_case
@@ -38,20 +36,3 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
         assert list_modes(model) == {part: {False} for part in modes}
         step([batch], 0.0)
     assert seen == [modes] * 3
-
-
-@pytest.mark.parametrize("zero_stage", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_deepspeed_times_no_micro_batch(zero_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third step on, its timer waited for the GPU twice in each of them."""
-    recipe = make_recipe("tiny", 1, "coat", zero_stage)
-    waits: list[int] = []
-    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(step.finished))
-    with join_world() as world:
-        case = open_case(recipe, "sft", world, images=1, accumulation=2)
-        model = build_stage_model(case, world.device)
-        step = build_training_step(model, case, world, 4)
-        batch = make_batch(model, [case.row], None, seed=0)
-        for _ in range(4):
-            step([batch, batch], 0.0)
-    assert step.finished == 4
-    assert waits == []
