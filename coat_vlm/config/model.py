@@ -1,5 +1,7 @@
 """A recipe's ``model``: vision tower, projector, language model, tokenizer, images and videos."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -171,7 +173,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.pretrained is not None:
-            self._check_pretrained()
+            self._check_unset(
+                ("vision", "language", "projector", "tokenizer", "image", "video", "template"),
+                "has no effect with model.pretrained, whose model and processor determine it; "
+                "remove it, or name the parts of a new model instead of model.pretrained",
+            )
             return
         if self.max_pixels is not None:
             raise ValueError(
@@ -184,39 +190,24 @@ class ModelConfig:
                 options = {"name_or_path": part.name_or_path, "config": part.config}
                 require_exactly_one(f"model.{name}", **options)
         if self.vision is None:
-            idle = {
-                "projector": self.projector != ProjectorConfig(),
-                "image": self.image != ImageConfig(),
-                "video": self.video != VideoConfig(),
-            }
-            for name, given in idle.items():
-                if given:
-                    raise ValueError(
-                        f"model.{name} has no effect without a vision tower (model.vision: null); "
-                        "remove it, or set model.vision"
-                    )
+            self._check_unset(
+                ("projector", "image", "video"),
+                "has no effect without a vision tower (model.vision: null); remove it, or set "
+                "model.vision",
+            )
         if self.video.pool_frames is not None and self.image.mode == "dynamic_s2":
             raise ValueError(
                 f"model.video.pool_frames={self.video.pool_frames} is not supported with model."
                 "image.mode: dynamic_s2; remove it, or use resize, pad or dynamic"
             )
 
-    def _check_pretrained(self) -> None:
-        given = {
-            "vision": self.vision != VisionConfig(),
-            "language": self.language != LanguageConfig(),
-            "projector": self.projector != ProjectorConfig(),
-            "tokenizer": self.tokenizer != TokenizerConfig(),
-            "image": self.image != ImageConfig(),
-            "video": self.video != VideoConfig(),
-            "template": self.template is not None,
-        }
-        for name in (name for name, is_given in given.items() if is_given):
-            raise ValueError(
-                f"model.{name} has no effect with model.pretrained, whose model and processor "
-                f"determine it; remove model.{name}, or name the parts of a new model instead of "
-                "model.pretrained"
-            )
+    def _check_unset(self, names: Sequence[str], problem: str) -> None:
+        """Raise ValueError with ``problem`` if a key does not have its default."""
+        for field_ in dataclasses.fields(self):
+            make = field_.default_factory
+            default = field_.default if make is dataclasses.MISSING else make()
+            if field_.name in names and getattr(self, field_.name) != default:
+                raise ValueError(f"model.{field_.name} {problem}")
 
 
 def require_value(where: str, settings: object, option: str, key: str, *values: str) -> None:

@@ -201,21 +201,13 @@ class Recipe:
                 f"keep_every_steps: {self.keep_every_steps} has no effect without save_steps "
                 "of a stage; set it, or remove keep_every_steps"
             )
-        validated = {source.name for stage in self.stages.values() for source in stage.val_data}
+        stages = [stage for stage in self.stages.values() if stage.save_steps and stage.eval_steps]
+        validated = sorted({source.name for stage in stages for source in stage.val_data})
         if self.keep_best is not None and self.keep_best not in validated:
             raise ValueError(
-                f"keep_best: {self.keep_best!r} is not the name of a source in val_data "
-                f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
-            )
-        if self.keep_best is not None and not any(
-            stage.save_steps and stage.eval_steps
-            for stage in self.stages.values()
-            if any(source.name == self.keep_best for source in stage.val_data)
-        ):
-            raise ValueError(
-                f"keep_best: {self.keep_best} has no effect without save_steps and "
-                "eval_steps of a stage that validates this source; set both, or remove "
-                "keep_best"
+                f"keep_best: {self.keep_best!r} is not the name of a source in val_data of a stage "
+                f"with save_steps and eval_steps ({', '.join(validated) or 'there are none'}); "
+                "name one, or remove it"
             )
 
     @property

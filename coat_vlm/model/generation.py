@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin
 
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.projector import count_tiles
+from coat_vlm.model.projector import list_image_sizes
 
 _LAYOUT = ("image_grids", "frame_groups")
 
@@ -124,19 +124,14 @@ class ImageGenerationMixin(GenerationMixin):
             return [(0, 0)] * len(input_ids)
         placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
         tokens = self.config.tokens_per_image
-        scales = self.config.s2_scales
-        if frame_groups is not None:
-            sizes = [(tokens, tiles) for tiles in frame_groups.tolist()]
-        elif scales is not None and image_grids is not None:
-            sizes = [(r * c * tokens, count_tiles((r, c), scales)) for r, c in image_grids.tolist()]
-        else:
-            return [(number // tokens, number // tokens) for number in placeholders]
-        remaining = iter(sizes)
-        found: list[tuple[int, int]] = []
-        for wanted in placeholders:
-            left, own = wanted, []
-            while left > 0 and (size := next(remaining, None)) is not None:
+        images = sum(placeholders) // tokens
+        scales = self.config.s2_scales or ()
+        sizes = iter(list_image_sizes(tokens, images, image_grids, frame_groups, scales))
+        counts: list[tuple[int, int]] = []
+        for left in placeholders:
+            tiles = []
+            while left > 0 and (size := next(sizes, None)) is not None:
                 left -= size[0]
-                own.append(size[1])
-            found.append((len(own), sum(own)))
-        return found
+                tiles.append(size[1])
+            counts.append((len(tiles), sum(tiles)))
+        return counts

@@ -149,6 +149,17 @@ def count_tiles(grid: Grid, scales: Sequence[int]) -> int:
     return sum((scale // scales[0]) ** 2 for scale in scales[:-1]) + rows * columns
 
 
+def list_image_sizes(
+    tokens: int, images: int, grids: Tensor | None, groups: Tensor | None, scales: Sequence[int]
+) -> list[tuple[int, int]]:
+    """List features and tiles of each image, or group of frames; ``tokens`` are a tile's."""
+    if groups is not None:
+        return [(tokens, tiles) for tiles in groups.tolist()]
+    if grids is not None and scales:
+        return [(r * c * tokens, count_tiles((r, c), scales)) for r, c in grids.tolist()]
+    return [(tokens, 1)] * images
+
+
 def _concatenate_scales(features: Tensor, grid: Grid, scales: Sequence[int]) -> Tensor:
     """Concatenate the scales of one image: (all tiles, P, C) to (rows * columns, P, K * C)."""
     if grid == (1, 1):

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from coat_vlm.distributed import World
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import IGNORE_INDEX
-from coat_vlm.model.projector import count_tiles
+from coat_vlm.model.projector import list_image_sizes
 
 SHARD = "sequence_shard"
 """Argument of the language model, and of its attention, with the :class:`SequenceShard`."""
@@ -234,16 +234,11 @@ def _distribute_images(
 
     Returns this rank's pixels and layout, and the first feature of each rank and of the end.
     """
-    pixels, per_image = batch["pixel_values"], config.tokens_per_image
-    tiles, features = [1] * len(pixels), [per_image] * len(pixels)
+    pixels = batch["pixel_values"]
     layout = next((name for name in ("image_grids", "frame_groups") if name in batch), None)
-    if layout == "image_grids":
-        grids = [(rows, columns) for rows, columns in batch[layout].tolist()]
-        tiles = [count_tiles(grid, config.s2_scales or ()) for grid in grids]
-        features = [rows * columns * per_image for rows, columns in grids]
-    elif layout == "frame_groups":
-        tiles = batch[layout].tolist()
-        features = [per_image] * len(tiles)
+    grids, groups, scales = batch.get("image_grids"), batch.get("frame_groups"), config.s2_scales
+    sizes = list_image_sizes(config.tokens_per_image, len(pixels), grids, groups, scales or ())
+    features, tiles = [size[0] for size in sizes], [size[1] for size in sizes]
     if sum(tiles) != len(pixels) or sum(features) != placeholders:
         raise ValueError(
             f"input_ids contain {placeholders} image placeholders but pixel_values contain "

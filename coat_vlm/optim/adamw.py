@@ -4,8 +4,7 @@ Of ``DTensor`` parameters (FSDP2's ``fully_shard``) every rank updates its own s
 that share a scale belong to the shard: load a saved state with the number of ranks that wrote it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -114,11 +113,6 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _local_shards(self):
-            self._update()
-        return loss
-
-    def _update(self) -> None:
         for (device, master), items in self._items().items():
             rates = self._rates(items)
             seed = self._seed if master == "bf16_stochastic" else None
@@ -132,6 +126,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 self._tables.clear()
             table = self._tables.setdefault(key, AdamwTable(device, seed))
             table.step(items, rates, self.grad_scale)
+        return loss
 
     def _rates(self, items: Sequence[AdamwItem]) -> list[Rates]:
         """Return lr, betas, eps and weight decay of each group; zeros for groups without items."""
@@ -148,10 +143,11 @@ class CoatAdamW(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 index += 1
-                if p.grad is None:
-                    continue
-                name = describe_parameter(group, number, position)
-                if p.grad.is_sparse:
+                local = _local(p)
+                if p.grad is None or (local is not p and not local.numel()):
+                    continue  # a rank may have no elements of a sharded parameter
+                name, grad = describe_parameter(group, number, position), _local(p.grad)
+                if grad.is_sparse:
                     raise ValueError(
                         f"CoatAdamW: the gradient of {name} is sparse; use dense gradients "
                         "(sparse=False)"
@@ -159,16 +155,16 @@ class CoatAdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 # DeepSpeed's lookups create empty states.
                 if not state:
-                    state.update(new_state(p, name, group["master"]))
-                if state["exp_avg"].shape != p.shape:
+                    state.update(new_state(local, name, group["master"]))
+                if state["exp_avg"].shape != local.shape:
                     raise ValueError(
-                        f"CoatAdamW: {name} has shape {tuple(p.shape)}, its moments "
+                        f"CoatAdamW: {name} has shape {tuple(local.shape)}, its moments "
                         f"{tuple(state['exp_avg'].shape)}; create a new optimizer for a parameter "
                         "that has changed its shape"
                     )
                 m, v = get_moments(state)
                 item = AdamwItem(
-                    p, p.grad.contiguous(), m, v, state["step"], state.get(LOW_BITS),
+                    local, grad.contiguous(), m, v, state["step"], state.get(LOW_BITS),
                     number, index,
                 )  # fmt: skip
                 batches.setdefault((p.device, group["master"]), []).append(item)
@@ -224,30 +220,3 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local().detach()
-
-
-@contextmanager
-def _local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Replace the optimizer's sharded parameters, gradients and state keys with local tensors.
-
-    An empty shard has no gradient and is skipped.
-    """
-    swapped: list[tuple[list[Any], int, DTensor, Tensor]] = []
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if not isinstance(parameter, DTensor):
-                continue
-            part = _local(parameter)
-            if parameter.grad is not None and part.numel():
-                part.grad = _local(parameter.grad)
-            if parameter in optimizer.state:
-                optimizer.state[part] = optimizer.state.pop(parameter)
-            group["params"][index] = part
-            swapped.append((group["params"], index, parameter, part))
-    try:
-        yield
-    finally:
-        for parameters, index, parameter, part in swapped:
-            parameters[index] = parameter
-            if part in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(part)

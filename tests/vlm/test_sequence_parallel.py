@@ -143,7 +143,7 @@ def test_shards_of_padded_rows_by_hand() -> None:
         EncodedSample(torch.tensor([8, 9]), torch.tensor([8, 9]), empty),
     ]
     batch = collate(samples, pad_token_id=1)
-    config: Any = SimpleNamespace(tokens_per_image=0)
+    config: Any = SimpleNamespace(tokens_per_image=0, s2_scales=None)
     first, second = (shard_batch(batch, fake_group(rank, 2), config) for rank in (0, 1))
     assert first["input_ids"].tolist() == [[5, 6, 7]]
     assert second["input_ids"].tolist() == [[8, 9, 0]]
