@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -342,7 +342,7 @@ def evaluate_run(
 
 def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
     """Format RUN/eval.json as an aligned plain-text table."""
-    sets = recipe.to_dict()["eval_sets"]
+    sets = asdict(recipe)["eval_sets"]
     reports = {
         name: {"headline": get_task(settings.task).headline[0]}
         for name, settings in recipe.eval_sets.items()

@@ -82,8 +82,9 @@ class NextQa(Benchmark):
                     f"{_LETTERS.index(known[str(name)])}",
                     "give the references that the predictions were made for",
                 )
-            index = isinstance(said, int) and said in range(5)
-            yield {**row, "prediction": _LETTERS[said]} if index else row, where
+            if isinstance(said, int) and said in range(5):
+                row = {**row, "prediction": _LETTERS[said]}
+            yield row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``)."""
