@@ -136,9 +136,9 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack_bytes": int(found[2])}
 
 
-def compile_for(source: ASTSource, capability: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def compiled_for_hopper(source: ASTSource, arguments: dict[str, Any]) -> dict[str, Any]:
     """What came out, or the error."""
-    target = GPUTarget("cuda", capability, 32)
+    target = GPUTarget("cuda", 90, 32)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg") if name in arguments}
     try:
         compiled = triton.compile(source, target=target, options=options)
@@ -146,7 +146,6 @@ def compile_for(source: ASTSource, capability: int, arguments: dict[str, Any]) -
         return {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"}
     ptx = compiled.asm["ptx"]
     return {
-        "cubin_bytes": len(compiled.asm["cubin"]),
         **resources(compiled.asm["cubin"]),
         "instructions": [instruction for instruction in INSTRUCTIONS if instruction in ptx],
     }
@@ -155,7 +154,6 @@ def compile_for(source: ASTSource, capability: int, arguments: dict[str, Any]) -
 def main(report: Path) -> None:
     """Write what every kernel compiled to."""
     seen: set[str] = set()
-    refused: set[str] = set()
     compiled = []
     reached: set[str] = set()
     for example, kernel, arguments in recorded_launches():
@@ -169,12 +167,7 @@ def main(report: Path) -> None:
         row["threads"] = 32 * arguments["num_warps"]
         row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
         row["writes_codes"] &= arguments.get("q_ptr", arguments) is not None
-        # AdamW's codes are reached through a table of addresses.
-        has_e4m3 = "*fp8e4nv" in types or kernel.fn.__name__ == "adamw_kernel"
-        row["sm_90"] = compile_for(source, 90, arguments)
-        if has_e4m3 and kernel.fn.__name__ not in refused:
-            refused.add(kernel.fn.__name__)
-            row["sm_80"] = compile_for(source, 80, arguments)
+        row |= compiled_for_hopper(source, arguments)
         compiled.append(row)
     report.write_text(
         json.dumps({"compiled": compiled, "unreached": sorted(set(every_jit_function()) - reached)})

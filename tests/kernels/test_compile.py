@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, on a machine without a GPU; older GPUs are refused."""
+"""Every kernel compiles for Hopper, on a machine without a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,6 @@ WRITES_CODES = {
     "_logit_gradient_kernel",
     "adamw_kernel",
 }
-WITHOUT_FP8 = {  # these run on any GPU
-    *("_amax_kernel", "_transpose_quantized_kernel", "_rope_gradient_stats_kernel"),
-    *("adamw_scalars_kernel", "_cross_entropy_kernel", "_rope_kernel"),
-    *("_head_norm_kernel", "_head_norm_bwd_kernel"),
-    "_logit_gradient_kernel",  # E5M2, which Triton converts to in software there
-}
 BIT_EXACT = {
     *("quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"),
 }
@@ -40,21 +34,13 @@ def test_every_jit_function_is_compiled_by_some_example(report: dict[str, Any]):
 
 
 def test_every_kernel_compiles_for_sm_90(report: dict[str, Any]):
-    failed = [row for row in report["compiled"] if not row["sm_90"].get("cubin_bytes")]
-    assert failed == []
+    assert [row for row in report["compiled"] if "error" in row] == []
     assert {row["kernel"] for row in report["compiled"]} >= WRITES_CODES | BIT_EXACT
-
-
-def test_e4m3_kernels_are_refused_for_sm_80(report: dict[str, Any]):
-    refused = {row["kernel"]: row["sm_80"] for row in report["compiled"] if "sm_80" in row}
-    assert refused.keys() == {row["kernel"] for row in report["compiled"]} - WITHOUT_FP8
-    for outcome in refused.values():
-        assert "fp8e4nv not supported in this architecture" in outcome.get("error", "compiled")
 
 
 def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report: dict[str, Any]):
     for row in report["compiled"]:
-        instructions = row["sm_90"]["instructions"]
+        instructions = row["instructions"]
         if row["kernel"] in WRITES_CODES and row["writes_codes"]:
             casts = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
             assert bool(casts & set(instructions)) == ("*i8" not in row["types"]), row
@@ -69,5 +55,5 @@ def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dic
     # Two warps that spill a little take 5 to 12% less time on an H200 than four that do not.
     spills = {"_rope_gradient_kernel": 128}
     for row in report["compiled"]:
-        assert row["sm_90"]["stack_bytes"] <= spills.get(row["kernel"], 0), row
-        assert 2 * row["threads"] * row["sm_90"]["registers"] <= 65536, row
+        assert row["stack_bytes"] <= spills.get(row["kernel"], 0), row
+        assert 2 * row["threads"] * row["registers"] <= 65536, row
