@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from op_check import Run
 from torch import Tensor
 
 from coat_kernels import E4M3, OPS, Format
 from op_cases import map_tensors, run_op
-
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

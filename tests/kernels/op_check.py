@@ -5,12 +5,17 @@ input must be bit-identical; the relative RMS error of all other results is limi
 :data:`TOLERANCE`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2
+from coat_kernels import E4M3, E5M2, OPS
+from op_cases import run_op
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+"""Runs an op, given its name and arguments."""
 
 QUANTIZED = (E4M3.dtype, E5M2.dtype)
 
@@ -69,6 +74,11 @@ Values that differ by 2^-22 before rounding rarely lie on different sides of a t
 quantized from (|x| / amax)^k, where k depends on the group's smallest element. This element can be
 the small difference of (1 - beta1) g and beta1 m, whose relative error changes the whole group.
 """
+
+
+def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
+    """Results of an op's reference."""
+    return run_op(op, OPS[op].reference, args)
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:

@@ -1,11 +1,10 @@
 """Activations against torch and transformers in FP64: values, derivatives, extremes, scales."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from op_check import TOLERANCE, assert_same_bits, relative_rms
+from op_check import TOLERANCE, Run, assert_same_bits, relative_rms, run_reference
 from torch import Tensor
 
 from coat_kernels import (
@@ -20,7 +19,6 @@ from coat_kernels import (
     share_scales,
 )
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Exact = Callable[[Tensor, str], Tensor]
 KINDS = pytest.mark.parametrize("kind", ACTIVATIONS)
 TWO_KINDS = pytest.mark.parametrize("kind", ["silu_mul", "gelu_tanh"])
@@ -31,11 +29,6 @@ def representable_input(kind: str, rows: int = 21, columns: int = 48) -> Tensor:
     width = 2 * columns if kind.endswith("_mul") else columns
     a = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) * 2
     return dequantize_group(quantize_group(a, 16))
-
-
-def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
-    result = getattr(reference, op)(*args)
-    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def backward(

@@ -1,13 +1,12 @@
 """AdamW with FP8 moments: against the paper's formulas in NumPy, torch's AdamW, and odd groups."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from op_check import assert_same_bits, count_steps_between, relative_rms
+from op_check import Run, assert_same_bits, count_steps_between, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -21,7 +20,6 @@ from coat_kernels import (
 )
 from coat_kernels.master_weights import round_stochastically, split_master
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Moment = tuple[Tensor, Tensor, Tensor]
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 

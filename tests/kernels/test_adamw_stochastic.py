@@ -1,11 +1,10 @@
 """Stochastic rounding of second moments: neighbors, means, ends of the range, keys, kernels."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from op_check import assert_same_bits, count_steps_between
+from op_check import Run, assert_same_bits, count_steps_between
 from torch import Tensor
 
 from coat_kernels import (
@@ -18,7 +17,6 @@ from coat_kernels import (
 )
 from coat_kernels.master_weights import MOMENT_SALT, random_words, round_stochastically
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 GRID = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 """All finite non-negative codes."""
 

@@ -1,11 +1,8 @@
 """FP8 matrix products against FP64 products of the decoded operands."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from op_check import TOLERANCE, relative_rms
+from op_check import TOLERANCE, Run, relative_rms
 from torch import Tensor
 
 from coat_kernels import (
@@ -16,8 +13,6 @@ from coat_kernels import (
     quantize_tensor,
     scaled_mm,
 )
-
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 
 
 def decoded(x: TensorScaled) -> Tensor:

@@ -1,17 +1,15 @@
 """Gradients in FP8: their codes by torch's cast, their sums in FP64, parts against one matrix."""
 
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from op_check import assert_same_bits
+from op_check import Run, assert_same_bits
 from torch import Tensor
 
 from coat_kernels import E4M3, E5M2, quantize_gradient
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 rope_module, quantize_module = (
     import_module(f"coat_kernels.{name}") for name in ("rope", "quantize")
 )

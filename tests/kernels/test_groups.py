@@ -1,12 +1,8 @@
 """Quantization per group bit for bit: by FP8's definition, and kernels against references."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from op_check import assert_same_bits
-from torch import Tensor
+from op_check import Run, assert_same_bits
 
 from coat_kernels import (
     E4M3,
@@ -15,7 +11,6 @@ from coat_kernels import (
     Format,
 )
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 

@@ -1,16 +1,15 @@
 """RMSNorm and rotation of heads against torch's in FP64, and their gradients against autograd."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from op_check import Run
 from torch import Tensor
 from torch.nn import functional as F
 
 from coat_kernels import head_norm, head_norm_bwd
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TOKENS, PERIOD, HEADS, CHANNELS, EPS = 40, 20, 5, 24, 1e-3
 
 

@@ -1,10 +1,10 @@
 """GEMMs with the narrow matrices of LoRA adapters against torch in FP64."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from op_check import Run
 from torch import Tensor
 
 from coat_kernels import (
@@ -18,7 +18,6 @@ from coat_kernels import (
 )
 from coat_kernels.low_rank import COLUMNS, MAX_RANK, MIN_RANK, ROWS
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TOKENS = 4 * ROWS + 3
 RANKS, SCALES = [8, MAX_RANK + 16, MIN_RANK], [0.5, 4.0, -1.0]
 

@@ -1,12 +1,11 @@
 """Norms against torch's own in FP64: values, statistics, gradients; what makes them go wrong."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from op_check import TOLERANCE, assert_same_bits, relative_rms
+from op_check import TOLERANCE, Run, assert_same_bits, relative_rms, run_reference
 from torch import Tensor
 
 from coat_kernels import (
@@ -19,7 +18,6 @@ from coat_kernels import (
     reference,
 )
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 EPS = 1e-2
 """Large enough to be seen against the variance of the smaller rows."""
 
@@ -78,11 +76,6 @@ def test_values_and_statistics(centered: bool, has_bias: bool, columns: int, run
             ).all()
             assert_same_bits("transposed", transposed[:, :21].t().contiguous(), codes)
             assert not transposed[:, 21:].float().any()
-
-
-def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
-    result = getattr(reference, op)(*args)
-    return [result] if isinstance(result, Tensor) else list(result)
 
 
 @KINDS

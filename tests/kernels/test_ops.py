@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from op_check import QUANTIZED, assert_matches, assert_same_bits
+from op_check import QUANTIZED, Run, assert_matches, assert_same_bits
 from op_examples import examples
 from torch import Tensor
 
 from coat_kernels import OPS, norm_fwd, quantize_tensor
 from op_cases import map_tensors, run_op
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 # Tails in both directions, one row, no row, groups of 128, several tiles in both directions.

@@ -1,13 +1,9 @@
 """Quantization bit for bit: against FP8's definition in NumPy, and kernels against references."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from op_check import assert_same_bits
-from torch import Tensor
+from op_check import Run, assert_same_bits
 
 from coat_kernels import (
     E4M3,
@@ -23,7 +19,6 @@ from coat_kernels import (
 from coat_kernels.formats import MIN_SCALE
 from op_cases import run_op
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 
 

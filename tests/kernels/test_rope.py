@@ -1,15 +1,14 @@
 """Rotary embedding against complex multiplication, and its gradient against autograd, in FP64."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from op_check import Run
 from torch import Tensor
 
 from coat_kernels import E4M3, TensorScaled, dequantize_tensor, rope, rope_gradient
 
-Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TOKENS, PERIOD, HEADS, KV_HEADS, CHANNELS = 40, 20, 5, 2, 24
 
 
