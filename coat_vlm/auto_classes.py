@@ -1,11 +1,9 @@
 """Registers the model, its configurations and its processor with transformers' Auto classes.
 
-``AutoConfig``, ``AutoModel``, ``AutoModelForImageTextToText`` and ``AutoProcessor`` have tables of
-class names, and import the module ``transformers.models.<model type>`` when a class is first used.
-This module adds names to these tables, and :mod:`coat_vlm.model` under the names of such modules.
-``AutoModel.register`` and its siblings take classes, which would import torch and transformers
-with each ``import coat_vlm``. ``AutoTokenizer`` needs only the configuration: the class of the
-tokenizer is in its own file.
+The Auto classes have tables of class names, and import ``transformers.models.<model type>`` when a
+class is first used. This module adds names to these tables, and :mod:`coat_vlm.model` under the
+names of such modules. ``AutoModel.register`` and its siblings take classes, which would import
+torch and transformers with each ``import coat_vlm``.
 """
 
 import importlib

@@ -1,11 +1,9 @@
 """Makes torchvision importable with a CPU build of torch.
 
-torchvision's Linux wheels on PyPI are CUDA builds. With a CPU build of torch their C++ extension
-does not load, and ``import torchvision`` fails with "operator torchvision::nms does not exist",
-because it registers shape functions for two operators that only the extension declares.
-transformers, timm and open_clip import torchvision and also fail. Declaring the two operators is
-enough for everything that this project uses; calling them, or decoding images with torchvision,
-still raises.
+torchvision's Linux wheels on PyPI are CUDA builds, whose C++ extension does not load with a CPU
+build of torch. Then ``import torchvision``, also by transformers, timm and open_clip, fails with
+"operator torchvision::nms does not exist". Declaring two operators is enough for everything that
+this project uses; calling them, or decoding images with torchvision, still raises.
 """
 
 import importlib.util
@@ -35,18 +33,14 @@ class _BeforeTorchvision(MetaPathFinder):
 def ensure_torchvision_later() -> None:
     """Call :func:`ensure_torchvision` at the first import of torchvision.
 
-    Importing torch takes seconds, and half of the commands do not need it.
+    It imports torch, which takes seconds and many commands do not need.
     """
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def ensure_torchvision() -> None:
-    """Declare torchvision's operators if the extension does not load, before importing torchvision.
-
-    Does nothing with a CUDA build of torch, without torchvision, with a working torchvision, or
-    when called again. Does not import torchvision.
-    """
+    """Declare the operators if torchvision's extension does not load; call before importing it."""
     import torch
 
     if torch.version.cuda is not None or _libraries:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from coat_vlm.config import MODULES, Recipe
+from coat_vlm.config import MODULES, STAGES, Recipe
 
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -65,13 +65,10 @@ _MAX_SHOWN = 3
 
 def list_allowed_keys(keys: Sequence[str]) -> list[str]:
     """Return the keys allowed below the dotted path ``keys``."""
-    kind: Any = Recipe
-    for key in keys:
-        kind = _type_below(_without_none(kind), key)
-    kind = _without_none(kind)
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return [str(n) for n in get_args(get_args(kind)[0])] if get_origin(kind) is dict else []
+    if list(keys) == ["stages"]:
+        return list(STAGES)
+    section = tuple(keys)
+    return [path[-1] for path in _list_paths((), Recipe, section) if path[:-1] == section]
 
 
 def suggest_keys(keys: Sequence[str]) -> list[str]:
@@ -119,12 +116,6 @@ def _list_paths(
         on_the_way = section[: len(path)] == path and len(section) > len(path)
         key = section[len(path)] if on_the_way else "NAME" if get_origin(kind) is dict else "0"
         yield from _list_paths((*path, key), get_args(kind)[-1], section)
-
-
-def _type_below(kind: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return get_type_hints(kind).get(key)
-    return next(iter(get_args(kind)[-1:]), None)
 
 
 def _without_none(kind: Any) -> Any:

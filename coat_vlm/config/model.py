@@ -1,7 +1,7 @@
 """A recipe's ``model``: vision tower, projector, language model, tokenizer, images and videos."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -218,6 +218,13 @@ def require_value(where: str, settings: object, option: str, key: str, *values: 
             f"{where}.{key} has no effect with {option}: {value}; remove it, or set {option}: "
             f"{' or '.join(values)}"
         )
+
+
+def refuse(where: str, refused: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first key that is given (key -> whether it is, and why not)."""
+    for key, (given, why) in refused.items():
+        if given:
+            raise ValueError(f"{key} is not supported with {where}: {why}")
 
 
 def require_exactly_one(where: str, **options: object) -> None:

@@ -1,7 +1,7 @@
 """A whole recipe: model, stages, evaluation sets, and settings of the run."""
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -13,7 +13,7 @@ from coat_vlm.config.fp8 import (
     MonitorConfig,
     Precision,
 )
-from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
+from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive, refuse
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
 
@@ -316,9 +316,7 @@ class Recipe:
                 "rows have different lengths; remove it",
             ),
         }
-        for key, (given, why) in refused.items():
-            if given:
-                raise ValueError(f"{key} is not supported with stages.dpo: {why}")
+        refuse("stages.dpo", refused)
 
     def _check_choose(self) -> None:
         known = [f"stages.{name}.{key}" for name in self.stages for key in CHOSEN_IN_STAGES]
@@ -348,17 +346,14 @@ class Recipe:
             self._check_text_only()
         if self.model.pretrained is None:
             return
-        refused: dict[str, Any] = {"memory": self.memory}
-        refused["fp8.cuda_graphs: true"] = self.fp8 is not None and self.fp8.cuda_graphs is True
+        graphs = self.fp8 is not None and self.fp8.cuda_graphs is True
+        refused = {"memory": self.memory is not None, "fp8.cuda_graphs: true": graphs}
         for name, stage in self.stages.items():
-            refused[f"stages.{name}.template"] = stage.template
-            refused[f"stages.{name}.packing"] = stage.packing
+            refused[f"stages.{name}.template"] = stage.template is not None
+            refused[f"stages.{name}.packing"] = stage.packing is not None
             refused[f"stages.{name}.sequence_parallel"] = stage.sequence_parallel > 1
-        for key in (key for key, value in refused.items() if value):
-            raise ValueError(
-                f"{key} is not supported with model.pretrained; remove it, or compose the model of "
-                "model.vision and model.language"
-            )
+        why = "remove it, or compose the model of model.vision and model.language"
+        refuse("model.pretrained", {key: (given, why) for key, given in refused.items()})
         tower = "bf16"
         if self.precision in FP8_PRECISIONS:
             tower = (self.fp8 or Fp8Config()).resolved(self.precision).vision

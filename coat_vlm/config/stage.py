@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.model import STRICT, NonNegative, Positive, require_exactly_one
+from coat_vlm.config.model import STRICT, NonNegative, Positive, refuse, require_exactly_one
 
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft", "dpo"]
@@ -272,6 +272,7 @@ class StageConfig:
     def _check_dpo(self) -> None:
         if self.dpo is None:
             return
+        dropout = 0.0 if self.lora is None else self.lora.dropout
         refused = {
             "packing": (self.packing is not None, "TRL computes one row per answer; remove it"),
             "balance": (self.balance, "rows are measured by a single answer; remove it"),
@@ -280,13 +281,11 @@ class StageConfig:
                 "TRL needs whole rows; remove it, and lower micro_batch_size if memory is short",
             ),
             "lora.dropout": (
-                self.lora is not None and self.lora.dropout > 0,
+                dropout > 0,
                 "TRL turns dropout off, as the reference has none; write dropout: 0",
             ),
         }
-        for key, (given, why) in refused.items():
-            if given:
-                raise ValueError(f"{key} is not supported with dpo: {why}")
+        refuse("dpo", refused)
 
     def count_replicas(self, ranks: int) -> int:
         """Return the data parallel replicas of ``ranks``; ValueError if they do not fit."""
