@@ -303,9 +303,13 @@ def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Fp8{original.__name__}", bases, {"__module__": original.__module__})
 
 
-def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the converted blocks with their names."""
-    return [(name, module) for name, module in model.named_modules() if _is_converted(module)]
+def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:
+    """Return the converted blocks with their names; ``adapted``: with LoRA adapters too."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if _is_converted(module) and (adapted or not has_adapters(module))
+    ]
 
 
 def _is_converted(module: Any) -> bool:

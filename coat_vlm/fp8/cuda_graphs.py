@@ -39,7 +39,6 @@ from coat_vlm.config import CudaGraphs
 from coat_vlm.fp8 import saturation, weights
 from coat_vlm.fp8.blocks import Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks
-from coat_vlm.model.lora import has_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGra
         if isinstance(vars(module).get(FORWARD), _Forward):
             del vars(module)[FORWARD]
     of_parent: dict[str, list[nn.Module]] = {}
-    blocks = [(name, block) for name, block in fp8_blocks(model) if not has_adapters(block)]
+    blocks = fp8_blocks(model, adapted=False)
     packed = [name for name, block in blocks if isinstance(block, Fp8PackedEncoderLayer)]
     if packed and enabled is True:
         logger.warning(
