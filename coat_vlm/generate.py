@@ -104,7 +104,7 @@ class PromptEncoder:
     """
 
     def __init__(self, processor: AnyProcessor) -> None:
-        encoder = processor.encoder(train=False)
+        encoder = processor.encoder()
         self._media = encoder.media
         self.encode = encoder.prompt
         self.encode_choices = encoder.answered

@@ -44,7 +44,7 @@ RESUMED = ("bf16-zero0", "coat-zero0", "coat-recompute_qkv-zero0", "coat-zero3")
 SCENES = ("--num-train", "48", "--num-val", "8", "--num-test", "8")
 RECIPE = (
     *("quickstart", "output_dir=run", "tracking.tensorboard=false", "save_total_limit=3"),
-    *("model.image.augment=crop_flip", "stages.align.max_steps=2", "stages.pretrain.max_steps=3"),
+    *("stages.align.max_steps=2", "stages.pretrain.max_steps=3"),
     *("stages.pretrain.gradient_checkpointing=true", "stages.sft.max_steps=5"),
     *("stages.sft.save_steps=2", "stages.sft.packing=true", "stages.sft.betas=[0.9,0.999]"),
 )

@@ -44,6 +44,7 @@ REMOVED = {
     "fp8.skip_first": "set fp8.bf16_forward_first, or fp8.vision or fp8.language to bf16",
     "fp8.skip_last": "set fp8.vision or fp8.language to bf16",
     "fp8.reference": "a GPU without FP8 tensor cores trains with precision: bf16",
+    "model.image.augment": "images are not augmented; write changed copies into the data",
     "limits.archive_members": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.archive_sample_bytes": "compressed tars are unpacked once; set limits.archive_bytes",
     "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",

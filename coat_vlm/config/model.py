@@ -24,9 +24,6 @@ class ImageConfig:
     color; ``dynamic`` cuts a grid of tiles that fits the image's shape, and adds a thumbnail;
     ``dynamic_s2`` cuts tiles at several scales and concatenates their features
     (coat_data/media/tiling.py)."""
-    augment: Literal["none", "crop_flip"] = "none"
-    """Augmentation in training: ``crop_flip`` pads the image by 1/8, crops randomly and flips
-    horizontally at random."""
     min_tiles: Positive | None = None
     """``dynamic``: minimum number of tiles of the grid; default 1."""
     max_tiles: Positive | None = None
@@ -42,11 +39,6 @@ class ImageConfig:
         require_value("model.image", self, "mode", "min_tiles", "dynamic")
         require_value("model.image", self, "mode", "max_tiles", "dynamic", "dynamic_s2")
         require_value("model.image", self, "mode", "s2_scales", "dynamic_s2")
-        if self.mode in ("dynamic", "dynamic_s2") and self.augment != "none":
-            raise ValueError(
-                f"model.image.augment: {self.augment} has no effect with mode: {self.mode}: tiles "
-                "are not augmented; remove it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

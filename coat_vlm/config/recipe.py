@@ -104,7 +104,7 @@ class Recipe:
     of images and videos, template and length are the recipe's. With ``model.pretrained`` a folder
     of the same family, which also has the whole processor."""
     seed: NonNegative = 0
-    """Seed of initialization, data order and augmentation."""
+    """Seed of initialization and data order."""
     precision: Precision = "bf16"
     """``fp32``; ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp8_linear``:
     GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer states

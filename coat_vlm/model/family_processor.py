@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -74,9 +73,8 @@ class FamilyProcessor:
         """Keep the model's own chat template; a recipe cannot name another one."""
         assert name is None
 
-    def encoder(self, *, train: bool, template: str | None = None) -> "FamilyEncoder":
-        """Create the encoder of samples; nothing is augmented in training."""
-        del train
+    def encoder(self, *, template: str | None = None) -> "FamilyEncoder":
+        """Create the encoder of samples."""
         assert template in (None, self.template)
         return FamilyEncoder(self._processor, self._family, self.max_length)
 
@@ -203,9 +201,9 @@ class FamilyEncoder(Encoder):
         self._family = family
         self._filler: EncodedSample | None = None
 
-    def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
+    def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
-        encoded = super().__call__(sample, rng)
+        encoded = super().__call__(sample)
         return encoded if sample.media else replace(encoded, filler=self._make_filler())
 
     def measure(self, sample: Sample) -> Size:
@@ -217,11 +215,9 @@ class FamilyEncoder(Encoder):
         sample: Sample,
         media: Sequence[Media],
         segments: list[Segment],
-        rng: np.random.Generator | None,
         *,
         before_answer: bool = False,
     ) -> EncodedSample:
-        del rng  # nothing is augmented
         self._check_media(sample, media, segments)
         try:
             texts, inputs = self._read([open_image(medium) for medium in media])

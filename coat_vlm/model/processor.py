@@ -32,7 +32,7 @@ from transformers.utils.constants import (
 
 from coat_data.load.collate import collate
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
-from coat_data.media.image import Augment, ImageMode, ImageTransform
+from coat_data.media.image import ImageMode, ImageTransform
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
 from coat_data.sample import Sample
@@ -93,7 +93,6 @@ class CoatVlmProcessor(ProcessorMixin):
         image_mean: Sequence[float] = tuple(_SIGLIP[0]),
         image_std: Sequence[float] = tuple(_SIGLIP[1]),
         image_mode: ImageMode = "resize",
-        image_augment: Augment = "none",
         image_resample: int = Image.Resampling.BICUBIC,
         tokens_per_image: int = 256,
         max_length: int = 2048,
@@ -117,7 +116,6 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
         self.image_mode: ImageMode = image_mode
-        self.image_augment: Augment = image_augment
         self.image_resample = int(image_resample)
         self.tokens_per_image = tokens_per_image
         self.max_length = max_length
@@ -166,8 +164,8 @@ class CoatVlmProcessor(ProcessorMixin):
         if own is not None:
             self.tokenizer.chat_template = own
 
-    def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
-        """Create the encoder of samples; with ``train`` images are augmented."""
+    def encoder(self, *, template: str | None = None) -> Encoder:
+        """Create the encoder of samples."""
         tokenizer = cast(TokenizerLike, self.tokenizer)
         image_token_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
         if image_token_id is None and self.tokens_per_image:
@@ -185,7 +183,7 @@ class CoatVlmProcessor(ProcessorMixin):
                 scales=self.image_s2_scales or (),
             )
         else:
-            transform = ImageTransform(*basic, augment=self.image_augment if train else "none")
+            transform = ImageTransform(*basic)
         return Encoder(
             tokenizer,
             get_template(template or self.template, tokenizer),
@@ -302,7 +300,7 @@ class CoatVlmProcessor(ProcessorMixin):
             )
         batched = not conversation or isinstance(conversation[0], Sequence)
         conversations: Any = conversation if batched else [conversation]
-        encoder = self.encoder(train=False)
+        encoder = self.encoder()
         if not tokenize:
             texts = []
             for one in conversations:
@@ -338,7 +336,7 @@ class CoatVlmProcessor(ProcessorMixin):
         return_tensors = options.pop("return_tensors")
         check_rows(texts, images)
         media = place_media(texts, flatten(images, "image"), flatten(videos, "video"))
-        shown, tensors = self.encoder(train=False).read_media(media, IMAGE_TOKEN)
+        shown, tensors = self.encoder().read_media(media, IMAGE_TOKEN)
         remaining = iter(shown)
         texts = [MARKS.sub(lambda _: next(remaining), text) for text in texts]
         found = self.tokenizer(texts, **options)
@@ -354,7 +352,7 @@ class CoatVlmProcessor(ProcessorMixin):
         return batch.convert_to_tensors(return_tensors)
 
     def _encode_images(self, images: list[Any], return_tensors: str | None) -> BatchFeature:
-        encoder = self.encoder(train=False)
+        encoder = self.encoder()
         tiles = [encoder.read_media([one], IMAGE_TOKEN)[1]["pixel_values"] for one in images]
         counts = torch.tensor([len(own) for own in tiles])
         batch = BatchFeature({"pixel_values": torch.cat(tiles), "num_patches": counts})
@@ -492,7 +490,6 @@ def _processor(
         tokenizer,
         image_size=1 if tower is None else tower.image_size,
         image_mode=image.mode,
-        image_augment=image.augment,
         image_min_tiles=image.min_tiles or 1,
         image_max_tiles=image.max_tiles or 12,
         image_s2_scales=model_config.s2_scales,

@@ -79,7 +79,7 @@ def check_stage_data(
     encoder = None
     if processor is not None:
         try:
-            encoder = processor.encoder(train=False, template=stage.template)
+            encoder = processor.encoder(template=stage.template)
             verify_template(encoder)
             encoder.preferences = stage.dpo is not None
         except ValueError as error:

@@ -130,7 +130,7 @@ def open_data(
         open_source(source, recipe.seed, access=access, without_weights=True)
         for source in stage.val_data
     ]
-    encoder = processor.encoder(train=True, template=stage.template)
+    encoder = processor.encoder(template=stage.template)
     verify_template(encoder)
     encoder.preferences = stage.dpo is not None
     template = stage.template or processor.template
@@ -198,7 +198,7 @@ def open_data(
         unpad=ROW_MULTIPLE if unpad else None,
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
-    val_encoder = processor.encoder(train=False, template=stage.template)
+    val_encoder = processor.encoder(template=stage.template)
     val_encoder.preferences = encoder.preferences
     return StageData(
         loader=loader,

@@ -263,7 +263,7 @@ def _model_view(folder: Path) -> "ModelView":
     processor = CoatVlmProcessor.from_pretrained(folder)
     tokenizer = processor.tokenizer
     return ModelView(
-        encode=processor.encoder(train=False),
+        encode=processor.encoder(),
         decode=lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False),
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
         mean=processor.image_mean,

@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         settings = VideoSettings(num_frames=4)
         loader = MediaLoader(ImageTransform(32, (0.5,) * 3, (0.5,) * 3), settings)
         opened = [loader.open(Media(kind="video", path=str(folder / name)))]
-        assert len(loader.write(opened, None)) == 4
+        assert len(loader.write(opened)) == 4
 
     clip("short.mp4")
     found["short clip"] = grown(lambda: clip("short.mp4"), peak=True)

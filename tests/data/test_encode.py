@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 from encoders import encoder_of, templates_of
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from coat_data.load.check_labels import verify_template
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_data.media.image import ImageTransform
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
 from coat_data.text.tokens import SegmentTokenizer
@@ -185,23 +183,6 @@ def test_images_stand_where_they_were(make_tokenizer, tmp_path: Path):
     red, lime = [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0]
     assert encoded.pixel_values[:, :, 4, 4].tolist() == [red, lime]
     assert encoded.input_ids.dtype == encoded.labels.dtype == torch.int64
-
-
-def test_frames_of_a_video_are_augmented_alike(make_tokenizer, tmp_path: Path):
-    tokenizer = make_tokenizer("qwen2")
-    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    for number in range(3):
-        Image.fromarray(noise).save(tmp_path / f"{number}.png")
-    transform = ImageTransform(8, (0.5,) * 3, (0.5,) * 3, augment="crop_flip")
-    encode = encoder_of(tokenizer, "chatml", transform)
-    conversation = sample((Part("video"),), "a", media=(Media(kind="video", path=str(tmp_path)),))
-    seen = set()
-    for seed in range(8):
-        frames = encode(conversation, np.random.default_rng(seed)).pixel_values
-        assert torch.equal(frames[0], frames[1])
-        assert torch.equal(frames[0], frames[2])
-        seen.add(frames[0].numpy().tobytes())
-    assert len(seen) > 2
 
 
 def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):

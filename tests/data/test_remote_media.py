@@ -71,7 +71,7 @@ def loaded(dataset: SampleDataset) -> list[tuple[Any, torch.Tensor]]:
         plans = [loader.plan(medium) for medium in sample.media]
         opened = [loader.open(medium) for medium in sample.media]
         assert [plan.tiles for plan in plans] == [plan.tiles for plan, _ in opened]
-        found.append((opened[0][0], loader.write(opened, None)))
+        found.append((opened[0][0], loader.write(opened)))
     return found
 
 

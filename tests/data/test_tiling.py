@@ -22,12 +22,10 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(values)
 
 
-def one_tile(
-    transform: ImageTransform, image: Image.Image, rng: np.random.Generator | None = None
-) -> torch.Tensor:
-    pixels = torch.empty(3, transform.size, transform.size)
-    transform.write_square(np.asarray(transform.square(image)), pixels.numpy(), rng)
-    return pixels
+def one_tile(transform: ImageTransform, image: Image.Image) -> torch.Tensor:
+    pixels = torch.empty(1, 3, transform.size, transform.size)
+    transform.write(image, pixels.numpy())
+    return pixels[0]
 
 
 def tiles_of(transform: ImageTransform, image: Image.Image) -> np.ndarray:

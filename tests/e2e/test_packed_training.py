@@ -18,7 +18,7 @@ train = tiny_run.train
 
 def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any]:
     recipe = tiny_run.no_dropout(tiny_run.tiny_recipe(folder, output_dir))
-    recipe["model"].update(max_length=128, image={"augment": "none"})
+    recipe["model"].update(max_length=128)
     packing = {"tokens": 256, "images": 3}
     changes = {"batch_size": 6, "micro_batch_size": 1, "max_steps": 5, "val_data": []}
     recipe["stages"]["sft"].update(packing=packing, **{**changes, **stage})

@@ -176,7 +176,7 @@ def test_vila_long_video_trains_answers_and_extends_the_context(tuned: Path, own
     processor = CoatVlmProcessor.from_pretrained(str(model))
     clip = Media(kind="video", path=str(own / "clip.mp4"))
     turn = Turn("user", (Part("video"), Part("text", "What is this?")))
-    ids = processor.encoder(train=False).prompt(Sample(id="a", turns=(turn,), media=(clip,)))
+    ids = processor.encoder().prompt(Sample(id="a", turns=(turn,), media=(clip,)))
     words = processor.tokenizer.decode(ids.input_ids).replace(IMAGE_TOKEN, "")
     assert "<0.5 seconds><1.5 seconds>" in words  # frames at 0.2 s, 0.7 s; 1.2 s, 1.7 s
     done = started.run(

@@ -48,7 +48,6 @@ def tiny_recipe(data: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
                 }
             },
             "tokenizer": {"train_vocab_size": 280},
-            "image": {"augment": "crop_flip"},
         },
         "stages": {
             "sft": {

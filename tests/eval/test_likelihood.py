@@ -32,7 +32,7 @@ def loss_alone(adapter: CoatAdapter, folder: Path, text: str, image: Media, answ
     shown = (Part("image"), Part("text", IMAGE_LINE), Part("text", text))
     turns = (Turn("user", shown), Turn("assistant", (Part("text", answer),)))
     sample = Sample(id="x", turns=turns, media=(image,))
-    encoded = CoatVlmProcessor.from_pretrained(folder).encoder(train=False)(sample)
+    encoded = CoatVlmProcessor.from_pretrained(folder).encoder()(sample)
     model, ids = adapter.model, encoded.input_ids
     assert isinstance(model, CoatVlm)
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_inputs_are_those_of_the_processor(
     text = render(stock, folder.name, found)
     images = {"images": [shown]} if shown else {}
     expected = stock(text=[text], **images, return_tensors="pt")
-    encoder = pickle.loads(pickle.dumps(processor.encoder(train=True)))
+    encoder = pickle.loads(pickle.dumps(processor.encoder()))
     encoded = encoder(sample)
     assert encoded.input_ids.tolist() == expected["input_ids"][0].tolist()
     inputs = {"pixel_values": encoded.pixel_values, **encoded.extras} if shown else {}
@@ -118,7 +118,7 @@ def test_inputs_are_those_of_the_processor(
 
 
 def test_label_masks(processor: FamilyProcessor) -> None:
-    encoder = processor.encoder(train=True)
+    encoder = processor.encoder()
     verify_template(encoder)
     for sample in SAMPLES.values():
         encoded = encoder(sample)
@@ -146,7 +146,7 @@ def test_logits_and_loss_are_those_of_transformers(
     stock.train()
     ours.train()  # no dropout
     expected = stock(**stock_inputs)
-    encoder = processor.encoder(train=True)
+    encoder = processor.encoder()
     encoded = [encoder(SAMPLES[name]) for name in ("wide", "two images")]
     batch = collate(encoded, pad_token_id=processor.tokenizer.pad_token_id)
     inputs = copy_batch_to_device(batch, CPU)
@@ -175,7 +175,7 @@ def test_logits_and_loss_are_those_of_transformers(
 def test_a_text_batch_trains_the_tower_with_zeros(folder: Path, processor: FamilyProcessor) -> None:
     """All ranks must use the same parameters in each step."""
     model: Any = load_family_model("model.pretrained", str(folder), torch.float32).train()
-    encoder = processor.encoder(train=True)
+    encoder = processor.encoder()
     text, pad = encoder(SAMPLES["text"]), processor.tokenizer.pad_token_id
     short = encoder(conversation(answers=("no",)))
     batch = collate([short, text], pad_token_id=pad)
@@ -227,14 +227,14 @@ def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Pat
         source="rows.json",
     )
     with pytest.raises(DataError, match="shows a video, and a model of"):
-        processor.encoder(train=True)(video)
+        processor.encoder()(video)
     processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
     with pytest.raises(DataError, match="tokens, with those of 1 images, are more than max_length"):
-        processor.encoder(train=True)(SAMPLES["one image"])
+        processor.encoder()(SAMPLES["one image"])
     processor._processor.chat_template = "{{ raise_exception('no such thing') }}"
     # A recipe with model.pretrained cannot choose another template.
     with pytest.raises(DataError, match=r"no such thing; change chat_template\.jinja in a local"):
-        processor.encoder(train=True)(SAMPLES["one image"])
+        processor.encoder()(SAMPLES["one image"])
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}', encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"'mllama'; the families that can be trained are .*Qwen3-VL"
@@ -260,6 +260,6 @@ def test_an_image_is_shrunk_to_the_pixels_of_the_recipe(folder: Path, tmp_path: 
         saved = AutoProcessor.from_pretrained(tmp_path).image_processor
         shown = Image.new("RGB", (400, 300))
         grid = saved([[shown]], return_tensors="pt")["image_grid_thw"]
-        assert torch.equal(processor.encoder(train=True)(sample).extras["image_grid_thw"], grid)
+        assert torch.equal(processor.encoder()(sample).extras["image_grid_thw"], grid)
         sizes[pixels] = int(grid.prod()) * saved.patch_size**2
     assert 0 < sizes[256] <= 256 < sizes[512] <= 512 < sizes[None]

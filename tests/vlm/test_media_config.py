@@ -15,7 +15,6 @@ from coat_vlm.model.processor import CoatVlmProcessor, build_processor
     [
         ({"min_tiles": 2}, "min_tiles has no effect with mode: resize"),
         ({"mode": "dynamic", "s2_scales": (28, 56)}, "set mode: dynamic_s2"),
-        ({"mode": "dynamic", "augment": "crop_flip"}, "augment: crop_flip has no effect"),
     ],
 )
 def test_image_options_without_effect(settings: dict, problem: str):
@@ -44,7 +43,7 @@ def processor_of(tiny, tokenizer, image: ImageConfig, video: VideoConfig) -> Coa
 def test_options_reach_the_encoder(tiny, tiny_tokenizer):
     image = ImageConfig(mode="dynamic", min_tiles=2, max_tiles=5, max_pixels=1000)
     video = VideoConfig(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
-    media = processor_of(tiny, tiny_tokenizer, image, video).encoder(train=True).media
+    media = processor_of(tiny, tiny_tokenizer, image, video).encoder().media
     assert isinstance(media.transform, TiledTransform)
     assert (media.transform.min_tiles, media.transform.max_tiles) == (2, 5)
     assert media._max_pixels == 1000

@@ -66,7 +66,7 @@ def test_the_model_reads_means_of_projected_frames(
     tiny: Any, tiny_tokenizer: Any, frames: Path
 ) -> None:
     model, processor = model_and_processor(tiny, tiny_tokenizer, num_frames=5, pool_frames=2)
-    encoder = processor.encoder(train=False)
+    encoder = processor.encoder()
     sample = shown(frames)
     encoded = encoder(sample)
     per_tile = model.config.tokens_per_image
@@ -93,7 +93,7 @@ def test_the_model_reads_means_of_projected_frames(
 
 def test_packed_rows_and_gradients(tiny: Any, tiny_tokenizer: Any, frames: Path) -> None:
     model, processor = model_and_processor(tiny, tiny_tokenizer, num_frames=5, pool_frames=3)
-    encoded = processor.encoder(train=True)(shown(frames))
+    encoded = processor.encoder()(shown(frames))
     assert encoded.frame_groups.tolist() == [1, 3, 2]
     inputs: Any = collate_packed([encoded, encoded], pad_token_id=0, align=16)
     alone: Any = collate([encoded, encoded], pad_token_id=0)

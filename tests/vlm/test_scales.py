@@ -172,7 +172,7 @@ def test_packed_tiles_train_what_padded_ones_train(tiny, mode: str, image: dict[
     """Pictures of other shapes, so that tiles and grids go to the wrong sample if miscounted."""
     model, processor = model_of(tiny, mode, **image)
     model = model.float().train()
-    encoder = processor.encoder(train=True)
+    encoder = processor.encoder()
     samples = []
     for number, count in enumerate((1, 0, 2)):
         user = Turn("user", (Part("image"),) * count + (Part("text", "What is"),))

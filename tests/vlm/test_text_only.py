@@ -86,7 +86,7 @@ def test_it_is_saved_loaded_and_exported(
     with pytest.raises(ValueError, match=r"model.vision \(whether there is a tower\) is True in"):
         continue_processor(dataclasses.replace(recipe, vision=_tower()), again, config)
     assert generate(loaded, again, [sample], 4) == generate(model, processor, [sample], 4)
-    prompt = again.encoder(train=False).prompt(sample)
+    prompt = again.encoder().prompt(sample)
     assert again.tokenizer.decode(prompt.input_ids) == "w5 w6"  # a text to go on with
 
 

@@ -99,8 +99,8 @@ class Encoder:
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
         self.max_length = max_length
 
-    def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
-        """Encode the whole conversation, with the answers as labels; ``rng`` augments.
+    def __call__(self, sample: Sample) -> EncodedSample:
+        """Encode the whole conversation, with the answers as labels.
 
         A preference pair is encoded twice, up to the end token of its last answer; only that
         answer has labels. DataError, with the row, if a medium cannot be read, the placeholders do
@@ -111,10 +111,10 @@ class Encoder:
         segments = self.segments(sample)
         if sample.rejected:
             answers = (sample.turns[-1].text, sample.rejected)
-            encoded, rejected = self.answered(sample, answers, rng)
+            encoded, rejected = self.answered(sample, answers)
             encoded = replace(encoded, rejected=rejected)
         else:
-            encoded = self._encode(sample, sample.media, segments, rng)
+            encoded = self._encode(sample, sample.media, segments)
         _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
@@ -180,7 +180,7 @@ class Encoder:
         except ValueError as error:
             raise DataError(sample.where, str(error), "remove the row or its source") from error
 
-    def prompt(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
+    def prompt(self, sample: Sample) -> EncodedSample:
         """Encode the conversation up to its last user turn, and the template's answer prefix.
 
         The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
@@ -188,7 +188,7 @@ class Encoder:
         """
         turns, media = _asked(sample)
         segments = self._render(replace(sample, turns=turns), add_generation_prompt=True)
-        encoded = self._encode(sample, media, segments, rng, before_answer=True)
+        encoded = self._encode(sample, media, segments, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
@@ -199,16 +199,14 @@ class Encoder:
             else self.segments(sample)
         )
         before_answer = add_generation_prompt
-        return self._encode(sample, sample.media, segments, None, before_answer=before_answer)
+        return self._encode(sample, sample.media, segments, before_answer=before_answer)
 
-    def answered(
-        self, sample: Sample, answers: Sequence[str], rng: np.random.Generator | None = None
-    ) -> list[EncodedSample]:
+    def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``, with the labels of the answer.
 
         The tokens are a prefix of the whole conversation's. The media are read once.
         """
-        prompt = self.prompt(sample, rng)
+        prompt = self.prompt(sample)
         turns, media = _asked(sample)
         found = []
         for answer in answers:
@@ -235,7 +233,6 @@ class Encoder:
         sample: Sample,
         media: Sequence[Media],
         segments: list[Segment],
-        rng: np.random.Generator | None,
         *,
         before_answer: bool = False,
     ) -> EncodedSample:
@@ -245,7 +242,7 @@ class Encoder:
             plans = [plan for plan, _ in opened]
             ids, labels = self._tokens(sample, segments, plans, before_answer)
             self._check_length(sample, len(ids), plans)
-            pixel_values = self.media.write(opened, rng)
+            pixel_values = self.media.write(opened)
         except DataError as error:
             if error.where == sample.where:
                 raise
@@ -275,7 +272,7 @@ class Encoder:
         tile = image_token * len(self._image_ids)
         texts = ["".join(f"{before}{tile}" for before in self._before_tiles(p)) for p in plans]
         grids, groups = self._media_layout(plans)
-        found = {"pixel_values": self.media.write(opened, None)}
+        found = {"pixel_values": self.media.write(opened)}
         found |= {} if grids is None else {"image_grids": grids}
         found |= {} if groups is None else {"frame_groups": groups}
         return texts, found

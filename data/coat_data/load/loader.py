@@ -1,7 +1,7 @@
 """Batches of encoded samples for training and validation.
 
 Every sample has a position in the endless sequence of a
-:class:`~coat_data.mixture.sampler.Mixture`. The samples of a step, their augmentation and the
+:class:`~coat_data.mixture.sampler.Mixture`. The samples of a step and the
 replacements of bad samples depend only on the seed and the position (with packing also on the
 measured lengths), not on ranks, worker processes or the step at which the run was started.
 """
@@ -24,16 +24,13 @@ from coat_data.mixture.sampler import (
     Mixture,
     PlainSampler,
     SamplerState,
-    Stream,
     assign_to_ranks,
-    generator,
 )
 from coat_data.mixture.selection import Rows, describe_row, original_row
 from coat_data.sample import DataError, Sample, UnreachableError
 
-Encode = Callable[[Sample, np.random.Generator | None], EncodedSample]
-"""An :class:`~coat_data.load.encode.Encoder`. The generator draws the augmentation; None turns
-augmentation off."""
+Encode = Callable[[Sample], EncodedSample]
+"""An :class:`~coat_data.load.encode.Encoder`."""
 
 MAX_REPLACEMENTS = 16
 """Replacements tried for a bad row before its error is raised."""
@@ -191,10 +188,9 @@ class TrainLoader:
         for place in self._tried(position, tokens, images):
             source, index = self._mixture.locate(place)
             dataset = self._datasets[source]
-            rng = generator(self._seed, Stream.AUGMENTATION, position)
             try:
                 sample = dataset[index]
-                encoded = self._encoder(sample, rng)
+                encoded = self._encoder(sample)
                 _check_fits(encoded, sample.where, tokens, images)
             except DataError as error:
                 errors.append(error)
@@ -245,7 +241,7 @@ def val_batches(
     world_size: int,
     pad_token_id: int,
 ) -> Generator[Batch]:
-    """Yield validation batches: every row once over all ranks, in order, without augmentation.
+    """Yield validation batches: every row once over all ranks, in order.
 
     Every rank gets the same number of batches, so that collective operations match: without
     rows left, one sample whose labels are all ignored.
@@ -253,9 +249,9 @@ def val_batches(
     stride = batch_size * world_size
     for start in range(rank * batch_size, len(dataset) + rank * batch_size, stride):
         rows = range(start, min(start + batch_size, len(dataset)))
-        encoded = [encoder(dataset[row], None) for row in rows]
+        encoded = [encoder(dataset[row]) for row in rows]
         if not encoded:
-            filler = encoder(dataset[0], None)
+            filler = encoder(dataset[0])
             encoded = [_without_labels(filler)]
         yield collate(encoded, pad_token_id=pad_token_id)
 

@@ -25,7 +25,6 @@ from coat_data.media.remote_media import fetch_media
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
-Augment = Literal["none", "crop_flip"]
 
 _STRIP_PIXELS = 1 << 20
 _MAX_SIDE = 65_535
@@ -199,16 +198,11 @@ ONE_TILE = TilePlan(num_tiles=1, rows=1, columns=1, num_token_tiles=1, separated
 
 
 class ImageTransform:
-    """Scales an image to a square of ``size`` pixels, optionally augments it, and normalizes it.
+    """Scales an image to a square of ``size`` pixels, and normalizes it.
 
-    ``mean`` and ``std`` are per channel, in 0..1. ValueError for a setting out of range or unknown.
-
-    Args:
-        mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean color
-            (``int(255 * mean)``; expand2square of haotian-liu/LLaVA, llava/mm_utils.py).
-        augment: ``crop_flip`` shifts the scaled image by up to an eighth of its side in both
-            directions (a random crop of the image padded with the mean color) and flips it with
-            probability 1/2.
+    ``mean`` and ``std`` are per channel, in 0..1. ``resize`` stretches to a square; ``pad`` first
+    pads to a square with the mean color (``int(255 * mean)``; expand2square of haotian-liu/LLaVA,
+    llava/mm_utils.py).
     """
 
     modes: tuple[ImageMode, ...] = ("resize", "pad")
@@ -222,47 +216,24 @@ class ImageTransform:
         std: Sequence[float],
         mode: ImageMode = "resize",
         resample: Image.Resampling = Image.Resampling.BICUBIC,
-        augment: Augment = "none",
     ) -> None:
         if mode not in self.modes:
             raise ValueError(f"image mode is {mode!r}; allowed: {', '.join(self.modes)}")
-        if augment not in ("none", "crop_flip"):
-            raise ValueError(f"image augment is {augment!r}; allowed: none, crop_flip")
-        if size <= 0 or len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ValueError(
-                f"image size={size}, mean={list(mean)}, std={list(std)}; need a size above 0 and "
-                "three values each, std above 0"
-            )
         self.size = size
         self.mean = tuple(float(value) for value in mean)
         self.std = tuple(float(value) for value in std)
         self.mode = mode
         self.resample = Image.Resampling(resample)
-        self.augment = augment
         self._mean_color = tuple(int(255 * value) for value in self.mean)
-        self._blank = np.full((size, size, 3), self._mean_color, dtype=np.uint8)
         self._mean, self._std = (np.array(one, np.float32).reshape(3, 1, 1) for one in (mean, std))
 
     def plan(self, width: int, height: int) -> TilePlan:  # noqa: ARG002 - subclasses need them
         """Return the tiles of an image of this size, before it is decoded."""
         return ONE_TILE
 
-    def write(
-        self, image: Image.Image, out: NDArray[np.float32], rng: np.random.Generator | None = None
-    ) -> None:
+    def write(self, image: Image.Image, out: NDArray[np.float32]) -> None:
         """Write the tiles of ``plan(*image.size)`` into ``out``, float32 (tiles, 3, size, size)."""
-        self.write_square(np.asarray(self.square(image)), out[0], rng)
-
-    def write_square(
-        self,
-        values: NDArray[np.uint8],
-        out: NDArray[np.float32],
-        rng: np.random.Generator | None = None,
-    ) -> None:
-        """Augment and normalize a :meth:`square`, (size, size, 3), into ``out`` (3, size, size)."""
-        if rng is not None and self.augment == "crop_flip":
-            values = self._crop_and_flip(values, rng)
-        self.normalize(values, out)
+        self.normalize(np.asarray(self.square(image)), out[0])
 
     def square(self, image: Image.Image) -> Image.Image:
         """Return the image as a square of ``size`` pixels, padded before in mode ``pad``.
@@ -284,24 +255,8 @@ class ImageTransform:
         return image
 
     def normalize(self, values: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """Write ``(values / 255 - mean) / std`` into ``out``; shapes as in :meth:`write_square`."""
+        """Write ``(values / 255 - mean) / std`` of (size, size, 3) into ``out`` (3, size, size)."""
         out[...] = values.transpose(2, 0, 1)
         out /= np.float32(255)
         out -= self._mean
         out /= self._std
-
-    def _crop_and_flip(
-        self, values: NDArray[np.uint8], rng: np.random.Generator
-    ) -> NDArray[np.uint8]:
-        """Shift over the mean color, which equals a crop of the padded image; flip at random."""
-        reach = self.size // 8
-        down, right = int(rng.integers(-reach, reach + 1)), int(rng.integers(-reach, reach + 1))
-        if rng.random() < 0.5:
-            values = values[:, ::-1]
-        moved = self._blank.copy()
-        moved[_target(down), _target(right)] = values[_target(-down), _target(-right)]
-        return moved
-
-
-def _target(shift: int) -> slice:
-    return slice(shift, None) if shift >= 0 else slice(None, shift)

@@ -137,15 +137,10 @@ class MediaLoader:
             self._last_clip = (media, clip)
         return clip
 
-    def write(
-        self,
-        opened: Sequence[tuple[MediaPlan, "Clip | Media"]],
-        rng: np.random.Generator | None,
-    ) -> torch.Tensor:
+    def write(self, opened: Sequence[tuple[MediaPlan, "Clip | Media"]]) -> torch.Tensor:
         """Decode the results of :meth:`open` to pixel values, (N, 3, H, W) float32; or DataError.
 
-        Frames of videos are freed as they are written, unless the last clip is cached. All frames
-        of a video are augmented alike.
+        Frames of videos are freed as they are written, unless the last clip is cached.
         """
         size = self.transform.size
         pixels = torch.empty(sum(plan.num_tiles for plan, _ in opened), 3, size, size)
@@ -153,11 +148,9 @@ class MediaLoader:
         for plan, medium in opened:
             out, remaining = np.split(remaining, [plan.num_tiles])
             if not isinstance(medium, Media):
-                seed = int(rng.integers(2**63)) if rng is not None and len(out) > 1 else None
                 frames = list(medium.frames) if self.keeps_last_clip else medium.frames
                 for place in out[::-1]:  # the last frame first, as a list pops it fastest
-                    frame_rng = rng if seed is None else np.random.default_rng(seed)
-                    self.transform.write_square(frames.pop(), place, frame_rng)
+                    self.transform.normalize(frames.pop(), place)
                 continue
             image = open_image(medium, self._max_pixels)
             if self.transform.plan(*image.size) != plan.tiles[0]:
@@ -167,7 +160,7 @@ class MediaLoader:
                     "pixels that were decoded",
                     "save the image again with another program",
                 )
-            self.transform.write(image, out, rng)
+            self.transform.write(image, out)
         return pixels
 
     def _image_plan(self, media: Media) -> TilePlan:

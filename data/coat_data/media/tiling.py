@@ -99,12 +99,7 @@ class TiledTransform(ImageTransform):
         tiles += tiles > 1  # the thumbnail
         return TilePlan(tiles, rows, columns, tiles, separated=True)
 
-    def write(
-        self,
-        image: Image.Image,
-        out: NDArray[np.float32],
-        rng: np.random.Generator | None = None,  # noqa: ARG002 - nothing is augmented
-    ) -> None:
+    def write(self, image: Image.Image, out: NDArray[np.float32]) -> None:
         """Write the tiles of ``plan(*image.size)`` into ``out``, float32 (tiles, 3, size, size).
 
         Mode ``dynamic``: the grid row by row, then the thumbnail; ``dynamic_s2``: ascending scales.

@@ -21,7 +21,6 @@ class Stream(IntEnum):
     EPOCH_ORDER = 0
     PARTIAL_PASS = 1
     SOURCE_PASS = 2
-    AUGMENTATION = 3
     REPLACEMENT = 4
     ROW_ORDER = 5
     SELECTION = 6
