@@ -22,12 +22,8 @@ class BadSamples:
 
     ``RUN/bad_samples.jsonl`` has a line per replaced row. Rows that were not read because of an I/O
     error that may pass have ``transient: true``; they are counted separately, and a source's
-    ``exclude`` ignores them.
-
-    Args:
-        sources: in the order of the mixture.
-        total: bad samples before a resume.
-        check: raises an error if this run must write no more; called before rows are listed.
+    ``exclude`` ignores them. ``sources`` are in the order of the mixture; ``total`` are the bad
+    samples before a resume; ``check`` raises an error if this run must write no more.
     """
 
     def __init__(
@@ -82,12 +78,8 @@ class BadSamples:
     ) -> dict[str, Any]:
         """Add a step's bad samples of all ranks; return the entries for metrics.jsonl.
 
-        Args:
-            counts: sums of :meth:`note`.
-            count_by_source: returns the samples of each source so far; called only if needed.
-
-        Raises:
-            ValueError: there are too many bad samples or too many transient errors.
+        ``counts`` are sums of :meth:`note`; ``count_by_source`` returns the samples of each source
+        so far. Raises ValueError if there are too many bad samples or transient errors.
         """
         self.transient += int(counts[_TRANSIENTS])
         for name in self._counts:
@@ -112,7 +104,7 @@ class BadSamples:
                 f"{limit} allows; {self.path} lists them with transient=true: continue with "
                 "--resume auto when their hosts answer, or download the media"
             )
-        by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
+        by_source = ", ".join(f"{name} {rate['rows']}" for name, rate in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
             f"allows; {self.path} lists them: raise the limit and continue with --resume auto; "

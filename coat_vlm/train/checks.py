@@ -113,7 +113,7 @@ def check_recipe(
         with findings.collect(f"stages.{name}"):
             replicas = stage.count_replicas(num_ranks)
             check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
-    _check_device(recipe, num_ranks, findings)
+    _check_device(recipe, findings)
     known = len(findings.problems)
     emptied = overwrite and (run_dir / "recipe.yaml").is_file()
     if emptied:
@@ -145,27 +145,12 @@ def _check_packages(recipe: Recipe, names: Sequence[StageName], findings: Findin
             )
 
 
-def _check_device(recipe: Recipe, num_ranks: int, findings: Findings) -> None:
-    on_gpu = torch.cuda.is_available()
-    note = describe_lone_zero(recipe, num_ranks) if on_gpu else describe_emulation(recipe.precision)
-    if note:
-        findings.notes.append(note)
-    if on_gpu:
+def _check_device(recipe: Recipe, findings: Findings) -> None:
+    if torch.cuda.is_available():
         with findings.collect():
             arithmetic_of(recipe.precision, recipe.fp8, torch.device("cuda", 0))
-
-
-def describe_lone_zero(recipe: Recipe, num_ranks: int) -> str | None:
-    """Return what a ZeRO stage costs a single process on a GPU; None if that is nothing."""
-    if num_ranks > 1 or not recipe.zero_stage or recipe.memory:  # memory sets zero_stage to 0
-        return None
-    if not recipe.has_low_bits(gpu=True, zero_stage=0):
-        return None
-    return (
-        f"zero_stage={recipe.zero_stage} has nothing to shard in a single process, and DeepSpeed "
-        "keeps FP32 copies of the trained weights; zero_stage=0 trains the same FP32 master "
-        "weights in less memory and time"
-    )
+    elif note := describe_emulation(recipe.precision):
+        findings.notes.append(note)
 
 
 def describe_emulation(precision: Precision) -> str | None:

@@ -29,7 +29,6 @@ from coat_data.load.loader import TrainLoader, val_batches
 from coat_data.mixture.packing import Budget, PackedSampler, PackingEstimate
 from coat_data.mixture.sampler import SourceShare
 from coat_data.mixture.selection import Rows, SelectedRows, original_row
-from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
@@ -38,7 +37,6 @@ from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.open_sources import (
     access_of,
-    find_list_warnings,
     find_row_warnings,
     mix_sources,
     open_source,
@@ -46,8 +44,6 @@ from coat_vlm.train.open_sources import (
 )
 
 logger = logging.getLogger(__name__)
-
-_ESTIMATED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +60,7 @@ class StageData:
     epoch_size: int
     """Samples per epoch."""
     tokens: list[float | None]
-    """Mean tokens per sample of each source: exact with packing, otherwise estimated from a few
-    rows; None if every row that was measured is bad."""
+    """Mean tokens per sample of each source; None if its rows are not measured, or all bad."""
     validation: dict[str, Rows]
     """Validation datasets by source name."""
     verified_rows: int
@@ -135,7 +130,6 @@ def open_data(
     encoder.preferences = stage.dpo is not None
     template = stage.template or processor.template
     warnings = [
-        *find_list_warnings(stage.val_data),
         *find_row_warnings([*sources, *stage.val_data], [*datasets, *validation]),
         *_find_template_warnings([*sources, *stage.val_data], [*datasets, *validation], template),
     ]
@@ -155,9 +149,8 @@ def open_data(
             f"stage {name}: balance estimates the FLOPs of rows, and those of this language model "
             "are not known; remove balance"
         )
-    if stage.packing is None and not stage.balance:
-        tokens = [estimate_mean_tokens(dataset, encoder) for dataset in datasets]
-    else:
+    tokens: list[float | None] = [None] * len(datasets)
+    if stage.packing is not None or stage.balance:
         budget = None
         if stage.packing is not None:
             budget = build_row_budget(recipe, stage.packing, processor.max_length)
@@ -221,17 +214,6 @@ def open_data(
             pad_token_id=pad_token_id,
         ),
     )
-
-
-def estimate_mean_tokens(dataset: Rows, encoder: Encoder) -> float | None:
-    """Return the mean tokens of evenly spaced rows; None if all of them are bad."""
-    found: list[int] = []
-    for row in np.linspace(0, len(dataset) - 1, min(len(dataset), _ESTIMATED_ROWS)).astype(int):
-        try:
-            found.append(encoder.measure(dataset[int(row)]).tokens)
-        except DataError:
-            continue  # counted when training reads it
-    return float(np.mean(found)) if found else None
 
 
 def measure_sources(

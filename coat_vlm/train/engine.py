@@ -2,18 +2,13 @@
 
 :func:`replace_slow_step` replaces two methods of DeepSpeed's optimizers to speed up BF16 steps:
 
-- ZeRO stages 1 and 2 check the gradients twice: first each parameter for infinities and NaNs, with
-  nine kernels each, then the norm, which is non-finite if a gradient is or if the squares overflow.
-  Either check skips the step. The first one is removed. In a step of a VLM of 0.9B parameters it
-  launched 6,400 of 16,000 kernels, for which the GPU waited (``scripts/bench/step.py --size 1b
-  --optimizer own --zero 1 --batch 4 --profile``, commit 03afbd2). Stage 3 has this check only in
-  FP16, and stages 1 and 2 do not have it in FP32.
-- Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters: it checks for
-  infinities, which waits for the GPU, computes the norm, makes an FP32 gradient, scales it, and
-  copies the master weight to the weight. These were 4,000 of the 6,200 launches of a BF16 step of
-  a model with 20M parameters in 211 tensors, and the GPU was idle for more than half of the step
-  (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with torch's
-  ``_foreach`` functions: a few launches for all parameters, and one wait, for the norm.
+- ZeRO stages 1 and 2 check the gradients twice: each parameter for infinities and NaNs, then the
+  norm. The first check is removed. In a step of a VLM of 0.9B parameters it launched 6,400 of
+  16,000 kernels, for which the GPU waited (``scripts/bench/step.py --size 1b --optimizer own --zero
+  1 --batch 4 --profile``, commit 03afbd2).
+- Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters, with 4,000 of the 6,200
+  launches of a BF16 step of a model with 20M parameters (commit 1fac6ce). :func:`_foreach_step`
+  does the same in a few launches for all parameters, and one wait, for the norm.
 
 Both use private attributes of DeepSpeed 0.19, and rely on DeepSpeed skipping a step whose norm is
 not finite, as it does since 0.19.8 (the lowest version that pyproject.toml allows).
@@ -40,10 +35,7 @@ from coat_vlm.train.nf4 import quantize_frozen_weights
 
 
 def replace_slow_step(engine: DeepSpeedEngine) -> None:
-    """Replace the slow methods of an engine's optimizer.
-
-    Engines of stage 3, and FP32 engines, have none.
-    """
+    """Replace the slow methods of an engine's optimizer, which BF16 has below stage 3."""
     optimizer: Any = engine.optimizer
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         optimizer.step = MethodType(_foreach_step, optimizer)
@@ -142,10 +134,7 @@ def build_engine(
     arithmetic: Arithmetic,
     world: World,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the DeepSpeed engine of one stage.
-
-    The model comes from :func:`coat_vlm.train.model_setup.prepare_model`.
-    """
+    """Build the DeepSpeed engine of one stage around a model from ``model_setup.prepare_model``."""
     optimizer = build_optimizer(model, stage, arithmetic, world)
     if recipe.zero_stage == 3:
         # An FP8 block reads the weights of its submodules, so ZeRO must gather a whole block.

@@ -32,15 +32,14 @@ class EvalSubset:
     """The metric shown first."""
     samples: Sequence[Sample]
     score: Callable[[Sequence[str]], Mapping[str, float]]
-    """Computes metrics in percent from one answer per sample, in order."""
+    """Computes metrics in percent from an answer per sample."""
 
 
 class LiveEvaluation:
     """Evaluates the model on the questions of all subsets; the ranks share the questions.
 
-    All prompts are encoded once at the start, so that a bad one raises DataError (ValueError on
-    other ranks) before training. With ``lockstep`` every forward pass needs all ranks, with the
-    same modules in the same order.
+    All prompts are encoded at the start, so that a bad one raises DataError (ValueError on other
+    ranks) before training. ``lockstep``: every forward pass needs all ranks and the same modules.
     """
 
     def __init__(

@@ -180,49 +180,28 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
     ]
 
 
-class Fp8Record:
-    """Writes entries of kind ``fp8`` to metrics.jsonl; one object per stage and process."""
+def measure_states(optimizer: Any) -> dict[str, Any]:
+    """Measure the optimizer states of this process, compared with those of torch's AdamW.
 
-    def __init__(self, stage: str, report: ConversionReport, write: Write) -> None:
-        self._stage = stage
-        self._write = write
-        self._write_entry("blocks", 0, converted=report.converted, skipped=report.skipped)
-
-    @contextmanager
-    def watch(self, step: int, optimizer: Any) -> Iterator[None]:
-        """Count saturated and underflowed values in this context, then measure the states."""
-        with watching() as counts:
-            yield
-        self._write_entry("rates", step, rates=counts.rates())
-        self.states(optimizer, step)
-
-    def states(self, optimizer: Any, step: int) -> None:
-        """Measure the optimizer states of this process, compared with those of torch's AdamW.
-
-        Low bits of master weights are not counted: they are a part of the weights.
-        """
-        states = {p: state for p, state in optimizer.state.items() if state}
-        tensors = [
-            t
-            for state in states.values()
-            for key, t in state.items()
-            if isinstance(t, Tensor) and t.ndim and key != LOW_BITS
-        ]
-        # torch.optim.AdamW has two moments of the dtype of the weights that it updates.
-        master = next(iter(states), None)
-        has_low_bits = master is not None and LOW_BITS in states[master]
-        width = 0 if master is None else 4 if has_low_bits else master.element_size()
-        self._write_entry(
-            "states",
-            step,
-            optimizer=type(optimizer).__name__,
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            parameters=sum(state["exp_avg"].numel() for state in states.values()),
-            original_bytes_per_parameter=2.0 * width,
-        )
-
-    def _write_entry(self, status: str, step: int, **values: Any) -> None:
-        self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
+    Low bits of master weights are not counted: they are a part of the weights.
+    """
+    states = {p: state for p, state in optimizer.state.items() if state}
+    tensors = [
+        t
+        for state in states.values()
+        for key, t in state.items()
+        if isinstance(t, Tensor) and t.ndim and key != LOW_BITS
+    ]
+    # torch.optim.AdamW has two moments of the dtype of the weights that it updates.
+    master = next(iter(states), None)
+    has_low_bits = master is not None and LOW_BITS in states[master]
+    width = 0 if master is None else 4 if has_low_bits else master.element_size()
+    return {
+        "optimizer": type(optimizer).__name__,
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        "parameters": sum(state["exp_avg"].numel() for state in states.values()),
+        "original_bytes_per_parameter": 2.0 * width,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,27 +211,30 @@ class Measurements:
     name: str
     """The stage's name."""
     total_steps: int
-    record: Fp8Record | None
-    """Saturation and states, in the first and the last step; None without FP8."""
+    has_fp8: bool
+    """Whether saturation and optimizer states are measured, in the first and the last step."""
     monitor: BlockMonitor
-    """Compares FP8 blocks with BF16 at intervals."""
     metrics: Metrics
 
     def is_due(self, step: int) -> bool:
         """Whether something is measured in this step."""
-        return self.monitor.is_due(step) or self._records(step)
+        return self.monitor.is_due(step) or self._counts(step)
 
     @contextmanager
     def watch(self, step: int, optimizer: Any) -> Iterator[None]:
         """Measure the step in this context."""
-        record = self.record if self._records(step) else None
         with ExitStack() as measured:
             if self.monitor.is_due(step):
                 watch = self.monitor.watch(self.name, step, self.metrics.write)
                 measured.enter_context(watch)
-            if record is not None:
-                measured.enter_context(record.watch(step, optimizer))
-            yield
+            if not self._counts(step):
+                yield
+                return
+            with watching() as counts:
+                yield
+            entry = {"kind": "fp8", "stage": self.name, "step": step}
+            self.metrics.write({**entry, "status": "rates", "rates": counts.rates()})
+            self.metrics.write({**entry, "status": "states", **measure_states(optimizer)})
 
-    def _records(self, step: int) -> bool:
-        return self.record is not None and step in (1, self.total_steps)
+    def _counts(self, step: int) -> bool:
+        return self.has_fp8 and step in (1, self.total_steps)

@@ -16,10 +16,7 @@ class GradientOrder:
 
     The first passes are eager on all ranks (``cuda_graphs.EAGER_PASSES``), and so have the same
     order. A gradient waits only for others of its block; if one never arrives, those after it wait
-    until the end of the pass.
-
-    Args:
-        optimizer: DeepSpeed's optimizer of stage 2, two of whose methods are replaced.
+    until the end of the pass. Two methods of DeepSpeed's optimizer of stage 2 are replaced.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -27,16 +24,12 @@ class GradientOrder:
         self._finish = optimizer.independent_gradient_partition_epilogue
         optimizer.reduce_ready_partitions_and_remove_grads = self._take
         optimizer.independent_gradient_partition_epilogue = self._end_pass
-        self._order: list[Any] = []
-        """The parameters in the order of the first pass."""
+        self._order: list[Any] = []  # parameters in the order of the first pass
         self._known = False
-        self._waiting: dict[int, tuple[Any, int]] = {}
-        """id of a parameter -> the parameter and the number of its group."""
-        self._next = 0
-        """The place in the order of the next gradient to pass on."""
+        self._waiting: dict[int, tuple[Any, int]] = {}  # id -> parameter, number of its group
+        self._next = 0  # index in the order of the next gradient to pass on
 
     def _take(self, parameter: Any, group: int) -> None:
-        """Take a gradient that is complete; pass on all whose turn it is."""
         if not self._known:
             self._order.append(parameter)
             self._reduce(parameter, group)
@@ -47,7 +40,6 @@ class GradientOrder:
             self._next += 1
 
     def _end_pass(self) -> None:
-        """Pass on what waits, at the end of a backward pass."""
         self._known = self._known or bool(self._order)
         for parameter in self._order[self._next :]:
             if id(parameter) in self._waiting:

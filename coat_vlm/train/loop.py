@@ -24,7 +24,10 @@ from coat_vlm.train.tracking import StepLine
 
 @dataclass(slots=True, kw_only=True)
 class StageLoop:
-    """Runs the steps of one stage, and validates, evaluates and saves between them."""
+    """Runs the steps of one stage, and validates, evaluates and saves between them.
+
+    The heartbeat shows to the other ranks what this one does.
+    """
 
     step: TrainStep
     data: StageData
@@ -37,18 +40,12 @@ class StageLoop:
     continues."""
     log_every_steps: int
     heartbeat: Heartbeat
-    """Shows to the other ranks what this one does."""
     evaluation: LiveEvaluation | None = None
-    """Evaluates during training."""
     saved: int = 0
     """The step of the newest checkpoint."""
 
     def train(self) -> None:
-        """Run the remaining steps.
-
-        Raises what a step, the watchdog or saving raises; Stopped after a signal on any rank, with
-        the checkpoint saved.
-        """
+        """Run the remaining steps; raise Stopped after a signal on any rank, with a checkpoint."""
         step = self.step
         # Killed between saving and measuring: the entries of this step are missing.
         if step.finished and not self._measure(self.measured):
@@ -96,8 +93,7 @@ class StageLoop:
     def _save_and_measure(self, stop: bool) -> None:
         """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
 
-        The checkpoint is saved first: an error while validating then loses no step. What a signal
-        or an error leaves out is measured when the stage continues.
+        What a signal or an error leaves out is measured when the stage continues.
         """
         if stop or self._is_due(self.step.passes.stage.save_steps):
             self._save()
@@ -161,10 +157,7 @@ class StageLoop:
         return True
 
     def validate(self) -> dict[str, float] | None:
-        """Return the mean loss per supervised token (or pair) of every validation source.
-
-        Returns None when a rank received a signal.
-        """
+        """Return the mean loss per supervised token (or pair) by source; None after a signal."""
         world = self.step.passes.world
         self.step.passes.engine.eval()
         losses = {}

@@ -221,16 +221,6 @@ def open_source(
     return SelectedRows(dataset, rows)
 
 
-def find_list_warnings(validation: Sequence[SourceConfig]) -> list[str]:
-    """Return a line for each list of validation sources whose weights are ignored."""
-    return [
-        f"{source.name}: the weights of {source.path} are ignored in validation, which reads every "
-        "row once"
-        for source in validation
-        if any(entry.weight is not None for entry in read_list(source.path) or [])
-    ]
-
-
 def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list[str]:
     """Return what readers noted in the first rows of each source, such as a quoted ``<image>``.
 

@@ -70,7 +70,6 @@ class Passes:
 
     engine: DeepSpeedEngine
     model: PreTrainedModel
-    """The engine's module."""
     stage: StageConfig
     world: World
     clips: bool
@@ -79,9 +78,8 @@ class Passes:
     sequence: SequenceGroup | None = None
     """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
     preference: Preference | None = None
-    """The loss of a stage ``dpo``; None for that of supervised tokens."""
+    """The loss of a stage ``dpo``."""
     mode_is_set: bool = False
-    """Whether the modules' modes were set; a validation sets the whole model to evaluation mode."""
 
     @property
     def counts(self) -> bool:
@@ -90,7 +88,7 @@ class Passes:
 
     def set_train_mode(self) -> None:
         """Set module modes unless they are set already: that takes 9 ms on 7B with adapters."""
-        if not (self.mode_is_set and self.model.training):
+        if not (self.mode_is_set and self.model.training):  # a validation resets the whole model
             set_train_mode(self.model, self.stage)
             self.mode_is_set = True
 
@@ -238,7 +236,7 @@ def build_passes(
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event that a GPU reaches after what was launched so far; None on a CPU."""
+    """Return an event after what was launched so far; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

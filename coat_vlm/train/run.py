@@ -50,7 +50,7 @@ from coat_vlm.train.divergence import (
 )
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
-from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record, Measurements
+from coat_vlm.train.fp8_monitor import BlockMonitor, Measurements
 from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.model_setup import (
     avoids_padding,
@@ -311,9 +311,6 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     start = {**opened.description, "sources": describe_sources(data)}
     metrics.write({"kind": "stage", "status": "start", **start})
     opened.record.log_changes(metrics, name, done.step)
-    record = None
-    if opened.conversion is not None:
-        record = Fp8Record(name, opened.conversion, metrics.write)
     saver = _build_saver(stage, opened, passes, damaged)
     return StageLoop(
         step=TrainStep(
@@ -335,7 +332,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
             measurements=Measurements(
                 name=name,
                 total_steps=opened.total_steps,
-                record=record,
+                has_fp8=opened.conversion is not None,
                 monitor=monitor,
                 metrics=metrics,
             ),

@@ -82,19 +82,15 @@ def print_tables(
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")
-    about = "tokens" if data.packing is not None else "~tokens"
     width = max(20, *(len(share.name) + 2 for share in data.shares))
-    lines.append(
-        f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}"
-    )
-    means = list(zip(data.shares, data.tokens, strict=True))
-    all_tokens = sum((mean or 0.0) * share.samples for share, mean in means)
-    for share, mean in means:
+    measured = any(data.tokens)
+    header = f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}"
+    lines.append(header + (f"{'tokens':>10}{'of all':>9}" if measured else ""))
+    means = [mean or 0.0 for mean in data.tokens]
+    total = sum(mean * share.samples for share, mean in zip(data.shares, means, strict=True))
+    for share, mean in zip(data.shares, means, strict=True):
         passes = samples / data.epoch_size * share.passes
-        each = "-" if mean is None else f"{mean:,.0f}"
-        of_all = f"{(mean or 0.0) * share.samples / max(1.0, all_tokens):.1%}"
-        lines.append(
-            f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}"
-            f"{each:>10}{of_all:>9}"
-        )
+        line = f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}"
+        of_all = f"{mean * share.samples / max(1.0, total):.1%}"
+        lines.append(line + (f"{mean:>10,.0f}{of_all:>9}" if measured else ""))
     print_on_main(world, "\n".join(lines))

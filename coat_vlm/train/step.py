@@ -50,14 +50,12 @@ class TrainStep:
     name: str
     """The stage's name."""
     total_steps: int
-    """Number of steps of the stage, for the learning rate schedule."""
     sampler: Sampler
-    """Returns the samples of each step."""
     passes: Passes
     log: StepLog
     overlaps: bool = False
-    """Whether a step's results may be read while the next step runs. A single process must train
-    with CoatAdamW; see :func:`coat_vlm.train.engine.steps_overlap`."""
+    """Whether a step's results may be read while the next step runs
+    (:func:`coat_vlm.train.engine.steps_overlap`)."""
     measurements: Measurements | None = None
     on_entry: Callable[[dict[str, Any]], None] = lambda _: None
     """Called with a step's entry of metrics.jsonl, before the next step changes weights. An
@@ -86,14 +84,12 @@ class TrainStep:
         or during the next call if steps overlap.
 
         Args:
-            micro_batches: of this rank; None if a signal ended the wait. No rank then runs the
-                step.
+            micro_batches: None if a signal ended the wait. No rank then runs the step.
             started: ``time.perf_counter()`` before loading the micro-batches.
             wait: whether the results must be read before this call returns.
 
-        Raises:
-            ValueError: too many rows are bad or steps were skipped, the loss is not finite, the
-                batch has no supervised token, or a trainable module gets no gradient.
+        Raises ValueError if too many rows are bad or steps were skipped, the loss is not finite,
+        the batch has no supervised token, or a trainable module gets no gradient.
         """
         passes, number = self.passes, self.finished + 1
         self.log.begin(data_wait, passes.world.device)
@@ -118,11 +114,7 @@ class TrainStep:
         return stop
 
     def read(self) -> None:
-        """Wait for the results of the latest step, check and log them, unless that was done.
-
-        Raises:
-            ValueError: see :meth:`__call__`; and what ``on_entry`` raises.
-        """
+        """Wait for the results of the latest step, check and log them, unless that was done."""
         step, self.launched = self.launched, None
         if step is None:
             return

@@ -39,7 +39,7 @@ class StepLog:
     """Bytes of CUDA graphs when results were read last."""
 
     def begin(self, data_wait: float, device: torch.device) -> None:
-        """Note that a step begins, after so many seconds of waiting for its micro-batches."""
+        """Note that a step begins."""
         self.waited += data_wait
         self.begun = record_event(device)
 
