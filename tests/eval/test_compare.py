@@ -116,16 +116,6 @@ def test_the_interval_is_that_of_paired_differences(
     assert high == pytest.approx(gaps.mean() + half, abs=0.6)
 
 
-def test_pairing_narrows_the_interval_of_equal_runs(tmp_path: Path) -> None:
-    flags = [True, False] * 50
-    pairs = [("yes", "yes"), ("no", "yes")] * 50
-    a = make_run(tmp_path / "a", flags, pairs, 1.0)
-    b = make_run(tmp_path / "b", flags, pairs, 1.0)
-    for row in compare_runs([a], [b]):
-        assert row.difference == 0
-        assert row.interval in (None, (0.0, 0.0))
-
-
 def test_other_items_do_not_compare(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [True], [("yes", "yes")], 1.0)
     b = make_run(tmp_path / "b", [True, True], [("yes", "yes")], 1.0)

@@ -197,14 +197,6 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         merge(tmp_path)
 
 
-def test_a_damaged_run_file_is_named(tmp_path: Path):
-    resume(tmp_path, {})
-    written(tmp_path, 0, 1)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(DataError, match=r"run\.json: not JSON: .* -> remove the output folder"):
-        resume(tmp_path, {})
-
-
 def test_a_run_that_answered_nothing_does_not_stand_in_the_way(tmp_path: Path):
     resume(tmp_path, {"model": "a"})
     merge(tmp_path)

@@ -16,11 +16,10 @@ from official_files import encoded, noise
 from PIL import Image
 from scoring_helpers import pixels, prompts_of, score, write
 
-from coat_cli.main import main
 from coat_data.media.image import open_image
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
-from coat_eval.extract import infer_letter, infer_letter_c03bc048
+from coat_eval.extract import infer_letter_c03bc048
 from coat_eval.runner import make_eval_task
 from coat_eval.scoring import RULE_ONLY, format_headline
 
@@ -67,15 +66,6 @@ def test_the_letter_rule_of_august_2024(text: str, letter: str | None):
     assert infer_letter_c03bc048(text, FRUIT) == letter
 
 
-def test_the_two_versions_of_the_letter_rule_differ():
-    for text, old, new in (
-        ("The answer is b", None, "B"),
-        ("B is what I choose after looking at all of it", "B", None),
-        ("there are " + "very " * 30 + "ripe two plums", "C", None),
-    ):
-        assert (infer_letter_c03bc048(text, FRUIT), infer_letter(text, FRUIT)) == (old, new)
-
-
 def mmstar_rows(number: int = 4) -> list[dict[str, Any]]:
     kinds = ["math", "math", "logical reasoning", "coarse perception"]
     return [
@@ -115,16 +105,6 @@ def test_mmstar(tmp_path: Path):
     lmms = score("mmstar", said, table, profile="lmms", with_items=True)
     assert [item["extracted"] for item in lmms["items"]] == ["B", "A", None, "A"]
     assert lmms["follows"] == "EvolvingLMMs-Lab/lmms-eval @v0.7.3"
-
-
-def test_the_standard_error_is_clustered_by_image(tmp_path: Path):
-    """Rows 0 and 2 show one image: e = (1/2, -1/2, 1/2, -1/2), and their product counts twice."""
-    table = write(tmp_path / "MMStar.tsv", mmstar_rows())
-    said = answers(tmp_path / "p.jsonl", ["B", "A", "C", "C"])
-    report = score("mmstar", said, table)
-    assert report["metrics"]["overall"] == 50
-    alone, together = 4 * 0.25 / (4 * 3), 2 * 0.25 / 16
-    assert report["standard_errors"]["overall"] == pytest.approx(100 * (alone + together) ** 0.5)
 
 
 def test_images_and_prompts_of_the_table(tmp_path: Path):
@@ -368,20 +348,6 @@ def test_mmbench_is_circular(tmp_path: Path):
     assert partly["metrics"]["overall"] == pytest.approx(200 / 3)
 
 
-def test_a_constant_letter_answers_all_rotations(tmp_path: Path):
-    """ "All of them" stays D in MMBench's rotations, so a constant D is right there."""
-    fixed = [
-        {**row, "D": "all of them", "answer": "D"}
-        for row in rotate(5, "Which?", ["red", "blue", "green"], 0)
-    ]
-    rows = [*fixed, *rotate(6, "Who?", ["Ada", "Bob", "Cyd"], 1)]
-    table = write(tmp_path / "mmbench.tsv", rows)
-    said = answers(tmp_path / "p.jsonl", {str(row["index"]): row["answer"] for row in rows})
-    report = score("mmbench", said, table)
-    assert report["metrics"]["overall"] == 100
-    assert report["constants"]["overall"] == {"answer": "D", "value": 50}
-
-
 def test_a_limit_never_scores_half_a_group_as_right(tmp_path: Path):
     rows = mmbench_rows()
     table = write(tmp_path / "mmbench_dev_20230712.tsv", rows)
@@ -481,23 +447,6 @@ def test_ai2d_says_that_only_its_rule_is_known(tmp_path: Path):
         assert [(one.text, pixels(one)) for one in own] == [
             (one.text, pixels(one)) for one in other
         ]
-
-
-def test_compared_scores_are_marked_as_rule_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    rows = [
-        {"index": i, "question": "q?", **FRUIT, "answer": "A", "category": "typesOf"}
-        for i in range(2)
-    ]
-    table = write(tmp_path / "AI2D_TEST.tsv", rows)
-    for name, texts in (("a", ["A", "A"]), ("b", ["A", "B"])):
-        said = answers(tmp_path / "p.jsonl", texts)
-        words = ["--predictions", str(said), "--references", str(table), "--items"]
-        assert main(["score", "ai2d", *words, "--out", str(tmp_path / f"{name}.json")]) == 0
-
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "ai2d overall (rule only)" in capsys.readouterr().out
 
 
 def test_references_of_others_and_without_texts(tmp_path: Path):

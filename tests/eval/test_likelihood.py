@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from coat_cli.main import main
-from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_eval.benchmark import IMAGE_LINE, Prompt, prompt_sample
-from coat_eval.generation import Generation, answer_all
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_eval.benchmark import IMAGE_LINE, prompt_sample
 from coat_eval.own_model import CoatAdapter
 from coat_eval.runner import load_adapter
 from coat_vlm.model.processor import CoatVlmProcessor
@@ -71,31 +70,6 @@ def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     tokens = (batch["labels"] >= 0).sum(1).tolist()
     assert tokens[3] == 1  # the token that ends an answer
     assert tokens[0] == 2
-
-
-def test_choices_are_asked_in_as_many_rows_as_a_batch_has(
-    adapter: CoatAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Eight rows are two questions with four choices; a long choice is listed, not fatal."""
-    rows: list[int] = []
-    losses = CoatAdapter.compute_losses
-
-    def noted(self: CoatAdapter, batch: Any) -> list[Any]:
-        rows.append(len(batch["input_ids"]))
-        return losses(self, batch)
-
-    monkeypatch.setattr(CoatAdapter, "compute_losses", noted)
-    prompts = [
-        Prompt(question_id=str(number), text="What?", choices=CHOICES) for number in range(3)
-    ]
-    prompts.append(Prompt(question_id="3", text="?", choices=("x" * 4000,)))
-    generation = Generation(batch_size=8)
-    problems = answer_all(adapter, prompts, set(), tmp_path, generation)
-    assert rows == [8, 4]
-    assert [row["question_id"] for row in problems] == ["3"]
-    assert "with the answer 'xxx" in problems[0]["problem"]
-    with pytest.raises(DataError, match="more than max_length"):
-        adapter.encoder.encode_choices(prompt_sample("?"), ["x" * 4000])
 
 
 def test_losses_are_resumed_and_scored_from_their_file(

@@ -182,28 +182,6 @@ def test_csv_and_xlsx_of_ids_and_predictions(tmp_path: Path, gqa: Path):
         read_table(tmp_path / "cut.xlsx")
 
 
-def test_a_sheet_whose_empty_cells_are_not_stored(tmp_path: Path, gqa: Path):
-    """As ``write_only`` workbooks: no dimensions, so rows end at their last cell."""
-    openpyxl = pytest.importorskip("openpyxl")
-    book = openpyxl.Workbook(write_only=True)
-    sheet = book.create_sheet()
-    sheet.append(["question_id", "prediction", "remark", None])
-    for question_id, one in GQA.items():
-        sheet.append([int(question_id), one["answer"]])
-    sheet.append([None, None, None, None, None])
-    book.save(tmp_path / "p.xlsx")
-    assert score("gqa", tmp_path / "p.xlsx", gqa)["metrics"]["accuracy"] == 100
-
-
-def test_the_tables_answer_may_be_written_otherwise(tmp_path: Path, gqa: Path):
-    rows = [
-        {"index": i, "id": question_id, "question": one["question"],
-         "answer": f" {one['answer'].capitalize()}", "prediction": one["answer"]}
-        for i, (question_id, one) in enumerate(GQA.items())
-    ]  # fmt: skip
-    assert score("gqa", write(tmp_path / "m_GQA.tsv", rows), gqa)["n"] == 3
-
-
 def test_a_damaged_table_names_its_line(tmp_path: Path):
     path = tmp_path / "p.csv"
     path.write_text('question_id,prediction\n1,yes\n2,"a, b"\n3,a,b\n')

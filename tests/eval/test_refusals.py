@@ -131,19 +131,6 @@ def test_a_label_that_is_neither_yes_nor_no_is_refused(tmp_path: Path):
         assert "the label is None, neither yes nor no" in error.problem
 
 
-def test_categories_in_another_letter_case(tmp_path: Path):
-    rows = [
-        {"question_id": row["question_id"], "prediction": row["label"], "category": "POPULAR"}
-        for row in pope_rows("popular")
-    ]
-    answers = write(tmp_path / "a.jsonl", rows)
-    labels = pope_labels(tmp_path, "popular")
-    assert score("pope", answers, labels, allow_missing=True)["metrics"]["popular.f1"] == 100
-    asked = [{**row, "category": "Popular"} for row in pope_rows("popular")]
-    metrics = score("pope", answers, write(tmp_path / "x.jsonl", asked))["metrics"]
-    assert metrics["popular.f1"] == metrics["mean_f1"] == 100
-
-
 def test_the_same_references_twice_count_once(tmp_path: Path):
     first, second = tmp_path / "questions.json", tmp_path / "copy.json"
     for path in (first, second):

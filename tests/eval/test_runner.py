@@ -165,15 +165,6 @@ def test_a_killed_run_goes_on_without_repeating_or_losing(folder: Path, script: 
     assert report["metrics"]["accuracy"] == 100.0
 
 
-def test_a_line_cut_off_in_the_middle_is_asked_again(folder: Path, script: Script):
-    go(folder, script)
-    path = folder / "out" / "predictions.jsonl"
-    path.write_bytes(path.read_bytes()[:-5])
-    script.asked = []
-    assert go(folder, script)["n"] == 10
-    assert [len(batch) for batch in script.asked] == [1]
-
-
 def test_a_limit_can_be_raised_later(folder: Path, script: Script):
     assert go(folder, script, limit=4)["n"] == 4
     assert sorted(ids(folder)) == ["q0", "q1", "q2", "q3"]
@@ -299,14 +290,6 @@ def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytes
         ["presence", "yes_no", "accuracy", "50.00", "50.00", "50.00", "100.00", "missed"],
         ["presence", "yes_no", "begin.f1", "61.54", "47.06", "61.54", "50.00", "ok"],
     ]
-
-
-def test_a_model_trained_again_replaces_old_predictions(run_dir: Path, script: Script):
-    evaluate_run(run_dir, QUIET)
-    (run_dir / "sft" / "model" / "config.json").write_text('{"again": 1}')
-    script.asked = []
-    evaluate_run(run_dir, QUIET)
-    assert sum(len(batch) for batch in script.asked) == 10
 
 
 def test_a_misspelt_requirement_is_found_before_anything_is_asked(run_dir: Path, script: Script):

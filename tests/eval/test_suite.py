@@ -126,16 +126,6 @@ def test_the_report_is_the_score_of_the_predictions(task: str, benchmarks: Path,
     assert places == sorted(places)  # answered longest first, written in the questions' order
 
 
-def test_the_answers_are_worth_scoring(out: Path):
-    words = [
-        row["prediction"]
-        for task in TASKS.split(",")
-        for row in lines(out / task / "predictions.jsonl")
-    ]
-    assert len(set(words)) >= 4
-    assert max(words.count(word) for word in set(words)) < 0.7 * len(words)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -273,14 +263,6 @@ def test_a_video_that_arrives_later_is_asked_about(
     assert len(first) == 3
     assert lines(path)[:3] == first
     assert len(lines(path)) == 6
-
-
-def test_subtitles_that_cannot_be_read_are_named(
-    video_mme: Path, speaking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (video_mme / "subtitle" / "aaa.srt").write_bytes(b"1\n00:00:00,000 --> 00:00:09,900\ncaf\xe9\n")
-    assert evaluate(speaking_model, video_mme, tmp_path, "videomme_subtitles") == 2
-    assert "aaa.srt: is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_run_that_could_ask_nothing_fails(

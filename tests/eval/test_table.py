@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import random
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -138,21 +137,3 @@ def test_images_are_hashed_wherever_quotes_are(tmp_path: Path, seed: int):
     data = content.encode("utf-8-sig" if seed % 3 else "utf-8")
     (tmp_path / "t.tsv").write_bytes(gzip.compress(data) if seed % 5 == 0 else data)
     assert read_table(tmp_path / "t.tsv").rows == read_with_hashed_images(content, delimiter)
-
-
-def test_neither_images_nor_equal_annotators_are_held_in_memory(tmp_path: Path):
-    """Images are dropped line by line; equal answers of annotators are one object."""
-    image = "A" * 40_000
-    lines = ["index\tquestion\timage\tA", *(f'{i}\t"a\nb"\t{image}\tx' for i in range(200))]
-    (tmp_path / "t.tsv").write_text("\n".join(lines))
-    answers = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": i} for i in range(10)]
-    rows = [{"question_id": i, "image_id": 1, "answers": answers} for i in range(3000)]
-    (tmp_path / "a.json").write_text(json.dumps({"annotations": rows}))
-    for name, most in (("t.tsv", 0.1), ("a.json", 1.0)):
-        tracemalloc.start()
-        table = read_table(tmp_path / name)
-        held, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert held < most * (tmp_path / name).stat().st_size
-        if name == "a.json":
-            assert table.rows == rows

@@ -1,6 +1,5 @@
 """Videos as videos, for models that take them; the reference is transformers' own processor."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from transformers.video_utils import VideoMetadata
 
-from coat_cli.main import main
 from coat_data.media.video import read_frames
 from coat_data.sample import Media
 from coat_eval.benchmark import prompt_sample
@@ -63,14 +61,3 @@ def test_videos_of_different_lengths_share_a_batch(
     assert sorted(set(times)) == pytest.approx([0, 1, 2, 3], abs=1e-3)
     both = adapter.answer(encoder.collate([short, long]), 4)
     assert both == [adapter.answer(encoder.collate([one]), 4)[0] for one in (short, long)]
-
-
-def test_the_command_shows_videos(video_folder: Path, benchmarks: Path, tmp_path: Path):
-    tasks = ["--tasks", "videomme", "seedbench_likelihood", "--num-frames", "2"]
-    where = ["--data", str(benchmarks), "--to", str(tmp_path), "--max-new-tokens", "2"]
-    assert main(["eval", "--model", str(video_folder), *tasks, *where]) == 0
-    said = json.loads((tmp_path / "videomme" / "run.json").read_text())
-    assert (said["num_frames"], said["videos_as"]) == (2, "video")
-    assert len((tmp_path / "videomme" / "predictions.jsonl").read_text().splitlines()) == 3
-    rows = (tmp_path / "seedbench_likelihood" / "predictions.jsonl").read_text().splitlines()
-    assert [len(json.loads(row)["losses"]) for row in rows] == [4] * 6
