@@ -117,7 +117,7 @@ def compute_headline_metrics(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
 
 
 def format_differences(comparison: Comparison) -> str:
-    """Format the differences and the comparison with published results as Markdown."""
+    """Format the differences as Markdown."""
     lines = []
     pairs = groupby(comparison.differences, lambda row: (row.first_name, row.second_name))
     for (first, second), rows in pairs:
@@ -147,42 +147,13 @@ def format_differences(comparison: Comparison) -> str:
         first = next(iter(comparison.sets.values()))
         rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
         lines += ["", f"Rules: {rules}."]
-    return "\n".join([*lines, *_format_published(comparison)])
+    return "\n".join(lines)
 
 
 def read_published() -> dict[str, dict[str, Any]]:
     """Read percent by ``task.metric``, and ``source`` (repository and file), by published model."""
     text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
-
-
-def _format_published(comparison: Comparison) -> list[str]:
-    """Format a table of complete, officially scored benchmarks, and the reasons for omissions."""
-    published = read_published()
-    known = {name for row in published.values() for name in row}
-    own: dict[str, dict[str, float]] = {}
-    left_out = []
-    for model, sets in comparison.sets.items():
-        whole = {name: scored for name, scored in sets.items() if not scored.deviations}
-        own[f"**{model}**"] = compute_headline_metrics(whole)
-        for name in sets:
-            if name not in whole and known & compute_headline_metrics({name: sets[name]}).keys():
-                left_out.append(f"{name} of {model} ({', '.join(sets[name].deviations)})")
-    own = {model: found for model, found in own.items() if found}
-    columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
-    lines = []
-    if columns:
-        theirs = {model: row for model, row in published.items() if row.keys() & set(columns)}
-        cells = [
-            [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
-            for model, values in (own | theirs).items()
-        ]
-        sources = "; ".join(dict.fromkeys(row["source"] for row in theirs.values()))
-        lines += ["", _format_table(["model", *columns], cells), ""]
-        lines.append(f"Published results (VQAv2 and VizWiz: test-dev). Sources: {sources}.")
-    if left_out:
-        lines += ["", f"Not compared with published results: {'; '.join(left_out)}."]
-    return lines
 
 
 def find_disagreements(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:

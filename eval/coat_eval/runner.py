@@ -162,13 +162,12 @@ def run_benchmark(
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}
     answers: dict[int, dict[str, Any]] = {}
-    done: set[int] | Exception = set()
-    if world.is_main:
-        identity = _make_identity(adapter, eval_task, prompts, generation)
-        done = _prepare_output(out_dir, identity, eval_task, asked)
-    done = world.gather(done)[0]
-    if isinstance(done, Exception):
-        raise done
+
+    def prepare() -> set[int]:
+        identity.update(_make_identity(adapter, eval_task, prompts, generation))
+        return _prepare_output(out_dir, identity, eval_task, asked)
+
+    done = world.run_on_rank0(prepare)
     skipped = answer_all(adapter, asked, done, out_dir, generation, world=world, check=check)
     problems = sorted(chain.from_iterable(world.gather(skipped)), key=lambda row: row["index"])
     check()
@@ -254,12 +253,9 @@ def _make_identity(
 
 def _prepare_output(
     out_dir: Path, identity: dict[str, Any], eval_task: EvalTask, asked: Sequence[Prompt]
-) -> set[int] | Exception:
-    """Return the answered questions, or an error for the other ranks, which would wait."""
-    try:
-        done = resume(out_dir, identity, overwrite=eval_task.overwrite)
-    except (ValueError, OSError) as error:
-        return error
+) -> set[int]:
+    """Write the prompts, and return the answered questions."""
+    done = resume(out_dir, identity, overwrite=eval_task.overwrite)
     rows = [
         {
             **get_key_fields(prompt),

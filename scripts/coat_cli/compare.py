@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
   coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1
 
 Each model is compared with the first one on the same items. Run folders also get the mean and the
-standard deviation over seeds; --with compares two groups of them. Benchmarks are listed next to
+standard deviation over seeds; --with compares two groups of them. The page lists benchmarks next to
 published results.
 """,
     )

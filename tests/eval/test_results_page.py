@@ -112,6 +112,14 @@ def test_f1_has_no_binomial_variance_and_soft_differences_use_the_bootstrap(tmp_
     assert "Rules: pope: official of RUCAIBox/POPE evaluate.py @" in said
 
 
+def test_published_results_stand_beside_complete_benchmarks_only(tmp_path: Path) -> None:
+    paths = [gqa_report(tmp_path / name, range(50)) for name in "ab"]
+    assert len(find_rows(paths, "gqa accuracy")) > 2
+    report = json.loads((paths[1] / "gqa" / "report.json").read_text())
+    (paths[1] / "gqa" / "report.json").write_text(json.dumps({**report, "n_official": 12578}))
+    assert len(find_rows(paths, "gqa accuracy")) == 2
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """A page with a long name, published models and flipped items."""

@@ -50,7 +50,10 @@ class LongVideoBench(Benchmark):
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; in the test split it has no ``correct_choice``."""
-        choices, number = _read_choices(row), row.get("correct_choice")
+        # In Parquet absent choices are "N/A".
+        listed = row.get("candidates") or [row.get(f"option{index}") for index in range(5)]
+        choices = letter_choices([str(text) for text in listed if text not in (None, "N/A")])
+        number = row.get("correct_choice")
         if number is not None and str(number) not in map(str, range(-1, len(choices))):
             problem = f"correct_choice is {number!r} of {len(choices)} choices"
             raise DataError(where, problem, "download the file again")
@@ -78,9 +81,3 @@ class LongVideoBench(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the first A to E after removing phrases; None where lmms-eval draws a letter."""
         return extract_first_letter(text, PREFIXES, LETTERS) or None
-
-
-def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the choices by letter; in Parquet absent ones are "N/A"."""
-    listed = row.get("candidates") or [row.get(f"option{number}") for number in range(5)]
-    return letter_choices([str(one) for one in listed if one not in (None, "N/A")])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Question, Settings, pick
+from coat_eval.benchmark import Benchmark, Question, Settings
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
@@ -52,7 +52,7 @@ class NextQa(Benchmark):
             question_id=f"{row['video']}_{row['qid']}",
             answer=_LETTERS[int(answer)],
             tables={"group": GROUPS[kind[0]], "type": kind},
-            details={"choices": _read_choices(row)},
+            details={"choices": letter_choices([str(row[name]).strip() for name in _CHOICES])},
             text=str(row.get("question") or ""),
             cluster=str(row["video"]),
             where=where,
@@ -89,7 +89,3 @@ class NextQa(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``)."""
         return parse_choice(text, question.details["choices"], lmms=True)
-
-
-def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
-    return letter_choices([str(pick(row, (name,), "")).strip() for name in _CHOICES])

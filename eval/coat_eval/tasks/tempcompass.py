@@ -55,7 +55,8 @@ class TempCompass(Benchmark):
     def is_predictions(self, table: Table) -> bool:
         """Official predictions, or rows by id."""
         if table.form == "mapping" and self.is_reference(table):
-            return any(_has_text(row) for _, _, _, row, _ in _iterate_questions(table))
+            rows = [row for _, _, _, row, _ in _iterate_questions(table)]
+            return any("prediction" in row or "response" in row for row in rows)
         return super().is_predictions(table)
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
@@ -125,10 +126,6 @@ class TempCompass(Benchmark):
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``type.<kind>`` (avg) and ``<kind>.<aspect>``; both kinds have no common mean."""
         return to_table_percents(scored)
-
-
-def _has_text(row: Mapping[str, Any]) -> bool:
-    return "prediction" in row or "response" in row
 
 
 def _iterate_questions(table: Table) -> Iterator[Found]:
