@@ -23,13 +23,13 @@ FILES = {
 }
 
 
+def offline(*_: Any, **__: Any) -> None:
+    raise OfflineModeIsEnabled("no network")
+
+
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing asks the real Hub."""
-
-    def offline(*_: Any, **__: Any) -> None:
-        raise OfflineModeIsEnabled("no network")
-
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
 
 
@@ -65,9 +65,6 @@ def test_files_of_the_benchmark_and_nothing_else(
 def test_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def offline(*_: Any, **__: Any) -> None:
-        raise OfflineModeIsEnabled("no network")
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert main(["data", "download", "gqa", "--to", str(tmp_path)]) == 2
     said = capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from encoders import jsonl
+from encoders import encoder_of, jsonl
 
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.dataset import SampleDataset
@@ -21,7 +21,6 @@ from coat_data.load.documents import (
     split_rows,
 )
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.media.image import ImageTransform
 from coat_data.mixture.selection import SelectedRows, original_row
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
@@ -35,15 +34,8 @@ HARD = (
 
 
 def text_encoder(tokenizer: Any, limit: int = LIMIT) -> Encoder:
-    """For a language model alone."""
-    return Encoder(
-        tokenizer,
-        get_template("plain", tokenizer),
-        ImageTransform(1, (0.5,) * 3, (0.5,) * 3),
-        tokens_per_image=0,
-        image_token_id=None,
-        max_length=limit,
-    )
+    """For a language model without vision."""
+    return encoder_of(tokenizer, image_token_id=None, tokens_per_image=0, max_length=limit)
 
 
 def document(text: str, *, row: int = 0) -> Sample:

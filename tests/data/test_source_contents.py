@@ -1,12 +1,13 @@
 """What a tar's JSON, a folder's file names and the first rows say about a source."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from encoders import Tar
+from encoders import Tar, talk
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
@@ -73,3 +74,31 @@ def test_a_folder_of_several_splits_is_no_source(tar: Tar, tmp_path: Path) -> No
         assert [getattr(one, "id", None) for one in SampleDataset(advised).stream()] == ids
     (tars / "set-validation-0.tar").unlink()
     assert len(SampleDataset(tars)) == 2  # a contest is no test
+
+
+def test_a_tar_that_is_replaced_is_noticed(tar: Tar, tmp_path: Path) -> None:
+    """Its members are elsewhere now; the offsets of before would give parts of others."""
+    path = tar(
+        tmp_path / "a.tar", {f"{n}.{kind}": b"x" * 600 for n in "ab" for kind in ("jpg", "txt")}
+    )
+    opened = SampleDataset(path)
+    assert opened[1].id == "b"
+    copied = pickle.loads(pickle.dumps(opened))  # as a worker gets it
+    path.write_bytes(tar(tmp_path / "b.tar", {"c.txt": b"x", "c.jpg": b"y" * 2000}).read_bytes())
+    for dataset in (opened, copied):
+        with pytest.raises(DataError, match=r"a\.tar: the file has changed since it was opened"):
+            _ = dataset[1]
+    assert SampleDataset(path)[0].id == "c"
+
+
+def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
+    row = json.dumps(talk())
+    rows = tmp_path / "a.json"
+    rows.write_text(f"[{row}, {row}]")
+    assert len(SampleDataset(rows)) == 2
+    rows.write_text(f"[{row}, {row}, {row}")
+    for _ in range(2):  # damage is remembered
+        with pytest.raises(DataError, match="is not JSON"):
+            SampleDataset(rows)
+    rows.write_text(f"[{row}]")
+    assert len(SampleDataset(rows)) == 1
