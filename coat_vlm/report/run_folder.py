@@ -93,9 +93,10 @@ def read_run_folder(folder: Path) -> RunFolder:
     if recipe.get("eval_sets") and not (folder / "eval.json").is_file():
         missing.append("eval.json does not exist: the evaluation sets were not evaluated yet")
     eval_json = _read_json(folder / "eval.json", missing)
+    eval_sets: dict[str, Any] = recipe.get("eval_sets") or {}
     reports = {
         name: report
-        for name in dict.fromkeys([*(recipe.get("eval_sets") or {}), *eval_json])
+        for name in dict.fromkeys([*eval_sets, *eval_json])
         if (report := _read_json(folder / "eval" / name / "report.json", missing))
     }
     training: dict[str, Any] = {}
