@@ -37,10 +37,7 @@ def list_builtin_recipes() -> list[str]:
 
 
 def load_recipe(
-    path_or_name: str,
-    overrides: Sequence[str] = (),
-    *,
-    unset_variables: bool = False,
+    path_or_name: str, overrides: Sequence[str] = (), *, unset_variables: bool = False
 ) -> Recipe:
     """Read a YAML file, or the built-in recipe of a name.
 

@@ -6,13 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.fp8 import (
-    FP8_PRECISIONS,
-    Fp8Config,
-    MasterWeights,
-    MonitorConfig,
-    Precision,
-)
+from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MasterWeights, MonitorConfig, Precision
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive, refuse
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoProcessor,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
+from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.export.transformers_parts import (
@@ -30,6 +25,7 @@ from coat_vlm.export.transformers_parts import (
     add_legacy_names,
     build_image_processor,
     build_plain_tower,
+    check_frames,
     make_tokenizer,
     rename_tower_weights,
     save_stock,
@@ -108,14 +104,9 @@ def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
         raise ValueError(
             f"--format llava: the image mode is {processor.image_mode} with several tiles per "
             f"image, and {_LAYOUT} supports one square; allowed: resize, pad; export with --format "
-            "coat"
+            "coat or vila"
         )
-    if "pool_frames" in processor.video:
-        raise ValueError(
-            "--format llava: the model was trained with model.video.pool_frames="
-            f"{processor.video['pool_frames']}, and {_LAYOUT} has separate tokens for each "
-            "frame of a video; allowed: --format coat"
-        )
+    check_frames(processor, "llava")
     why = why_logits_are_needed(model.language_model)
     if why is not None or model.language_model.base_model_prefix != "model":
         name = type(model.language_model).__name__

@@ -113,6 +113,16 @@ def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
         return VISION_MODELS[vision.model_type](config).to(model.dtype)
 
 
+def check_frames(processor: CoatVlmProcessor, target: str) -> None:
+    """Raise ValueError if the tokens of a video are means of frames."""
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            f"--format {target}: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and this layout has separate tokens for each frame "
+            "of a video; allowed: --format coat"
+        )
+
+
 def rename_tower_weights(
     tower: PreTrainedModel, state: dict[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:

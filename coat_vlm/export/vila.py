@@ -28,6 +28,7 @@ from coat_vlm.export.transformers_parts import (
     add_legacy_names,
     build_image_processor,
     build_plain_tower,
+    check_frames,
     make_tokenizer,
     rename_tower_weights,
     save_stock,
@@ -50,12 +51,7 @@ def save_vila(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
     """Write the three folders and config.json; ValueError if VILA does not support the model."""
-    if "pool_frames" in processor.video:
-        raise ValueError(
-            "--format vila: the model was trained with model.video.pool_frames="
-            f"{processor.video['pool_frames']}, and VILA has separate tokens for each frame of a "
-            "video; allowed: --format coat"
-        )
+    check_frames(processor, "vila")
     tower = build_plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model

@@ -153,10 +153,7 @@ def _merge_layer(
 
 
 def _check_shared(
-    parameters: Mapping[str, Tensor],
-    changed: list[str],
-    full: Mapping[str, Tensor],
-    folder: Path,
+    parameters: Mapping[str, Tensor], changed: list[str], full: Mapping[str, Tensor], folder: Path
 ) -> None:
     """Raise ValueError if modules that share a weight are not changed alike."""
     for name in changed:

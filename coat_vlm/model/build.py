@@ -115,10 +115,7 @@ def _load_vision(
 
 
 def _load_language(
-    language: LanguageConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    attention: str,
+    language: LanguageConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     if language.name_or_path is None:
         ids = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}

@@ -16,8 +16,6 @@ from coat_vlm.model.projector import block_size, count_projected_tokens
 IMAGE_TOKEN = "<image>"
 """Placeholder in the token sequence; ``tokens_per_image`` of them represent an image."""
 
-SELECT_FEATURES = ("patch", "cls_patch")
-
 
 class OpenClipVisionConfig(PretrainedConfig):
     """Configuration of a complete open_clip tower: ``vision_cfg`` and values derived from it.
@@ -131,27 +129,14 @@ class CoatVlmConfig(PretrainedConfig):
 
     def _check(self) -> None:
         if self.projector_type is None or self.image_token_id is None:
-            given = (self.vision_config, self.projector_type, self.image_token_id, self.s2_scales)
-            if given != (None,) * 4:
-                raise ValueError(
-                    "vision_config, projector_type, image_token_id and s2_scales belong together; "
-                    f"got model type {getattr(self.vision_config, 'model_type', None)!r}, "
-                    f"{self.projector_type!r}, {self.image_token_id!r} and {self.s2_scales!r}; "
-                    "set all of them to None for a language model without vision"
-                )
             return
         block = block_size(self.projector_type)
         count_needed_layers(self.vision_config.num_hidden_layers, self.select_layer)
-        if self.select_feature not in SELECT_FEATURES:
-            raise ValueError(
-                f"unknown select_feature {self.select_feature!r}; "
-                f"allowed: {', '.join(SELECT_FEATURES)}"
-            )
         if block > 1 and self.select_feature == "cls_patch" and self.num_prefix_tokens:
             raise ValueError(
-                f"projector {self.projector_type} needs a square grid of patches, and "
-                f"select_feature=cls_patch keeps {self.num_prefix_tokens} class token(s) of this "
-                "tower; use select_feature=patch, or projector linear or mlp2x_gelu"
+                f"projector {self.projector_type} needs a square grid of patches, without the "
+                f"{self.num_prefix_tokens} class token(s) of select_feature=cls_patch; use "
+                "select_feature=patch, or projector linear or mlp2x_gelu"
             )
         if self.s2_scales is not None:
             self._check_scales(self.s2_scales)

@@ -53,15 +53,9 @@ _IDEFICS: dict[str, Any] = {
 }
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        name="Gemma 3",
-        model_class="Gemma3ForConditionalGeneration",
-        token_types="token_type_ids",
+        name="Gemma 3", model_class="Gemma3ForConditionalGeneration", token_types="token_type_ids"
     ),
-    "idefics3": Family(
-        name="Idefics3",
-        model_class="Idefics3ForConditionalGeneration",
-        **_IDEFICS,
-    ),
+    "idefics3": Family(name="Idefics3", model_class="Idefics3ForConditionalGeneration", **_IDEFICS),
     "internvl": Family(name="InternVL3", model_class="InternVLForConditionalGeneration"),
     "llava": Family(
         name="LLaVA-1.5", model_class="LlavaForConditionalGeneration", adds_end_token=True

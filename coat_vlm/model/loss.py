@@ -347,11 +347,7 @@ def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
     sentinel = torch.tensor(0.75)
     output = _OutputLayer(sentinel)
     probe = copy.copy(language_model)
-    vars(probe)["_modules"] = {
-        **language_model._modules,
-        decoder: _Decoder(),
-        names[layer]: output,
-    }
+    vars(probe)["_modules"] = {**language_model._modules, decoder: _Decoder(), names[layer]: output}
     try:
         with torch.no_grad():
             inputs = torch.zeros(1, 3, layer.in_features, dtype=_PROBE_DTYPE)

@@ -85,11 +85,7 @@ class Packing:
 
 
 def read_packing(
-    batch: int,
-    tokens: int,
-    device: torch.device,
-    mask: Tensor | None,
-    arguments: Mapping[str, Any],
+    batch: int, tokens: int, device: torch.device, mask: Tensor | None, arguments: Mapping[str, Any]
 ) -> Packing | None:
     """Read the packing, with bounds on ``device``, from a model's arguments, or return None.
 

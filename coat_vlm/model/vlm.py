@@ -304,18 +304,10 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         return embeds
 
     def _read_layout(
-        self,
-        num_images: int,
-        image_grids: torch.Tensor | None,
-        frame_groups: torch.Tensor | None,
+        self, num_images: int, image_grids: torch.Tensor | None, frame_groups: torch.Tensor | None
     ) -> tuple[list[Grid], list[int] | None]:
         grids: list[Grid] = [(1, 1)] * num_images
-        if image_grids is not None:
-            if self.config.s2_scales is None:
-                raise ValueError(
-                    "image_grids are for a model with s2_scales, and this model has none; use the "
-                    "processor that was saved with the model"
-                )
+        if image_grids is not None and self.config.s2_scales is not None:
             grids = [(rows, columns) for rows, columns in image_grids.tolist()]
         return grids, None if frame_groups is None else frame_groups.tolist()
 
@@ -358,11 +350,6 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             projected = self._project_tiles(pixel_values)
             return projected if groups is None else pool_frames(projected, groups)
         features = self.vision_tower(pixel_values)
-        if groups is not None:
-            raise ValueError(
-                "frame_groups are for a model with one scale, and this model has several; use the "
-                "processor that was saved with the model"
-            )
         return project_scales(features, grids, self.config.s2_scales, self.projector)
 
     def _project_tiles(self, pixel_values: torch.Tensor) -> torch.Tensor:

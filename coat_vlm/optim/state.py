@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import (
-    GROUP,
-    Moment,
-    decode_moment,
-    encode_moment,
-    new_moment,
-)
+from coat_kernels import GROUP, Moment, decode_moment, encode_moment, new_moment
 from coat_kernels.formats import check_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -109,11 +103,7 @@ def by_element(state: Mapping[str, Tensor], size: int) -> set[str]:
 
 
 def decode(
-    keys: Collection[str],
-    elements: Collection[str],
-    read: Read,
-    start: int,
-    stop: int,
+    keys: Collection[str], elements: Collection[str], read: Read, start: int, stop: int
 ) -> dict[str, Tensor]:
     """Read the elements ``start`` to ``stop`` of a partition, with moments decoded to FP32.
 

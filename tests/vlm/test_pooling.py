@@ -12,6 +12,7 @@ from coat_data.load.collate import collate, collate_packed
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
 from coat_vlm.config.model import VideoConfig
+from coat_vlm.export.transformers_parts import check_frames
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.configuration import CoatVlmConfig
@@ -124,6 +125,8 @@ def test_a_saved_processor_asks_and_answers_the_same(
         answers.append(generate_batch(one, encoder, batch, 6))
     assert answers[0] == answers[1]
     batch = PromptEncoder(processor)([shown(frames)])
+    with pytest.raises(ValueError, match=r"--format vila: the model was trained with model.video"):
+        check_frames(processor, "vila")
     with_beams = cast(Any, model).generate
     beams = with_beams(**batch, num_beams=2, max_new_tokens=3, do_sample=False)
     assert beams.shape[0] == 1
