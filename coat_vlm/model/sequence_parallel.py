@@ -38,7 +38,7 @@ class SequenceGroup:
     """The ranks that share the sequences of a micro-batch."""
 
     rank: int
-    """Of this process in the group."""
+    """Rank of this process in the group."""
     size: int
     processes: dist.ProcessGroup
 
