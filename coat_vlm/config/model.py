@@ -32,8 +32,7 @@ class ImageConfig:
     """``dynamic_s2``: side lengths of the scales in pixels; default one, two and three times the
     tower's (448, 896 and 1344 for a tower of 448)."""
     max_pixels: Positive | None = None
-    """Maximum number of pixels of an image file, against decompression bombs; default 89 million
-    (Pillow's)."""
+    """Maximum pixels of an image file, against decompression bombs; default 89 million."""
 
     def __post_init__(self) -> None:
         require_value("model.image", self, "mode", "min_tiles", "dynamic")
@@ -46,28 +45,25 @@ class VideoConfig:
     """Sampling and decoding of video frames; each sampled frame is one tile."""
 
     backend: Literal["pyav", "decord"] = "pyav"
-    """``decord`` runs in a child process with a time limit, with PyAV for videos that decord does
-    not read exactly; it needs the decord extra and was not measured to be faster."""
+    """``decord`` needs the decord extra and runs in a child process with a time limit, with PyAV
+    for videos that decord does not read exactly."""
     sampling: Literal["uniform", "fps", "all"] = "uniform"
-    """``uniform``: ``num_frames`` frames evenly spaced in time; ``fps``: at most ``fps`` frames per
-    second; ``all``: every frame."""
+    """``uniform``: ``num_frames`` evenly spaced; ``fps``: at most ``fps`` per second; ``all``."""
     num_frames: Positive | None = None
     """``uniform``: frames per video; default 8. A shorter video gives fewer."""
     fps: Annotated[float, Field(gt=0.0)] | None = None
     """``fps``: frames per second."""
     max_frames: Positive | None = None
-    """``fps`` and ``all``: maximum number of frames; longer videos are sampled uniformly in time;
-    default 64."""
+    """``fps`` and ``all``: maximum frames; longer videos are sampled uniformly; default 64."""
     max_frame_pixels: Positive | None = None
     """Maximum number of pixels of a frame in the file; default 33,554,432 (allows 8K)."""
     max_total_pixels: Positive | None = None
-    """Maximum number of pixels of all sampled frames, in the size in which they are held (training
-    holds squares of the tower's size); default 536,870,912."""
+    """Maximum number of pixels of all sampled frames, in the tower's size; default 536,870,912."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """``decord``: seconds after which PyAV decodes the video instead; default 30."""
     time_tokens: bool = False
-    """Insert each frame's timestamp before it, as text such as ``<1.5 seconds>``; with
-    ``pool_frames`` the mean timestamp of each group."""
+    """Insert each frame's (with ``pool_frames`` each group's mean) time before it, such as
+    ``<1.5 seconds>``."""
     pool_frames: Annotated[int, Field(gt=1)] | None = None
     """Number of consecutive frames whose projected features are averaged (NVILA: 8), to the tokens
     of one frame. Not supported with image mode ``dynamic_s2``."""
@@ -93,8 +89,7 @@ class VisionConfig:
     name_or_path: str | None = None
     """Hub id or local folder of a pretrained tower. Exclusive with ``config``."""
     config: dict[str, Any] | None = None
-    """Configuration of a randomly initialized tower: keys of the library's config, with
-    ``model_type`` for transformers."""
+    """The library's config of a random tower, with ``model_type`` for transformers."""
     select_layer: int = -2
     """Hidden state that feeds the projector; -1 is the last layer's output, -2 the one before."""
     select_feature: Literal["patch", "cls_patch"] = "patch"
@@ -116,8 +111,7 @@ class LanguageConfig:
     name_or_path: str | None = None
     """Hub id or local folder of a pretrained model. Exclusive with ``config``."""
     config: dict[str, Any] | None = None
-    """Configuration of a randomly initialized model: ``model_type`` (llama, mistral, qwen2, qwen3,
-    ...) and config keys."""
+    """Config of a randomly initialized model, with ``model_type`` (llama, mistral, qwen3, ...)."""
     rope_theta: Annotated[float, Field(gt=0.0)] | None = None
     """Base of the rotary embedding, also of ``init_from``, to extend the context to
     ``model.max_length`` (LongVILA: 1.53e7 for 131,072 tokens); train after it."""
@@ -130,8 +124,7 @@ class TokenizerConfig:
     name_or_path: str | None = None
     """Hub id or folder; defaults to ``model.language.name_or_path``."""
     train_vocab_size: Positive | None = None
-    """Train a byte-level BPE of this size on the texts of all stages, for randomly initialized
-    models."""
+    """Train a byte-level BPE of this size on the texts of all stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -155,8 +148,7 @@ class ModelConfig:
     """Chat template of the model, ``chatml`` when absent; a stage may override it, for example with
     ``plain`` in align. A published model has its own."""
     max_length: Positive = 2048
-    """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
-    sample."""
+    """Maximum tokens of a sample, with image tokens; a longer one is a bad sample."""
     max_pixels: Positive | None = None
     """Pixels to which larger images are shrunk, for Qwen2.5-VL and Qwen3-VL, whose tokens show 28 x
     28 and 32 x 32 pixels; the processor's when absent."""

@@ -25,13 +25,11 @@ class SourceConfig:
     name: str
     """Name in logs, tables and validation losses."""
     path: str
-    """Data file, folder, glob pattern or URL of shards, or list of sources; see
-    docs/guides/data.md."""
+    """Data file, folder, glob or URL of shards, or list of sources (docs/guides/data.md)."""
     media_root: str | None = None
     """Folder or URL to which relative media paths are relative; defaults to ``path``'s folder."""
     format: str | None = None
-    """Name of the row format, as ``coat-vlm data lint`` prints it; recognized by content when
-    absent."""
+    """Row format, as ``coat-vlm data lint`` prints it; recognized by content when absent."""
     follow_links: bool = False
     """Allow symbolic links below the media root that point outside it."""
     repeat: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
@@ -42,14 +40,11 @@ class SourceConfig:
     """Rows to use: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat`` and
     ``weight`` apply to the selected rows."""
     exclude: str | None = None
-    """A ``bad_samples.jsonl`` of an earlier run, or the list of ``coat-vlm data overlap``; the rows
-    of this source in it are skipped."""
+    """Rows to skip: ``bad_samples.jsonl`` of a run, or the list of ``coat-vlm data overlap``."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns of the rows under other names, for example ``{image: img_path, question: q, answer:
-    a}``; see docs/guides/data.md."""
+    """Columns with other names, such as ``{image: img_path}`` (docs/guides/data.md)."""
     ignore_fields: list[str] = field(default_factory=list)
-    """Fields of the rows to leave out. Other fields that look like media or weights of the loss are
-    an error if the row format does not use them."""
+    """Fields to leave out. Unused ones that look like media or weights of the loss are an error."""
     supervise: Literal["all", "last"] = "all"
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
 
@@ -92,8 +87,8 @@ class LoraTraining:
     alpha: Annotated[int, Field(gt=0)] = 256
     """Numerator of the scale alpha / rank (``lora_alpha``)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout probability of an adapter's input (``lora_dropout``). Above 0 only the linear layers
-    of FP8 precisions are in FP8, and norms, activations and attention save more."""
+    """Dropout probability of an adapter's input (``lora_dropout``). Above 0 only linear layers are
+    in FP8, and norms, activations and attention save more."""
     modules: list[ModuleName] = field(default_factory=lambda: ["language"])
     """Modules that train adapters instead of their weights, with the module's lr."""
     target_modules: list[str] | None = None
@@ -148,11 +143,11 @@ class PackingConfig:
     """Several whole samples per row, without attention between them; ``true``: the defaults."""
 
     tokens: Positive | None = None
-    """Tokens per row, including image tokens: a multiple of 128, at least
-    ``model.max_length``; defaults to ``model.max_length`` rounded up to such a multiple."""
+    """Tokens per row, including image tokens: a multiple of 128, by default the next one from
+    ``model.max_length``, which is the minimum."""
     images: Positive | None = None
-    """Maximum number of images and frames per row, to limit the vision tower's memory; unlimited
-    when absent. A sample with more is a bad sample."""
+    """Maximum number of images and frames per row, to limit the vision tower's memory. A sample
+    with more is a bad sample."""
     buffer: Annotated[int, Field(ge=1, le=1000)] = 1000
     """Number of consecutive samples, in training order, from which rows are filled."""
 
@@ -195,13 +190,11 @@ class StageConfig:
     lora: LoraTraining | None = None
     """Train LoRA adapters instead of the weights of the language model or other modules."""
     dpo: DpoTraining | None = None
-    """Train on preference pairs (``chosen`` and ``rejected``); for the stage ``dpo``, which needs
-    it (docs/guides/huggingface.md)."""
+    """Loss on preference pairs; required in the stage ``dpo`` (docs/guides/huggingface.md)."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
-    """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks and
-    micro-batches."""
+    """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks."""
     micro_batch_size: Positive
     """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
     sequence_parallel: Positive = 1
@@ -236,8 +229,7 @@ class StageConfig:
     eval_steps: NonNegative = 0
     """Steps between two validations; 0 validates only at the end."""
     save_steps: NonNegative = 0
-    """Steps between two checkpoints; 0 saves only at the end and after a signal, so that a crash
-    loses the stage."""
+    """Steps between two checkpoints; 0 saves only at the end and after a signal."""
     max_bad_samples: NonNegative = 0
     """Number of bad samples that are replaced and logged before the run stops. Transient I/O errors
     are counted separately, with the same limit."""

@@ -1,4 +1,4 @@
-"""Writes and reads the layout ``llava``, that of transformers' ``LlavaForConditionalGeneration``.
+"""Writes and reads the layout ``llava`` of transformers' ``LlavaForConditionalGeneration``.
 
     vision_tower.vision_model.*           the tower, up to the selected hidden state
     multi_modal_projector.linear_1, _2    Linear(C, H), GELU, Linear(H, H)

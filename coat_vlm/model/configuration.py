@@ -1,4 +1,4 @@
-"""Configuration of the composed model: one config.json that contains those of the parts."""
+"""Configuration of the composed model, which contains the configurations of its parts."""
 
 import os
 from typing import Any

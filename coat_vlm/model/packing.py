@@ -95,7 +95,7 @@ def read_packing(
     given = {name: arguments.get(name) for name in _NAMES}
     if all(value is None for value in given.values()):
         return None
-    bounds, _, longest, _ = given.values()  # transformers gives those of the keys as well
+    bounds, _, longest, _ = given.values()  # transformers also gives the keys'
     if bounds is None or longest is None:
         raise ValueError(
             f"packed sequences need cu_seq_lens_q and max_length_q, got only "

@@ -46,10 +46,6 @@ class SpaceToDepth(nn.Module):
         x = x.reshape(num_images, blocks, block, blocks, block, channels)
         return x.permute(0, 1, 3, 2, 4, 5).reshape(num_images, blocks * blocks, -1)
 
-    def extra_repr(self) -> str:
-        """Return the block size for ``print(model)``."""
-        return f"block_size={self.block_size}"
-
 
 class Projector(nn.Module):
     """One of VILA's projectors; see :func:`build_projector`."""

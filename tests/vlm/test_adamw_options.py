@@ -12,7 +12,7 @@ from coat_kernels import join_master
 from coat_vlm.optim import CoatAdamW
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
-"""Small ones are updated together, the last one alone."""
+"""Small ones are updated together, the last one by itself."""
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

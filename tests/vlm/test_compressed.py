@@ -1,4 +1,4 @@
-"""Codes and scales of compressed weights, beside compressed-tensors' own arithmetic and by hand."""
+"""Codes and scales of compressed weights, compared with compressed-tensors' arithmetic."""
 
 import math
 from pathlib import Path

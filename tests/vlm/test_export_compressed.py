@@ -29,7 +29,7 @@ DOWN = "language_model.model.layers.0.mlp.down_proj"
 
 @pytest.fixture(scope="module")
 def source(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose down_proj alone has inputs that are no multiple of 128."""
+    """Only the inputs of down_proj are not a multiple of 128."""
     text = tiny.language("llama", hidden_size=128, intermediate_size=144, head_dim=32)
     return saved(tiny, tmp_path_factory.mktemp("compressed") / "ours", language=text)
 
@@ -76,7 +76,7 @@ def test_the_files_hold_codes_scales_and_the_rest_in_bf16(
 def test_stock_transformers_computes_what_we_do(
     exported: dict[str, Path], name: WeightFormat
 ) -> None:
-    """Its compressed-tensors route quantizes inputs, too."""
+    """It also quantizes inputs."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")
     from transformers import LlavaForConditionalGeneration
 

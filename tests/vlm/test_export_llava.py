@@ -1,4 +1,4 @@
-"""Folders in the layout of LlavaForConditionalGeneration, read by transformers alone."""
+"""Folders in the layout of LlavaForConditionalGeneration, read by transformers."""
 
 import json
 import os

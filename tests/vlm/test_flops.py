@@ -1,4 +1,4 @@
-"""Model FLOPs beside what torch's FlopCounterMode sees of a forward and a backward pass."""
+"""Model FLOPs compared with what torch's FlopCounterMode sees of a forward and a backward pass."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""LoRA on the language model: beside stock peft, beside dense layers, in FP8, and in a plan."""
+"""LoRA on the language model: next to stock peft and dense layers, and in FP8."""
 
 import copy
 import sys

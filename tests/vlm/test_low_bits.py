@@ -1,4 +1,4 @@
-"""``master_weights: low_bits`` trains FP32 master weights: a stage's steps beside a plain loop."""
+"""``master_weights: low_bits`` trains FP32 master weights: compared with a plain loop."""
 
 import dataclasses
 import math

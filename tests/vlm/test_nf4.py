@@ -1,4 +1,4 @@
-"""Frozen weights in NF4 (QLoRA), beside peft on bitsandbytes' own layers."""
+"""Frozen weights in NF4 (QLoRA), compared with peft on bitsandbytes' layers."""
 
 import runpy
 from dataclasses import replace

@@ -23,7 +23,7 @@ IMAGE = 2  # of tiny_tokenizer
 
 
 def test_groups_become_their_means() -> None:
-    """By hand: groups of 2, 2, 1 (a shorter last one) and an image that stands alone."""
+    """By hand: groups of 2, 2, 1 (a shorter last one) and a single image."""
     x = torch.tensor([[1.0, 10], [3, 20], [5, 0], [9, 2], [7, 7], [4, 4]]).reshape(6, 1, 2)
     x.requires_grad_()
     y = pool_frames(x, [2, 2, 1, 1])

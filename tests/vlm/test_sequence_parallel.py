@@ -36,7 +36,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "several scales": {"rows": [[20, 3], [11, 2]], "scales": [16, 32]},
     "frames of videos": {"rows": [[20, 3], [11, 5]], "frames": True},
     "checkpointing": {**MIXED, "checkpointing": True},
-    "projector alone": {**MIXED, "frozen": ["vision_tower", "language_model"]},
+    "only the projector": {**MIXED, "frozen": ["vision_tower", "language_model"]},
 }
 RECOMPUTE = {"recompute_qkv": True}
 ROUNDED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""TRL's trainers on this project's models: examples/trl_trainers.py beside plain computations."""
+"""TRL's trainers on this project's models, compared with plain computations."""
 
 import importlib.util
 import json
