@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet as pq
@@ -102,3 +103,44 @@ def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
             SampleDataset(rows)
     rows.write_text(f"[{row}]")
     assert len(SampleDataset(rows)) == 1
+
+
+def parts_of(folder: Path, *columns: dict[str, pyarrow.Array]) -> Path:
+    """Two parts of 20 rows; rows by number are read in another way after the first 16."""
+    folder.mkdir()
+    for number, column in enumerate(columns):
+        said = pyarrow.array([talk()["conversations"]] * 20)
+        pq.write_table(
+            pyarrow.table({"conversations": said, **column}), folder / f"{number}.parquet"
+        )
+    return folder
+
+
+def test_parts_with_other_types_are_read_with_one_schema(tmp_path: Path) -> None:
+    images = [{"bytes": LEFT}, {"bytes": RIGHT, "path": "a.png"}]
+    columns = [
+        {"id": pyarrow.nulls(20), "image": pyarrow.array([images[0]] * 20)},
+        {"id": pyarrow.array(["007"] * 20), "image": pyarrow.array([images[1]] * 20)},
+    ]
+    for order in (1, -1):
+        dataset = SampleDataset(parts_of(tmp_path / f"parts{order}", *columns[::order]))
+        streamed = list(dataset.stream())
+        assert streamed == [dataset[row] for row in range(40)]
+        found = [(sample.id, sample.media[0].data) for sample in (dataset[3], dataset[23])]
+        assert found[::order] == [("3", LEFT), ("007", RIGHT)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kinds"),
+    [
+        (7, "007", "string, and int64"),
+        ({"path": "a.png"}, [{"path": "a.png"}], "list<.*, and struct<"),
+        (7, 0.5, "double, and int64"),
+    ],
+)
+def test_parts_whose_types_contradict_each_other_are_refused_by_name(
+    tmp_path: Path, one: Any, other: Any, kinds: str
+) -> None:
+    columns = [{"extra": pyarrow.array([value] * 20)} for value in (one, other)]
+    with pytest.raises(DataError, match=rf"1\.parquet: the column extra is {kinds}"):
+        SampleDataset(parts_of(tmp_path / "parts", *columns))

@@ -144,7 +144,9 @@ class ShardRows(Rows):
             if size != shard.size:
                 problem = f"this shard has {size} bytes, the manifest says {shard.size}"
                 raise DataError(str(path), problem, "copy the whole folder again, or ingest again")
-        self._table = open_parquet([folder / shard.name for shard in manifest.shards], features())
+        self._table = open_parquet(
+            [folder / shard.name for shard in manifest.shards], features().arrow_schema
+        )
         if not len(self._table) == manifest.rows == sum(shard.rows for shard in manifest.shards):
             problem = f"the shards hold {len(self._table)} rows, the manifest says {manifest.rows}"
             raise DataError(str(folder), problem, "ingest again")

@@ -15,7 +15,8 @@ from coat_data.containers.rows import Rows, locate
 from coat_data.sample import DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    import pyarrow as pa
+    from datasets import Dataset
 
 _ROWS_PER_BATCH = 32  # rows held while reading in order; each may carry its images
 _PROBED = 16  # rows that are read by number from Parquet itself
@@ -40,7 +41,8 @@ class TableRows(Rows):
         self._batch: tuple[int, Any] = (-1, [])  # first row, and the batch
         self._is_parquet = bool(files) and not is_arrow(self._files[0])
         if self._is_parquet:
-            groups, self.columns = _parquet_facts(self._files)
+            groups, self._schema, self._is_cast = _parquet_facts(self._files)
+            self.columns = self._schema.names
             counts = [sum(sizes) for sizes in groups]
             self._groups = [(i, j) for i, sizes in enumerate(groups) for j in range(len(sizes))]
             self._starts = np.cumsum([0, *(size for sizes in groups for size in sizes)])[:-1]
@@ -60,7 +62,8 @@ class TableRows(Rows):
                 raise row
             return row
         if self._table is None:
-            self._table = open_parquet(self._files).with_format("arrow")
+            schema = self._schema if self._is_cast else None
+            self._table = open_parquet(self._files, schema).with_format("arrow")
         rows: Any = self._table[int(index)]  # an Arrow table of one row
         return rows.to_pylist()[0]
 
@@ -87,7 +90,8 @@ class TableRows(Rows):
 
     def _batches(self, group: int) -> Iterator[tuple[int, Any]]:
         """Yield first row and Arrow batch, or a list of the DataError that ends a row group."""
-        from pyarrow import ArrowException
+        from datasets.table import table_cast
+        from pyarrow import ArrowException, Table
         from pyarrow.parquet import ParquetFile
 
         for (number, own), start in zip(self._groups[group:], self._starts[group:], strict=True):
@@ -95,7 +99,8 @@ class TableRows(Rows):
             try:
                 with ParquetFile(path) as file:
                     for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=[own]):
-                        yield first, batch
+                        table = Table.from_batches([batch])
+                        yield first, table_cast(table, self._schema) if self._is_cast else table
                         first += len(batch)
             except (ArrowException, OSError) as error:
                 problem = f"is damaged: {error}"
@@ -154,41 +159,85 @@ def _open_arrow(files: Sequence[Path]) -> "tuple[list[int], Dataset]":
     return [len(part) for part in parts], datasets.concatenate_datasets(parts)
 
 
-def _parquet_facts(files: Sequence[Path]) -> tuple[list[list[int]], list[str]]:
-    """Return the rows of each row group of each file, and the common columns."""
-    from pyarrow import ArrowException
+def _parquet_facts(files: Sequence[Path]) -> "tuple[list[list[int]], pa.Schema, bool]":
+    """Return the rows of each row group of each file, the schema, and whether a file has another.
+
+    All files are read with one schema: a column is null in one file and text in another, or its
+    structs have more fields. DataError if no type holds the values of a column unchanged.
+    """
+    import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     groups: list[list[int]] = []
-    columns: list[str] = []
+    types: dict[str, pa.DataType] = {}
+    schemas: list[dict[str, pa.DataType]] = []
     for path in files:
         try:
             with ParquetFile(path) as file:
                 sizes = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
                 groups.append(list(sizes))
-                names = list(file.schema_arrow.names)
-        except (ArrowException, OSError) as error:
+                own = {field.name: field.type for field in file.schema_arrow}
+        except (pa.ArrowException, OSError) as error:
             raise DataError(str(path), f"is not Parquet: {error}", "copy the file again") from error
-        columns = columns or names
-        if set(names) != set(columns):
-            problem = f"has the columns {names}, the file before it {columns}"
+        types = types or dict(own)
+        if own.keys() != types.keys():
+            problem = f"has the columns {[*own]}, the file before it {[*types]}"
             raise DataError(str(path), problem, "name files of one kind only")
-    return groups, columns
+        for name, kind in own.items():
+            common = _common_type(types[name], kind)
+            if common is None:
+                problem = f"the column {name} is {kind}, and {types[name]} in the files before it"
+                raise DataError(str(path), problem, "write it with one type in all files")
+            types[name] = common
+        schemas.append(own)
+    return groups, pa.schema(list(types.items())), any(own != types for own in schemas)
 
 
-def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "Dataset":
+def _common_type(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
+    """Return a type that holds the values of both types unchanged, if there is one."""
+    import pyarrow as pa
+    from pyarrow import types
+
+    if one == other or types.is_null(other):
+        return one
+    if types.is_null(one):
+        return other
+    if types.is_struct(one) and types.is_struct(other):
+        fields: dict[str, pa.DataType] = {field.name: field.type for field in one}
+        for field in other:
+            common = _common_type(fields.get(field.name, field.type), field.type)
+            if common is None:
+                return None
+            fields[field.name] = common
+        return pa.struct(list(fields.items()))
+    if types.is_list(one) and types.is_list(other):
+        common = _common_type(one.value_type, other.value_type)
+        return common and pa.list_(common)
+    for is_kind, widest in (
+        (types.is_signed_integer, pa.int64()),
+        (types.is_floating, pa.float64()),
+        (lambda kind: types.is_string(kind) or types.is_large_string(kind), pa.large_string()),
+        (lambda kind: types.is_binary(kind) or types.is_large_binary(kind), pa.large_binary()),
+    ):
+        if is_kind(one) and is_kind(other):
+            return widest
+    return None
+
+
+def open_parquet(files: Sequence[Path], schema: "pa.Schema | None" = None) -> "Dataset":
     """Open Parquet files as one memory-mapped table, which all ranks and workers of a host share.
 
     ``datasets`` converts them to Arrow files in its cache (``HF_DATASETS_CACHE``), under a lock and
     keyed by the shards' paths and modification times.
     """
-    from datasets import Dataset
+    from datasets import Dataset, Features
     from datasets.exceptions import DatasetGenerationError
     from datasets.utils.typing import PathLike
 
     try:
         # The paths are patterns to datasets: a folder named "run[1]" must match itself.
         patterns: list[PathLike] = [glob.escape(str(path)) for path in files]
+        features = None if schema is None else Features.from_arrow_schema(schema)
         table = Dataset.from_parquet(patterns, features=features)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
