@@ -39,11 +39,6 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
-    "Qwen/Qwen2.5-14B-Instruct": _QWEN | {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN | {
         "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
@@ -60,7 +55,6 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
 
 TOKENIZERS = {
     "Qwen/Qwen2.5-7B-Instruct": 151665,
-    "Qwen/Qwen2.5-14B-Instruct": 151665,
     "Qwen/Qwen2.5-1.5B-Instruct": 151665,
     "lmsys/vicuna-7b-v1.5": 32000,
 }

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -199,7 +198,6 @@ COLUMNS = {
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
     parser = harness.make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
-    parser.add_argument("--csv", type=Path, help="append the results to this file")
     return parser
 
 

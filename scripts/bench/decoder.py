@@ -1,27 +1,31 @@
-"""The small decoder of the studies: Qwen2's architecture, plain PyTorch, random weights.
+"""The small decoder of the studies, and their sweeps: Qwen2's architecture, random weights.
 
 The loop is plain PyTorch around :func:`coat_vlm.fp8.convert` and :class:`coat_vlm.optim.CoatAdamW`:
 BF16 weights (FP32 on a CPU), FP32 master weights, the same initial weights and batches for every
 precision.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import torch
 import yaml
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from coat_data.saved_files import write_text
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic, SpareMemory, arithmetic_of, find_graphs, graph_blocks
 from coat_vlm.model.loss import loss_for_logits
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.optim import CoatAdamW, lr_factor
-from harness import PRECISIONS, choose_precision
+from harness import PRECISIONS, choose_precision, get_origin
 
 HELD_OUT = 0.1
 """Share of the text, at its end, that is held out."""
@@ -74,30 +78,21 @@ class Corpus(NamedTuple):
 def parse_arithmetic(name: str) -> Arithmetic:
     """Return the arithmetic of a precision on this machine's device.
 
-    Args:
-        name: ``fp32`` or one of ``harness.PRECISIONS``. Keys of a recipe's ``fp8`` section may
-            follow an FP8 precision: ``coat,optimizer=adamw``.
-
-    Raises:
-        ValueError: there is no such precision or key, or a key has no effect in it.
+    ``name`` is ``fp32`` or one of ``harness.PRECISIONS``. Keys of a recipe's ``fp8`` section may
+    follow an FP8 precision: ``coat,optimizer=adamw``. Raises ValueError if they mean nothing.
     """
     first, *settings = name.split(",")
-    try:
-        if first not in ("fp32", *PRECISIONS):
-            raise ValueError(f"there is no precision {first}")  # noqa: TRY301
-        precision, fp8 = ("fp32", None) if first == "fp32" else choose_precision(first)
-        given = {key: yaml.safe_load(text) for key, _, text in (s.partition("=") for s in settings)}
-        if given and precision in ("fp32", "bf16"):
-            raise ValueError(f"{', '.join(given)}: no effect, {first} is not FP8")  # noqa: TRY301
-        if given:
-            adapter = TypeAdapter(Fp8Config)
-            given = adapter.dump_python(fp8, exclude_defaults=True) | given if fp8 else given
-            fp8 = adapter.validate_python(given)
-    except (ValueError, yaml.YAMLError) as error:
+    if first not in ("fp32", *PRECISIONS) or (settings and first in ("fp32", "bf16")):
         raise ValueError(
-            f"precision {name!r}: {error}; give fp32, {', '.join(PRECISIONS)}, FP8 followed by "
-            "keys of a recipe's fp8 section: coat,optimizer=adamw"
-        ) from error
+            f"precision {name!r}: give fp32, {', '.join(PRECISIONS)}, FP8 followed by keys of a "
+            "recipe's fp8 section: coat,optimizer=adamw"
+        )
+    precision, fp8 = ("fp32", None) if first == "fp32" else choose_precision(first)
+    if settings:
+        adapter = TypeAdapter(Fp8Config)
+        keys = adapter.dump_python(fp8 or Fp8Config(), exclude_defaults=True)
+        keys |= {key: yaml.safe_load(text) for key, _, text in (s.partition("=") for s in settings)}
+        fp8 = adapter.validate_python(keys)
     return arithmetic_of(precision, fp8, get_device())
 
 
@@ -236,3 +231,45 @@ def text_loss(model: Any, ids: Tensor, bench: DecoderBench) -> float:
         for chunk in rows.split(bench.batch_size)
     ]
     return sum(losses) / len(rows)
+
+
+Record = dict[str, Any]
+"""What a run measured, plain JSON."""
+
+
+def sweep(
+    out: Path,
+    settings: Record,
+    runs: Mapping[str, tuple[Any, ...]],
+    train: Callable[..., Record],
+) -> dict[str, Record]:
+    """Train the runs that are missing in folder ``out``; returns the records of all.
+
+    The folder has ``settings.json``, plain JSON that is common to its runs, and ``runs/NAME.json``
+    per finished run. ``runs`` maps names to arguments of ``train``. Raises ValueError if the folder
+    has runs of other settings.
+    """
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    check_settings(out / "settings.json", settings)
+    files = {name: out / "runs" / f"{quote(name, safe='@:,+ ')}.json" for name in runs}
+    missing = [name for name, file in files.items() if not file.is_file()]
+    for name in tqdm(missing, "runs", unit="run", disable=None):
+        record = train(*runs[name]) | {"origin": get_origin()}
+        write_text(files[name], json.dumps(record) + "\n")
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+
+
+def check_settings(path: Path, settings: Record) -> None:
+    """Write the settings to a JSON file, or raise ValueError if it has others."""
+    settings = json.loads(json.dumps(settings))
+    if not path.is_file():
+        write_text(path, json.dumps(settings, indent=1) + "\n")
+        return
+    previous = json.loads(path.read_text(encoding="utf-8"))
+    if previous != settings:
+        changed = sorted(
+            key for key in {*settings, *previous} if previous.get(key) != settings.get(key)
+        )
+        raise ValueError(
+            f"{path}: the runs had other values of {', '.join(changed)}; write to another folder"
+        )

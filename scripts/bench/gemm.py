@@ -16,7 +16,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -76,16 +75,16 @@ class GemmResult(VersionedResult):
 
 
 class Operands(NamedTuple):
-    """The operands of a product; BF16 ones are transposed views as in a training step."""
+    """The operands of a product, [rows, inner] and [columns, inner].
+
+    BF16 ones are transposed views as in a training step; FP8 ones are row-major, E5M2 for a
+    gradient, else E4M3.
+    """
 
     a: Tensor
-    """BF16 [rows, inner]."""
     b: Tensor
-    """BF16 [columns, inner]."""
     a_fp8: TensorScaled
-    """E4M3, or E5M2 for a gradient, [rows, inner] row-major."""
     b_fp8: TensorScaled
-    """E4M3 [columns, inner] row-major."""
 
 
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
@@ -170,10 +169,9 @@ def bench_gemm(shape: LayerShape) -> list[GemmResult]:
 
 
 def check_product(implementation: str, product: Tensor, operands: Operands) -> tuple[float, str]:
-    """Compare the first rows of a product with FP32.
+    """Compare the first rows of a product with FP32; returns the error and the problem, or "".
 
-    Returns:
-        The relative RMS error against the product of the BF16 operands; the problem, or "".
+    The error is that against the product of the BF16 operands.
     """
     first = product[:CHECKED_ROWS]
     exact = operands.a[:CHECKED_ROWS].float() @ operands.b.float().t()
@@ -189,31 +187,23 @@ def check_product(implementation: str, product: Tensor, operands: Operands) -> t
 
 
 def format_gemms(results: Sequence[GemmResult]) -> str:
-    """Format a Markdown table with one line per GEMM, and one of the whole block."""
-    names = list(IMPLEMENTATIONS)
-    head = ["GEMM", "M x N x K", *(f"{name} TFLOP/s" for name in names)]
-    head += [*(f"{name} error" for name in names), "note"]
-    by_gemm: dict[str, dict[str, GemmResult]] = {}
-    for result in results:
-        by_gemm.setdefault(f"{result.layer}, {result.kind}", {})[result.implementation] = result
-    lines = [
-        [
-            title,
-            "{0.rows} x {0.columns} x {0.inner}".format(group[names[0]]),
-            *(harness.format_number(group[name].tflops, 0) for name in names),
-            *(harness.format_number(group[name].rel_err, 4) for name in names),
-            "; ".join(f"{name}: {r.problem}" for name, r in group.items() if r.problem),
-        ]
-        for title, group in by_gemm.items()
-    ]
-    whole = []
-    for name in names:
+    """Format a Markdown table of the GEMMs, and a line with the speed of the whole block."""
+    columns = {
+        "GEMM": lambda r: f"{r.layer}, {r.kind}",
+        "M x N x K": lambda r: f"{r.rows} x {r.columns} x {r.inner}",
+        "implementation": "implementation",
+        "TFLOP/s": "tflops:0",
+        "error": "rel_err:4",
+        "note": "problem",
+    }
+    block = []
+    for name in IMPLEMENTATIONS:
         chosen = [result for result in results if result.implementation == name]
         operations = sum(2 * r.rows * r.columns * r.inner for r in chosen)
         times = [result.us for result in chosen if result.us is not None]
-        complete = times and len(times) == len(chosen)
-        whole.append(harness.format_number(operations / sum(times) / 1e6 if complete else None, 0))
-    return harness.format_table(head, [*lines, ["block", "", *whole, *([""] * len(names)), ""]])
+        if len(times) == len(chosen):
+            block.append(f"{name} {operations / sum(times) / 1e6:,.0f} TFLOP/s")
+    return f"{harness.format_results(results, columns)}\n\nblock: {', '.join(block)}"
 
 
 EXAMPLES = """\
@@ -227,7 +217,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
-    add("--csv", type=Path, help="append the results to this file")
     return parser
 
 

@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any
 
 import torch
 import triton
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, cuda
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -28,9 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 from coat_vlm import commit
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import captured_bytes
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 PRECISIONS = ("bf16", "fp8_linear", "coat", "recompute_qkv")
 """Measured precisions; ``recompute_qkv`` is ``coat`` with ``fp8.recompute_qkv: true``."""
@@ -54,13 +49,17 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return ((a - e).norm() / e.norm().clamp_min(1e-300)).item()
 
 
-def make_parser(docstring: str | None, examples: str) -> argparse.ArgumentParser:
+def make_parser(
+    docstring: str | None, examples: str, *, csv: bool = True
+) -> argparse.ArgumentParser:
     """Make the parser of a script, with its docstring and examples in ``--help``."""
     parser = argparse.ArgumentParser(
         description=docstring,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if csv:
+        parser.add_argument("--csv", type=Path, help="append the results to this file")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -108,9 +107,6 @@ class VersionedResult(Result):
 
     torch: str
     triton: str
-
-
-_Kind = TypeVar("_Kind", bound="DataclassInstance")
 
 
 def get_origin() -> tuple[str, str, str, str, str]:
@@ -163,30 +159,6 @@ def append_results(path: Path | None, results: Sequence[Result]) -> None:
         if new:
             writer.writerow(columns)
         writer.writerows([_format_cell(v) for v in asdict(result).values()] for result in results)
-
-
-def read_results(path: Path, kind: type[_Kind]) -> list[_Kind]:
-    """Read a CSV file whose columns are the fields of ``kind``; an empty cell may be None.
-
-    Raises:
-        ValueError: the file has other columns, or a cell has a wrong type.
-    """
-    columns = [field.name for field in fields(kind)]
-    # An empty cell of a text field is an empty text.
-    optional = {field.name for field in fields(kind) if NoneType in get_args(field.type)}
-    adapter = TypeAdapter(kind)
-    with path.open(newline="") as file:
-        lines = csv.DictReader(file)
-        if lines.fieldnames != columns:
-            raise ValueError(f"{path}: has the columns {lines.fieldnames}, expected {columns}")
-        results = []
-        for line in lines:
-            empty = {name: None for name in optional if not line[name]}
-            try:
-                results.append(adapter.validate_python(line | empty))
-            except ValidationError as error:
-                raise ValueError(f"{path}:{lines.line_num}: {error}") from error
-    return results
 
 
 def _format_cell(value: Any) -> Any:

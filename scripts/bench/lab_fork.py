@@ -32,6 +32,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from csv import DictReader
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,8 @@ def train_variants(
 ) -> Iterator[tuple[float, float, float, float]]:
     """Train ``at`` steps in BF16, then from this state ``more`` steps in every variant.
 
-    Yields:
-        Mean, last and text loss of each variant, and the error of its weight gradients.
-
-    Raises:
-        ValueError: the steps do not fit the schedule, or there is no such variant.
+    Yields mean, last and text loss of each variant, and the error of its weight gradients. Raises
+    ValueError if the steps do not fit the schedule, or there is no such variant.
     """
     if at < 0 or more < LAST or at + more > bench.steps:
         raise ValueError(
@@ -245,8 +243,10 @@ def fork(
     Raises:
         ValueError: see :func:`train_variants`; or the file has other columns.
     """
-    previous = [] if csv is None or not csv.exists() else harness.read_results(csv, ForkResult)
-    process = max((result.process for result in previous), default=0) + 1
+    process = 1
+    if csv is not None and csv.exists():
+        with csv.open(newline="") as file:
+            process += sum(not line["variant"] for line in DictReader(file))
     origin, bench = harness.get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
     measured = train_variants(read_corpus(texts, bench), bench, variants, seed, at, more)
@@ -260,22 +260,12 @@ def fork(
     return results
 
 
-def format_fork(results: Sequence[ForkResult]) -> str:
-    """Format a Markdown table with one line per variant."""
-    return harness.format_table(
-        ["variant", "mean", "last", "text", "mean", "last", "text", "gradient error"],
-        [
-            [
-                r.variant or "nothing rounded",
-                *(f"{x:.4f}" for x in (r.mean_loss, r.last_loss, r.text_loss)),
-                *(f"{x:+.3f}%" for x in (r.mean_percent, r.last_percent, r.text_percent)),
-                harness.format_number(r.gradient_error, 4),
-            ]
-            for r in results
-        ],
-    )
-
-
+COLUMNS = {
+    "variant": lambda result: result.variant or "nothing rounded",
+    **{name: f"{name}_loss:4" for name in ("mean", "last", "text")},
+    **{f"{name}, %": f"{name}_percent:3" for name in ("mean", "last", "text")},
+    "gradient error": "gradient_error:4",
+}
 EXAMPLES = """\
   python scripts/bench/lab_fork.py --text wiki.txt --size tiny --at 10 --more 10     # on a CPU
   python scripts/bench/lab_fork.py --text wiki.txt --variants xw dvga xw@@0-1
@@ -293,14 +283,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--at", type=int, default=250, help="steps in BF16; default 250")
     add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
     add("--seed", type=int, default=0, help="seed of initial weights and batches; default 0")
-    add("--csv", type=Path, help="append the results to this file, as the next process of it")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """Measure and print all variants."""
     settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
-    harness.say(format_fork(fork(*settings)))
+    harness.say(harness.format_results(fork(*settings), COLUMNS))
 
 
 if __name__ == "__main__":

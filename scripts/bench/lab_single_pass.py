@@ -2,8 +2,8 @@
 
 The training documents are joined and cut into sequences of equal length; what is left at the end is
 not used. The seed decides the initial weights and the order of the sequences; every precision gets
-the same ones. Texts are rows with a field text, and a field source for losses by source: JSON lines
-or Parquet, also compressed. A tokenizer is trained on them.
+the same ones. Texts are rows with a field text: JSON lines or Parquet, also compressed. A tokenizer
+is trained on them.
 
 The table has each measure of the first precision, and the differences of the others in percent,
 with several seeds paired by seed with 95% intervals (Student's t). The same command continues with
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +30,20 @@ from coat_data.containers.open import open_rows
 from coat_data.sample import DataError
 from coat_vlm.model.processor import train_tokenizer
 from decoder import SIZES as DECODERS
-from decoder import DecoderBench, parse_arithmetic, start_run, text_loss, train_steps
-from sweep import Record, sweep
+from decoder import (
+    Corpus,
+    DecoderBench,
+    Record,
+    parse_arithmetic,
+    start_run,
+    sweep,
+    text_loss,
+    train_steps,
+)
 
-TOKENIZER_CHARACTERS = 32_000_000
-"""The tokenizer is trained on every n-th document, so that these are about so many characters."""
-LAST_SHARE = 0.05
-"""The training loss of a run is the mean over this last share of its steps."""
-EVALUATIONS = 10
-"""Held-out losses per run, evenly spaced."""
+TOKENIZER_CHARACTERS = 32_000_000  # about so many of the training text, evenly spaced
+LAST_SHARE = 0.05  # of a run's steps, over which its training loss is averaged
+EVALUATIONS = 10  # held-out losses per run, evenly spaced
 SIZES = {
     "tiny": replace(DECODERS["tiny"], steps=0),
     "30m": replace(DECODERS["30m"], steps=0),
@@ -53,59 +58,32 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's t with 1 to 9 degrees of freedom; the last one also for more."""
 
 
-class Documents(NamedTuple):
-    """Token ids of documents; an end token follows each document."""
-
-    training: Tensor
-    """int32 [tokens]."""
-    held_out: Mapping[str, Tensor]
-    """Source of the documents -> int32 [tokens]."""
-
-
-def tokenize(
-    training: Sequence[Path], held_out: Sequence[Path], vocab_size: int, path: Path
-) -> None:
-    """Tokenize documents and save their tokens, unless the file exists.
+def tokenize(training: Sequence[Path], held_out: Sequence[Path], vocab_size: int) -> Corpus:
+    """Tokenize documents, an end token after each; the tokenizer is trained on the first ones.
 
     Raises:
         DataError: a file cannot be read, or a row has no text.
     """
-    if path.is_file():
-        return
-    texts = [text for text, _ in _read_documents(training)]
+    texts = [*_read_documents(training)]
     every = -(-sum(map(len, texts)) // TOKENIZER_CHARACTERS)
     lines = chain.from_iterable(text.splitlines(keepends=True) for text in texts[::every])
     tokenizer = train_tokenizer(lines, vocab_size)
 
-    def encode(group: Sequence[str]) -> np.ndarray[Any, Any]:
+    def encode(group: Sequence[str]) -> Tensor:
         ids = tokenizer(list(group), add_special_tokens=False)["input_ids"]
         end = tokenizer.eos_token_id
-        return np.concatenate([np.array([*document, end], np.int32) for document in ids])
+        return torch.tensor([*chain.from_iterable((*document, end) for document in ids)])
 
-    arrays = {"training": encode(texts)}
-    by_source: dict[str, list[str]] = {}
-    for text, source in _read_documents(held_out):
-        by_source.setdefault(source, []).append(text)
-    arrays |= {f"held out {source}": encode(group) for source, group in sorted(by_source.items())}
-    part = path.with_name(f"part-{path.name}")
-    np.savez(part, **arrays)  # pyright: ignore[reportArgumentType]
-    part.replace(path)
+    return Corpus(encode(texts), encode([*_read_documents(held_out)]))
 
 
-def _read_documents(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+def _read_documents(files: Sequence[Path]) -> Iterator[str]:
     for file in files:
         for number, row in enumerate(open_rows(file.absolute()).stream()):
             text = row.get("text") if isinstance(row, Mapping) else None
             if not isinstance(text, str):
                 raise DataError(f"{file}, row {number}", "has no text in field text", "add it")
-            yield text, str(row.get("source", file.name))
-
-
-def load_documents(path: Path) -> Documents:
-    """Read a file of :func:`tokenize`."""
-    with np.load(path) as arrays:
-        ids = {name.removeprefix("held out "): torch.from_numpy(arrays[name]) for name in arrays}
-    return Documents(ids.pop("training"), ids)
+            yield text
 
 
 def train_all(
@@ -114,71 +92,55 @@ def train_all(
     bench: DecoderBench,
     precisions: Sequence[str],
     seeds: Sequence[int],
-    jobs: int,
     out: Path,
 ) -> dict[tuple[str, int], dict[str, float]]:
-    """Train every precision with every seed; returns the measures of each run.
-
-    Raises:
-        ValueError: a precision is unknown, the text is too short, or ``out`` has results of other
-            settings.
-        RuntimeError: runs failed; the others are in the folder.
-    """
+    """Train every precision with every seed; returns the measures of each run."""
     for precision in precisions:
         parse_arithmetic(precision)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenize(training, held_out, bench.vocab_size, out / "tokens.npz")
     settings: Record = {"bench": asdict(bench)}
     for name, files in (("training", training), ("held_out", held_out)):
         settings[name] = [{"name": file.name, "bytes": file.stat().st_size} for file in files]
-    bench = replace(bench, steps=count_steps(load_documents(out / "tokens.npz"), bench))
+    corpus = tokenize(training, held_out, bench.vocab_size)
+    bench = replace(bench, steps=count_steps(corpus, bench))
     keys = [(p, s) for s in dict.fromkeys(seeds) for p in dict.fromkeys(precisions)]
-    runs = {f"{p}, seed {s}": (bench, out / "tokens.npz", p, s) for p, s in keys}
-    records = sweep(out, settings, runs, train_one, jobs)
+    runs = {f"{p}, seed {s}": (bench, corpus, p, s) for p, s in keys}
+    records = sweep(out, settings, runs, train_one)
     return {key: records[name]["measures"] for key, name in zip(keys, runs, strict=True)}
 
 
-def count_steps(documents: Documents, bench: DecoderBench) -> int:
+def count_steps(corpus: Corpus, bench: DecoderBench) -> int:
     """Return the number of steps; ValueError if the text has too few tokens for them."""
     per_step = bench.tokens * bench.batch_size
-    available = len(documents.training) // per_step
-    if not 0 < max(1, bench.steps) <= available:
+    available = len(corpus.training) // per_step
+    if not 0 < max(1, bench.steps) <= available or len(corpus.held_out) < bench.tokens:
         raise ValueError(
-            f"the training text has {len(documents.training):,} tokens, enough for {available} "
-            f"steps of {per_step:,}; {max(1, bench.steps)} were asked for, and no text is read "
+            f"the training text has {len(corpus.training):,} tokens, enough for {available} steps "
+            f"of {per_step:,}, the held-out text {len(corpus.held_out):,}; {max(1, bench.steps)} "
+            f"steps were asked for, and a held-out sequence has {bench.tokens}. No text is read "
             "twice: give more text or fewer steps"
         )
-    for source, ids in documents.held_out.items():
-        if len(ids) < bench.tokens:
-            raise ValueError(
-                f"source {source} has {len(ids)} held-out tokens, fewer than a sequence of "
-                f"{bench.tokens}; give it more text, or leave it out"
-            )
     return bench.steps or available
 
 
-def train_one(bench: DecoderBench, tokens: Path, precision: str, seed: int) -> Record:
+def train_one(bench: DecoderBench, corpus: Corpus, precision: str, seed: int) -> Record:
     """Train and evaluate a run.
 
-    Returns:
-        ``training``: a loss per step, ``held_out``: step -> loss, and ``measures``: tokens per
-        second, training loss, held-out loss, also by source.
+    Returns ``training``: a loss per step, ``held_out``: step -> loss, and ``measures``: tokens per
+    second, training loss, held-out loss.
     """
-    documents = load_documents(tokens)
     model, master_weights = start_run(precision, bench, seed)
-    held_out = torch.cat(list(documents.held_out.values())).long()
     every = max(1, bench.steps // EVALUATIONS)
     training: list[float] = []
     curve: dict[int, float] = {}
     started, evaluated_s = time.perf_counter(), 0.0
-    batches = shuffled_batches(documents, bench, seed)
+    batches = shuffled_batches(corpus.training, bench, seed)
     for step, loss in enumerate(train_steps(model, master_weights, batches, bench), 1):
         training.append(loss)
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss of step {step} is {loss}")
         if step % every == 0 or step == bench.steps:
             before = time.perf_counter()
-            curve[step] = text_loss(model, held_out, bench)
+            curve[step] = text_loss(model, corpus.held_out, bench)
             evaluated_s += time.perf_counter() - before
     seconds = time.perf_counter() - started - evaluated_s
     last = max(1, round(LAST_SHARE * bench.steps))
@@ -187,18 +149,16 @@ def train_one(bench: DecoderBench, tokens: Path, precision: str, seed: int) -> R
         "training loss": float(np.mean(training[-last:])),
         "held-out loss": curve[bench.steps],
     }
-    for source, ids in documents.held_out.items():
-        measures[f"{source}, held-out loss"] = text_loss(model, ids.long(), bench)
     return {"training": training, "held_out": curve, "measures": measures}
 
 
-def shuffled_batches(documents: Documents, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
+def shuffled_batches(ids: Tensor, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
     """Yield ``bench.steps`` batches, int64 [batch size, tokens]; no sequence is in two of them."""
-    count = len(documents.training) // bench.tokens
-    sequences = documents.training[: count * bench.tokens].view(count, bench.tokens)
+    count = len(ids) // bench.tokens
+    sequences = ids[: count * bench.tokens].view(count, bench.tokens)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     for step in range(bench.steps):
-        yield sequences[order[step * bench.batch_size :][: bench.batch_size]].long()
+        yield sequences[order[step * bench.batch_size :][: bench.batch_size]]
 
 
 def format_runs(runs: dict[tuple[str, int], dict[str, float]]) -> str:
@@ -231,13 +191,13 @@ def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> st
 
 EXAMPLES = """\
   python scripts/bench/lab_single_pass.py --text train.jsonl.xz --held-out validation.jsonl.xz \\
-      --size 100m --precisions bf16 coat --seeds 0 1 2 --jobs 3 --out runs/once
+      --size 100m --precisions bf16 coat --seeds 0 1 2 --out runs/once
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = harness.make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES, csv=False)
     add = parser.add_argument
     # fmt: off
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="training documents")
@@ -248,8 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--steps", type=at_least(0), default=0, help="fewer steps than the whole text")
     add("--lr", type=float, help="peak learning rate; default: depends on --size")
-    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of tokens and runs")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of runs")
     # fmt: on
     return parser
 
@@ -259,9 +218,7 @@ def main(args: argparse.Namespace) -> None:
     bench = replace(SIZES[args.size], steps=args.steps)
     if args.lr is not None:
         bench = replace(bench, lr=args.lr)
-    runs = train_all(
-        args.text, args.held_out, bench, args.precisions, args.seeds, args.jobs, args.out
-    )
+    runs = train_all(args.text, args.held_out, bench, args.precisions, args.seeds, args.out)
     harness.say(format_runs(runs))
 
 

@@ -21,16 +21,14 @@ The outcome of a run is one of
     rose          the mean of the last 20 losses is more than 0.25 nats above the lowest such mean
     not learned   that mean is above the entropy of the text's token frequencies
 
-Sharpness is the relative increase, in percent, of the loss on eight held-out sequences when every
-logit z moves by up to 0.001 (|z| + 1). OUT has one file per run and stability.csv. The same command
-continues a sweep, and more variants, learning rates or seeds may be added.
+Sharpness: see compute_sharpness, on eight held-out sequences. OUT has one file per run and
+stability.csv. The same command continues a sweep, also with more variants, rates or seeds.
 """
 
 import argparse
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -44,24 +42,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import harness
-from coat_cli.command import at_least
 from decoder import (
     SIZES,
     Corpus,
     DecoderBench,
     MasterWeights,
+    Record,
     build_decoder,
     draw_batches,
     get_device,
     parse_arithmetic,
     read_corpus,
+    sweep,
     text_loss,
     train_steps,
 )
 from harness import VersionedResult
 from lab_fork import OPERANDS, apply_variant, parse_variant, weight_gradients
-from number_formats import parse_format, parse_scaling, quantize
-from sweep import Record, sweep
+from lab_formats import parse_format, parse_scaling, quantize
 
 EPSILON = 1e-3
 """Relative size of the box of logits (Keskar et al., arXiv 1609.04836, section 2.2.2)."""
@@ -99,11 +97,6 @@ def compute_sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON)
 
     The cross-entropy falls with the target's logit and rises with every other one, so the maximum
     is at one corner of the box, without a search.
-
-    Args:
-        logits: [tokens, vocabulary].
-        targets: token ids [tokens].
-        epsilon: relative size of the box.
     """
     z = logits.float()
     width = epsilon * (z.abs() + 1)
@@ -126,8 +119,8 @@ def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights
         model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         fmt, scaling = parse_format(name), parse_scaling(scales or "none")
 
-        def rounding(letter: str, x: Tensor) -> Tensor:
-            return quantize(x, fmt, scaling, "weight" if letter in "wv" else "input")
+        def rounding(_: str, x: Tensor) -> Tensor:
+            return quantize(x, fmt, scaling)
 
         parse_variant(where or OPERANDS, bench.num_layers)  # refuses a precision
         apply_variant(model, where or OPERANDS, rounding)
@@ -188,7 +181,6 @@ def train_all(
     lrs: Sequence[float],
     seeds: Sequence[int],
     out: Path,
-    jobs: int = 1,
 ) -> list[StabilityResult]:
     """Train all runs that are missing in a folder, and summarize all of them there.
 
@@ -213,7 +205,7 @@ def train_all(
     corpus = read_corpus(texts, bench)
     names = {f"{variant}_lr{lr!r}_seed{seed}": (variant, lr, seed) for variant, lr, seed in keys}
     runs = {name: (corpus, bench, *key) for name, key in names.items()}
-    records = sweep(out, settings, runs, train_run, jobs)
+    records = sweep(out, settings, runs, train_run)
     results = [summarize_run(*names[name], record) for name, record in records.items()]
     table = out / "stability.csv"
     table.unlink(missing_ok=True)
@@ -240,38 +232,21 @@ def summarize_run(variant: str, lr: float, seed: int, record: Record) -> Stabili
     )
 
 
-def format_stability(results: Sequence[StabilityResult]) -> str:
-    """Format a Markdown table: diverged runs; loss, its spread and sharpness of the others."""
-    lrs = sorted({result.lr for result in results})
-    lines = []
-    for variant in dict.fromkeys(result.variant for result in results):
-        cells = []
-        for lr in lrs:
-            group = [r for r in results if (r.variant, r.lr) == (variant, lr)]
-            diverged = Counter(r.outcome for r in group if r.outcome != TRAINED)
-            parts = [f"{number}/{len(group)} {what}" for what, number in diverged.items()]
-            trained = [r for r in group if r.outcome == TRAINED]
-            if trained:
-                losses = [r.final_loss for r in trained]
-                spread = np.std(losses, ddof=1) if len(losses) > 1 else 0.0
-                sharpness = np.mean([r.sharpness for r in trained])
-                parts.append(f"{np.mean(losses):.3f} ({spread:.3f}), sharpness {sharpness:.2f}")
-            cells.append("; ".join(parts))
-        lines.append([variant, *cells])
-    return harness.format_table(["variant", *(f"lr {lr:g}: loss (sd)" for lr in lrs)], lines)
-
-
+COLUMNS = {
+    **{name: name for name in ("variant", "lr", "seed", "outcome")},
+    **{"loss": "final_loss:3", "held-out loss": "held_out_loss:3", "sharpness": "sharpness:2"},
+}
 EXAMPLES = """\
   python scripts/bench/lab_stability.py --text wiki.txt --size tiny --steps 20 \\
       --variants bf16 e8m3 --out sweep                           # on a CPU
   python scripts/bench/lab_stability.py --text wiki.txt --variants bf16 coat e8m5 e8m3 e5m7 \\
-      --lrs 1e-3 3e-3 1e-2 --seeds 0 1 2 --jobs 4 --out runs/stability
+      --lrs 1e-3 3e-3 1e-2 --seeds 0 1 2 --out runs/stability
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = harness.make_parser(__doc__, EXAMPLES)
+    parser = harness.make_parser(__doc__, EXAMPLES, csv=False)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
     add(
@@ -282,7 +257,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
     add("--steps", type=int, help="steps of a run; default: those of the size")
-    add("--jobs", type=at_least(1), default=1, help="runs at the same time; default 1")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
     return parser
 
@@ -291,8 +265,8 @@ def main(args: argparse.Namespace) -> None:
     """Train and print all runs."""
     bench = SIZES[args.size]
     bench = replace(bench, steps=args.steps or bench.steps)
-    results = train_all(args.text, bench, args.variants, args.lrs, args.seeds, args.out, args.jobs)
-    harness.say(f"{format_stability(results)}\n\nruns: {args.out / 'stability.csv'}")
+    results = train_all(args.text, bench, args.variants, args.lrs, args.seeds, args.out)
+    harness.say(f"{harness.format_results(results, COLUMNS)}\n\nruns: {args.out / 'stability.csv'}")
 
 
 if __name__ == "__main__":

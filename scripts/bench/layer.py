@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,6 @@ LIMITS = (0.09, 0.13)
 
 REFERENCE = "hf_eager"
 """The implementation that the others are compared with."""
-
-ATTENTIONS = ("default", "cudnn", "flash")
-"""Backends of SDPA; ``default`` leaves the choice to SDPA."""
 
 _MIB = 2**20
 
@@ -94,14 +90,14 @@ def _apply_liger(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def convert_to_torchao(module: nn.Module, recipe: str = "tensorwise") -> nn.Module:
-    """Convert the linear layers of a module to torchao's FP8, in place."""
+def convert_to_torchao(module: nn.Module) -> nn.Module:
+    """Convert the linear layers of a module to torchao's tensorwise FP8, in place."""
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
         convert_to_float8_training,
     )
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
     return convert_to_float8_training(module, config=config)
 
 
@@ -119,10 +115,6 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] 
     REFERENCE: (None, lambda layer: layer),
     "hf_compile": (None, _compile),
     "torchao_tensorwise_compile": ("torchao", lambda layer: _compile(convert_to_torchao(layer))),
-    "torchao_rowwise_compile": (
-        "torchao",
-        lambda layer: _compile(convert_to_torchao(layer, "rowwise")),
-    ),
     "liger": ("liger_kernel", _apply_liger),
     "coat_fp8_linear": (None, _convert_to("fp8_linear")),
     "coat_paper": (None, _convert_to("coat")),
@@ -140,38 +132,20 @@ def list_available() -> list[str]:
     ]
 
 
-def bench_layer(
-    shape: LayerShape,
-    implementations: Sequence[str],
-    attention: str = "default",
-    profile: bool = False,
-) -> list[LayerResult]:
-    """Measure implementations of one block, the reference first.
-
-    Args:
-        shape: the block and its input.
-        implementations: keys of :data:`IMPLEMENTATIONS`; the reference is added in front.
-        attention: one of :data:`ATTENTIONS`, for all.
-        profile: also print each implementation's kernels.
-    """
+def bench_layer(shape: LayerShape, implementations: Sequence[str]) -> list[LayerResult]:
+    """Measure implementations of one block, the reference first."""
     names = [REFERENCE, *(name for name in implementations if name != REFERENCE)]
-    missing = sorted({str(IMPLEMENTATIONS[n][0]) for n in names if n not in list_available()})
-    if missing:
-        raise ValueError(
-            f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or name "
-            f"installed implementations: {', '.join(list_available())}"
-        )
     harness.require_gpu("speed and memory of a layer are")
     device, dtype = torch.device("cuda"), torch.bfloat16
     original = build_layer(shape, torch.device("cpu"), dtype)
     origin = harness.get_origin()
     results: list[LayerResult] = []
     exact: Pass | None = None
-    with use_attention(attention):
+    with restore_attention():
         for name in names:
             torch.compiler.reset()
             result = LayerResult(
-                *origin, shape.name, shape.tokens, name, attention, length=shape.length
+                *origin, shape.name, shape.tokens, name, "default", length=shape.length
             )
             results.append(result)
             try:
@@ -187,9 +161,7 @@ def bench_layer(
                         with reused_weights():
                             result.fwdbwd_cached_ms = measure_times_ms(layer, forward, shape)[1]
                             result.weight_cache_mib = saved_bytes() / _MIB
-                    if profile:
-                        harness.say(f"\n{name}: {format_kernel_table(layer, forward, shape)}")
-            except (RuntimeError, ValueError) as error:  # others may run
+            except (RuntimeError, ValueError, ImportError) as error:  # others may run
                 if name == REFERENCE:
                     raise
                 result.problem = harness.format_error(error)
@@ -207,14 +179,10 @@ def find_disagreement(result: LayerResult, actual: Pass, exact: Pass) -> str:
 
 
 @contextlib.contextmanager
-def use_attention(name: str) -> Iterator[None]:
-    """Restrict SDPA to one of :data:`ATTENTIONS`, and restore SDPA and its backends afterwards."""
-    backends = torch.backends.cuda
+def restore_attention() -> Iterator[None]:
+    """Restore SDPA and its backends afterwards."""
+    backends, sdpa = torch.backends.cuda, F.scaled_dot_product_attention
     before = (backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled())
-    sdpa = F.scaled_dot_product_attention
-    # Global flags, because torch.compile chooses the backend when it compiles.
-    backends.enable_flash_sdp(before[0] if name == "default" else name == "flash")
-    backends.enable_cudnn_sdp(before[1] if name == "default" else name == "cudnn")
     try:
         yield
     finally:
@@ -264,10 +232,7 @@ def measure(result: LayerResult, layer: nn.Module, forward: Forward, shape: Laye
 
 
 def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> tuple[float, float]:
-    """Return the median times of the forward pass in training mode, and of both passes.
-
-    Each repetition starts without gradients of input and parameters.
-    """
+    """Return the median times of the forward pass and of both, each from no gradients."""
     from triton.testing import do_bench
 
     x, grad_output = _inputs_of(layer, shape)
@@ -280,14 +245,6 @@ def measure_times_ms(layer: nn.Module, forward: Forward, shape: LayerShape) -> t
     fwdbwd: Any = do_bench(both, warmup=200, rep=600, grad_to_none=gradients, return_mode="median")
     _clear_gradients(layer, x)
     return fwd, fwdbwd
-
-
-def format_kernel_table(layer: nn.Module, forward: Forward, shape: LayerShape) -> str:
-    """Profile a forward and backward pass."""
-    x, grad_output = _inputs_of(layer, shape)
-    table = harness.profile_step(lambda: forward(x).backward(grad_output), x.device)
-    _clear_gradients(layer, x)
-    return table
 
 
 def _measure_memory(layer: nn.Module, forward: Forward, shape: LayerShape) -> tuple[int, int]:
@@ -338,7 +295,7 @@ def format_layers(results: Sequence[LayerResult]) -> str:
 
 EXAMPLES = """\
   python scripts/bench/layer.py                                  # Llama-2-7B's layer
-  python scripts/bench/layer.py --shape siglip-so400m --attention cudnn --csv layer.csv
+  python scripts/bench/layer.py --shape siglip-so400m --csv layer.csv
   python scripts/bench/layer.py --shape qwen2.5-7b --batch 1 --length 8192
 """
 
@@ -351,9 +308,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=at_least(1), help="sequences or images; default: the shape's")
     add("--length", type=at_least(1), help="tokens or patches of each; default: the shape's")
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, help="default: all installed")
-    add("--attention", choices=ATTENTIONS, default="default", help="default: chosen by SDPA")
-    add("--csv", type=Path, help="append the results to this file")
-    add("--profile", action="store_true", help="also print the time of each kernel")
     return parser
 
 
@@ -362,11 +316,9 @@ def main(args: argparse.Namespace) -> None:
     for name in args.shape:
         shape = find_shape(name, args.batch, args.length)
         implementations = args.implementations or list_available()
-        results = bench_layer(shape, implementations, args.attention, args.profile)
+        results = bench_layer(shape, implementations)
         size = f"{shape.batch} x {shape.length:,} tokens"
-        harness.say(
-            f"\n{shape.name}, {size}, attention: {args.attention}\n\n{format_layers(results)}"
-        )
+        harness.say(f"\n{shape.name}, {size}\n\n{format_layers(results)}")
         harness.append_results(args.csv, results)
 
 

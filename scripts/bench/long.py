@@ -1,10 +1,10 @@
-"""Measures long rows of a recipe's stage, and the longest row that fits a GPU.
+"""Finds the longest row of a recipe's stage that fits a GPU.
 
-Weights and data are random. Without --longest the training step is measured on full rows, whose
-tokens several ranks share with sequence_parallel. --longest runs forward and backward passes
-without an optimizer on one GPU, on a row of --images images and text. Memory is nearly linear in
-the tokens: two short rows tell how it grows, and longer ones are tried until a multiple of N tokens
-fits and the next one does not. Each try is one pass and one line of --csv.
+Weights and data are random. Forward and backward passes run without an optimizer on one GPU, on a
+row of --images images and text. Memory is nearly linear in the tokens: two short rows tell how it
+grows, and longer ones are tried until a multiple of --step tokens fits and the next one does not.
+Each try is one pass and one line of --csv. ``coat-vlm plan RECIPE --measure`` measures a training
+step, also of long rows whose tokens several ranks share.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -26,11 +25,8 @@ from coat_vlm.model import count_parameters
 from coat_vlm.plan.measure import (
     StageCase,
     build_stage_model,
-    build_training_step,
     make_batch,
     open_case,
-    release_engine,
-    take_steps,
 )
 from coat_vlm.train.model_setup import refuse_pairs, require_composed, select_stages, set_train_mode
 from harness import Result
@@ -63,68 +59,18 @@ class LongResult(Result):
     note: str = ""
 
 
-def measure_step(case: StageCase, world: World, steps: int, warmup: int) -> LongResult:
-    """Measure the training step of a stage on full rows."""
-    result, stage = start_result(case, world), case.stage
-    rows = stage.batch_size
-    result.zero = case.recipe.zero_stage
-    result.tokens, result.frames = rows * case.row.tokens, rows * case.row.images
-    model = build_stage_model(case, world.device)
-    first = case.recipe.seed + world.rank // stage.sequence_parallel
-    batch = make_batch(model, [case.row] * stage.micro_batch_size, stage.packing, first)
-    step = build_training_step(model, case, world, warmup + steps)
-    try:
-        torch.manual_seed(case.recipe.seed + world.rank)
-        timing = take_steps(step, [batch], case.name, world, steps, warmup)
-        skipped = step.skipped_steps
-    finally:
-        release_engine(step.passes.engine, model)
-    if skipped:
-        result.note = f"gradients were NaN or infinite in {skipped} step(s)"
-        return result
-    result.ms, result.peak_gb = timing.ms, timing.peak_gb
-    result.tok_s = result.tokens / (timing.ms / 1e3)
-    losses = [entry["loss"] for entry in timing.entries]
-    norm = timing.entries[0]["grad_norm"]
-    result.note = f"training step: {rows} rows"
-    result.note += "" if norm is None else f"; gradient norm {norm:.6g}"
-    result.note += f"; loss {losses[0]:.6f} -> {losses[-1]:.6f}"
-    return result
-
-
-def start_result(case: StageCase, world: World) -> LongResult:
-    """Return a result without measurements."""
-    recipe, stage = case.recipe, case.stage
-    words = [NAMES.get(recipe.precision, recipe.precision)]
-    words += ["recomputation"] if stage.gradient_checkpointing else []
-    return LongResult(
-        *harness.get_origin()[:3],
-        gpus=world.size,
-        zero=0,
-        sequence_parallel=stage.sequence_parallel,
-        model=f"{recipe.name}, {count_parameters(case.meta_model) / 1e9:.3g}B",
-        implementation=", ".join(words),
-        tokens=0,
-        frames=0,
-    )
-
-
 def bench_longest(
     case: StageCase, step: int, world: World, on_result: Callable[[LongResult], None]
 ) -> list[LongResult]:
-    """Find the longest row of which one GPU runs a forward and a backward pass.
+    """Find the longest row, a multiple of ``step`` tokens, of which one GPU runs both passes.
 
-    Args:
-        case: the stage.
-        step: the length is a multiple of this number of tokens.
-        world: this process alone.
-        on_result: called with each tried row; the note of one that does not fit is OOM.
+    ``on_result`` is called with each tried row; the note of one that does not fit is OOM.
 
     Raises:
         ValueError: there are several processes, no GPU, or two steps of tokens do not fit.
     """
     if world.size > 1:
-        raise ValueError(f"--longest is for one process, and there are {world.size}; start one")
+        raise ValueError(f"long.py is for one process, and there are {world.size}; start one")
     usable = measure_usable_gb(world.device)
     model = build_stage_model(case, world.device)
     set_train_mode(model, case.stage)
@@ -132,14 +78,25 @@ def bench_longest(
     arithmetic = arithmetic_of_recipe(case.recipe, world.device)
     run = Passes(model, SpareMemory.of(model, arithmetic, world.device), world.device)
     results: list[LongResult] = []
+    title = f"{case.recipe.name}, {count_parameters(case.meta_model) / 1e9:.3g}B"
+    implementation = NAMES.get(case.recipe.precision, case.recipe.precision)
+    implementation += ", recomputation" if case.stage.gradient_checkpointing else ""
     entry: dict[str, float] = {}
     run.on_entry = entry.update
 
     def attempt(tokens: int) -> float | None:
-        result = start_result(case, world)
-        result.tokens, result.frames = tokens, case.row.images
+        result = LongResult(
+            *harness.get_origin()[:3],
+            1,
+            0,
+            1,
+            title,
+            implementation,
+            tokens,
+            case.row.images,
+            note="OOM: forward and backward",
+        )
         results.append(result)
-        result.note = "OOM: forward and backward"
         batch = make_batch(model, [replace(case.row, tokens=tokens)], None, case.recipe.seed)
         try:
             run.memory.reset()
@@ -163,21 +120,16 @@ def bench_longest(
 def measure_usable_gb(device: torch.device) -> float:
     """Return the memory that tensors may use on a GPU, in 10^9 bytes; ValueError on a CPU."""
     if device.type != "cuda":
-        raise ValueError("--longest: there is no GPU; the longest row is found on a GPU")
+        raise ValueError("there is no GPU; the longest row is found on a GPU")
     free, _ = torch.cuda.mem_get_info(device)
     return FILLED * (free + torch.cuda.memory_reserved(device)) / 1e9
 
 
 def search_longest(attempt: Callable[[int], float | None], step: int, usable: float) -> int:
-    """Find the largest multiple of a number of tokens that fits, with few attempts.
+    """Find the largest multiple of ``step`` tokens that fits, with few attempts.
 
-    Args:
-        attempt: maps tokens to the peak memory; None if they do not fit.
-        step: the number of tokens.
-        usable: memory that is expected to suffice, in the unit of the peaks.
-
-    Raises:
-        ValueError: two steps of tokens do not fit.
+    ``attempt`` maps tokens to the peak memory, None if they do not fit; ``usable`` is expected to
+    suffice, in the unit of the peaks. Raises ValueError if two steps do not fit.
     """
     peaks: dict[int, float] = {}
     failed: int | None = None
@@ -190,7 +142,7 @@ def search_longest(attempt: Callable[[int], float | None], step: int, usable: fl
             peaks[tokens] = peak
         if len(peaks) < 2:
             if failed is not None:
-                raise ValueError(f"--longest {step}: {failed} tokens do not fit; lower it")
+                raise ValueError(f"--step {step}: {failed} tokens do not fit; lower it")
             tokens += step
             continue
         before, best = sorted(peaks)[-2:]
@@ -206,10 +158,7 @@ def search_longest(attempt: Callable[[int], float | None], step: int, usable: fl
 
 
 EXAMPLES = """\
-  torchrun --nproc-per-node 2 scripts/bench/long.py vila_long_video --images 512 --csv long.csv \\
-      init_from=null model.max_length=131072 stages.sft.sequence_parallel=2
-  python scripts/bench/long.py my_recipe.yaml --stage sft --longest 2048 --images 1
-  python scripts/bench/long.py quickstart --stage sft --steps 1 --warmup 1
+  python scripts/bench/long.py my_recipe.yaml --stage sft --step 2048 --images 1 --csv long.csv
 """
 
 
@@ -221,20 +170,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted")
     add("--stage", help="default: the only stage of the recipe")
     add("--images", type=at_least(0), help="tiles and frames per row; default: counted")
-    add(
-        "--longest",
-        type=at_least(1),
-        metavar="N",
-        help="find the longest row, in multiples of N",
-    )
-    add("--steps", type=at_least(1), default=2, help="measured steps; default 2")
-    add("--warmup", type=at_least(1), default=3, help="steps before them; default 3")
-    add("--csv", type=Path, help="append the results to this file")
+    add("--step", type=at_least(1), default=1024, metavar="N", help="in multiples of N; 1024")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure the stage and print a table."""
+    """Try rows and print a table."""
     recipe = load_recipe(args.recipe, args.overrides, unset_variables=True)
     name, *others = select_stages(recipe, args.stage)
     if others:
@@ -245,20 +186,15 @@ def main(args: argparse.Namespace) -> None:
     with join_world() as world:
 
         def keep(result: LongResult) -> None:
-            if world.is_main:
-                harness.append_results(args.csv, [result])
-            harness.say(f"{result.implementation}: {result.tokens:,} tokens, {result.note}")
+            harness.append_results(args.csv, [result])
+            harness.say(f"{result.tokens:,} tokens, {result.note}")
 
         case = open_case(recipe, name, world, images=args.images, accumulation=1)
-        if args.longest is not None:
-            results = bench_longest(case, args.longest, world, keep)
-        else:
-            results = [measure_step(case, world, args.steps, args.warmup)]
-            keep(results[0])
+        results = bench_longest(case, args.step, world, keep)
         columns = {"implementation": "implementation", "tokens": "tokens:0", "frames": "frames:0"}
         columns |= {"ms": "ms:1", "tokens/s": "tok_s:0", "peak GB": "peak_gb:2", "note": "note"}
         table = harness.format_results(results, columns)
-        harness.say(f"\n{results[0].model}, {world.size} x {results[0].gpu}\n\n{table}")
+        harness.say(f"\n{results[0].model}, {results[0].gpu}\n\n{table}")
 
 
 if __name__ == "__main__":

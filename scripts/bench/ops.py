@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +149,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
     add("--op", nargs="+", default=[], metavar="NAME", help="such as norm_stats; default all")
-    add("--csv", type=Path, help="append the results to this file")
     return parser
 
 

@@ -5,8 +5,8 @@ of one batch size, and freed. Every micro-batch of a step is the same batch of r
 
 --precisions are ours (bf16 included; its loss does not store logits). --baselines are transformers'
 BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
-(torchao), each of them with Liger's kernels (liger, liger_compile, liger_torchao), torchao's with
-only Liger's loss (liger_loss_torchao), and the compiled ones with a compiled tower (..._tower).
+(torchao), these with Liger's kernels (liger, liger_torchao), and torchao's with only Liger's
+loss (liger_loss_torchao).
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the
@@ -20,9 +20,6 @@ wrong scale shows in the norm. With an optimizer, the loss of the repeated batch
 Times are medians of whole steps, peaks are the memory that PyTorch allocated; the note has the
 memory in use on the GPU after the steps, by all processes. A batch that does not fit is reported as
 OOM, and no larger one is tried; with several processes the run ends there.
-
---profile runs one more step of each model under torch's profiler and prints the time in which the
-GPU was busy, the number of launches, the longest kernels and the longest CPU operators.
 """
 
 import argparse
@@ -33,7 +30,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +53,11 @@ from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 from harness import PRECISIONS, Result
-from layer import use_attention
+from layer import restore_attention
 from step_models import (
     BASELINES,
     SIZES,
     apply_baseline,
-    check_baselines,
     make_recipe,
     make_step_sample,
 )
@@ -135,7 +130,6 @@ def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implement
     Raises:
         ValueError: the options do not fit each other or this machine.
     """
-    check_baselines(args.baselines)
     if "none" in args.optimizer and ranks > 1:
         raise ValueError(
             f"--optimizer none is a step of one process without communication, and there are "
@@ -402,7 +396,6 @@ def limit_memory(device: torch.device, gib: float) -> None:
 
 EXAMPLES = """\
   python scripts/bench/step.py --csv tiny.csv                    # a tiny model, on any machine
-  python scripts/bench/step.py --size 8b --csv step.csv
   python scripts/bench/step.py --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8
   python scripts/bench/step.py --size 8b --precisions coat --optimizer own --batch 4 --profile
   python scripts/bench/step.py --size 8b --precisions coat recompute_qkv --optimizer own \\
@@ -412,8 +405,8 @@ EXAMPLES = """\
       --precisions bf16 coat recompute_qkv --zero 1 2 3 --batch 1 2 4  # COAT's paper
 
 sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448 pixels:
-  1b, 2b, 8b, 14b      SigLIP-so400m and a language model of the shape of Qwen2.5-0.5B, 1.5B, 7B,
-                       14B: 0.90B, 1.95B, 8.04B and 15.2B parameters
+  1b, 2b, 8b           SigLIP-so400m and a language model of the shape of Qwen2.5-0.5B, 1.5B or
+                       7B: 0.90B, 1.95B and 8.04B parameters
   qwen2.5-vl-7b, qwen3-vl-8b    the published models (the recipe key model.pretrained)
   qwen2.5-7b           no tower, 4,096 tokens of text
   llama-2-7b           no tower, 2,048 tokens of text, as in COAT's paper
@@ -440,8 +433,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--accumulation", type=positive, default=1, help="micro-batches per step; default 1")
     add("--steps", type=positive, default=5, help="measured steps; default 5")
     add("--warmup", type=positive, default=3, help="steps before them; default 3")
-    add("--profile", action="store_true", help="also profile one more step of each model")
-    add("--csv", type=Path, help="append each result to this file")
+    add("--profile", action="store_true", help="one more step under torch's profiler")
     # fmt: on
     return parser
 
@@ -453,7 +445,7 @@ def main(args: argparse.Namespace) -> None:
             limit_memory(world.device, args.cap_gib)
         run, results = StepRun(args, world), []
         for implementation in list_implementations(args, world.size):
-            with use_attention("default"):  # restores what the engine sets
+            with restore_attention():  # which the engine sets
                 for batch in args.batch:
                     results.append(run.measure(implementation, batch))
                     if world.is_main:

@@ -11,7 +11,6 @@ Its loss is transformers', which needs all logits, or Liger's.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder
+from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.plan.measure import RowShape, make_sample
@@ -57,10 +56,7 @@ class StepModel(NamedTuple):
 
 
 def _build_qwen(name: str, language: LanguageConfig, vocab_size: int | None = None) -> StepModel:
-    """SigLIP-so400m/14 and a language model of Qwen2.5's shape; 4,096 tokens with 4 images.
-
-    At 448 pixels the tower has 1,024 patches, which the projector reduces to 256 tokens.
-    """
+    """SigLIP-so400m/14 and a language model of Qwen2.5's shape; 4 images of 256 tokens."""
     model = ModelConfig(
         vision=VisionConfig(
             name_or_path="Efficient-Large-Model/paligemma-siglip-so400m-patch14-448"
@@ -73,10 +69,7 @@ def _build_qwen(name: str, language: LanguageConfig, vocab_size: int | None = No
 
 
 def _read_published(name: str, folder: str) -> StepModel:
-    """A published model with the shapes of its config.json; 4,096 tokens with 4 images.
-
-    Images have 448 pixels: 196 tokens each in Qwen3-VL, 256 in Qwen2.5-VL.
-    """
+    """A published model; 4 images of 448 pixels, 196 tokens in Qwen3-VL, 256 in Qwen2.5-VL."""
     path = Path(__file__).parent / "published" / folder
     return StepModel(name, ModelConfig(pretrained=str(path), max_length=4096), images=4)
 
@@ -102,10 +95,8 @@ def _build_text(name: str, language: LanguageConfig, tokens: int, **keys: Any) -
     return StepModel(name, model, images=0)
 
 
-def _published(name: str) -> LanguageConfig:
-    return LanguageConfig(name_or_path=name)
-
-
+_QWEN_7B = LanguageConfig(name_or_path="Qwen/Qwen2.5-7B-Instruct")
+_VICUNA = LanguageConfig(name_or_path="lmsys/vicuna-7b-v1.5")
 _TINY_TOKENIZER = TokenizerConfig(train_vocab_size=512)
 SIZES = {
     "tiny": StepModel(
@@ -127,11 +118,10 @@ SIZES = {
         tokenizer=_TINY_TOKENIZER,
     ),
     "1b": _build_qwen("0.5b", LanguageConfig(config=_QWEN_HALF_BILLION), 151936),
-    "2b": _build_qwen("1.5b", _published("Qwen/Qwen2.5-1.5B-Instruct")),
-    "8b": _build_qwen("7b", _published("Qwen/Qwen2.5-7B-Instruct")),
-    "14b": _build_qwen("14b", _published("Qwen/Qwen2.5-14B-Instruct")),
-    "qwen2.5-7b": _build_text("qwen2.5-7b", _published("Qwen/Qwen2.5-7B-Instruct"), 4096),
-    "llama-2-7b": _build_text("llama-2-7b", _published("lmsys/vicuna-7b-v1.5"), 2048),
+    "2b": _build_qwen("1.5b", LanguageConfig(name_or_path="Qwen/Qwen2.5-1.5B-Instruct")),
+    "8b": _build_qwen("7b", _QWEN_7B),
+    "qwen2.5-7b": _build_text("qwen2.5-7b", _QWEN_7B, 4096),
+    "llama-2-7b": _build_text("llama-2-7b", _VICUNA, 2048),
     "qwen2.5-vl-7b": _read_published("qwen2.5-vl-7b", "qwen2_5_vl_7b"),
     "qwen3-vl-8b": _read_published("qwen3-vl-8b", "qwen3_vl_8b"),
 }
@@ -156,13 +146,8 @@ def make_recipe(
 ) -> Recipe:
     """Make a recipe that trains a model of :data:`SIZES` in its only stage, ``sft``.
 
-    Args:
-        size: a key of :data:`SIZES`.
-        batch: samples of a micro-batch.
-        precision: one of ``harness.PRECISIONS``.
-        zero_stage: the recipe key.
-        lora: rank of LoRA adapters on the language model; None to train all weights.
-        keys: other recipe keys.
+    ``batch`` are samples of a micro-batch, ``precision`` is one of ``harness.PRECISIONS``, ``lora``
+    the rank of LoRA adapters on the language model (None: all weights are trained).
     """
     model = SIZES[size].model
     train, frozen = ModuleTraining(train=True, lr=LR), ModuleTraining(train=False)
@@ -225,8 +210,6 @@ class Baseline(NamedTuple):
 
     implementation: str
     """Name in the results."""
-    packages: tuple[str, ...]
-    """Packages that it needs."""
     parts: Sequence[Callable[[Any], None]]
     """Functions that change the model in place, called in order."""
 
@@ -291,8 +274,6 @@ _LIGER_KINDS = {
 }
 """Published family -> family of its language model in Liger, module of its attention."""
 
-_apply_liger_loss = partial(_apply_liger, kernels=False)
-
 
 def _forward_with_liger_loss(
     model: Any, labels: Tensor, num_items_in_batch: float | None = None, **inputs: Any
@@ -310,80 +291,46 @@ def _forward_with_liger_loss(
     return CausalLMOutputWithPast(loss=loss)
 
 
-def _find_blocks(model: nn.Module, kind: type) -> list[nn.Module]:
-    """Return the blocks of the decoder or of the tower, which are of classes that FP8 knows."""
-    names = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, kind)}
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ValueError(f"--baselines: the model has no {kind.__name__[3:]}; leave this one out")
-    return blocks
+def _find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of the decoder, which are of classes that FP8 knows."""
+    names = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, Fp8DecoderLayer)}
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _apply_torchao(model: nn.Module) -> None:
     """Use torchao's tensorwise FP8 in the linear layers of the decoder."""
-    for layer in _find_blocks(model, Fp8DecoderLayer):
+    for layer in _find_blocks(model):
         convert_to_torchao(layer)
 
 
-def _compile(model: nn.Module, kind: type = Fp8DecoderLayer) -> None:
-    """Compile every decoder layer, or block of the tower, for one batch shape.
+def _compile(model: nn.Module) -> None:
+    """Compile every decoder layer for one batch shape.
 
     ZeRO-3 gathers and frees the weights of such a block as a whole, as of an FP8 block. Its hooks
     would otherwise be traced with every layer inside, and would end the graph there.
     """
-    blocks = _find_blocks(model, kind)
+    blocks = _find_blocks(model)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)  # without the block's hooks
     set_z3_leaf_modules(model, list({type(block) for block in blocks}))
 
 
-_compile_tower = partial(_compile, kind=Fp8Encoder)
-
-
+_LIGER_LOSS = partial(_apply_liger, kernels=False)
+_TORCHAO = [_use_decoder_loss, _apply_torchao, _compile]
 BASELINES = {
-    "eager": Baseline("hf_eager", (), [_use_decoder_loss]),
-    "compile": Baseline("hf_compile", (), [_use_decoder_loss, _compile]),
-    "torchao": Baseline(
-        "torchao_tensorwise_compile", ("torchao",), [_use_decoder_loss, _apply_torchao, _compile]
-    ),
-    "liger": Baseline("liger", ("liger_kernel",), [_apply_liger, _use_decoder_loss]),
-    "liger_compile": Baseline(
-        "liger_compile", ("liger_kernel",), [_apply_liger, _use_decoder_loss, _compile]
-    ),
-    "liger_torchao": Baseline(
-        "liger_torchao_tensorwise_compile",
-        ("liger_kernel", "torchao"),
-        [_apply_liger, _use_decoder_loss, _apply_torchao, _compile],
-    ),
+    "eager": Baseline("hf_eager", [_use_decoder_loss]),
+    "compile": Baseline("hf_compile", [_use_decoder_loss, _compile]),
+    "torchao": Baseline("torchao_tensorwise_compile", _TORCHAO),
+    "liger": Baseline("liger", [_apply_liger, _use_decoder_loss]),
+    "liger_torchao": Baseline("liger_torchao_tensorwise_compile", [_apply_liger, *_TORCHAO]),
     "liger_loss_torchao": Baseline(
-        "liger_loss_torchao_tensorwise_compile",
-        ("liger_kernel", "torchao"),
-        [_apply_liger_loss, _use_decoder_loss, _apply_torchao, _compile],
+        "liger_loss_torchao_tensorwise_compile", [_LIGER_LOSS, *_TORCHAO]
     ),
 }
-BASELINES |= {
-    f"{name}_tower": Baseline(
-        f"{baseline.implementation}_tower", baseline.packages, [*baseline.parts, _compile_tower]
-    )
-    for name, baseline in BASELINES.items()
-    if _compile in baseline.parts
-}
-"""Values of ``--baselines``. With ``_tower`` the blocks of the vision tower are also compiled."""
+"""Values of ``--baselines``."""
 
 _PATCHED = (modeling_llama, modeling_qwen2, modeling_qwen2_5_vl, modeling_qwen3_vl)
 """Modules of transformers in which Liger replaces names."""
-
-
-def check_baselines(names: Sequence[str]) -> None:
-    """Raise ValueError if a package of the baselines is not installed."""
-    for name in names:
-        packages = BASELINES[name].packages
-        missing = [package for package in packages if find_spec(package) is None]
-        if missing:
-            raise ValueError(
-                f"--baselines {name} needs {', '.join(missing)}; pip install "
-                f"{' '.join(package.replace('_', '-') for package in missing)}, or leave it out"
-            )
 
 
 @contextlib.contextmanager

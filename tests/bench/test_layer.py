@@ -76,10 +76,9 @@ def test_wrong_results_get_no_speed() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_time_and_memory_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_gpu_time_and_memory_are_there() -> None:
     small = dataclasses.replace(SHAPES["llama-2-7b"], batch=1)
-    eager, coat = bench_layer(small, ["coat_paper"], profile=True)
-    assert "the GPU was busy for" in capsys.readouterr().out
+    eager, coat = bench_layer(small, ["coat_paper"])
     for measured in (eager, coat):
         assert measured.problem == ""
         assert measured.fwd_ms

@@ -1,5 +1,6 @@
 """The step benchmark: what it computes, what it refuses, what it frees."""
 
+import csv
 import gc
 import math
 from collections.abc import Iterator
@@ -19,13 +20,10 @@ import step
 from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model import count_parameters
-from coat_vlm.model.vlm import module_parameters
 from coat_vlm.plan.measure import StageCase, build_stage_model, make_batch, open_case, take_steps
 from step import Implementation, StepResult, StepRun, list_implementations
 from step_models import (
-    BASELINES,
     SIZES,
-    Baseline,
     StepModel,
     apply_baseline,
     make_recipe,
@@ -59,8 +57,8 @@ def tiny(size: str = "tiny") -> StageCase:
 
 
 def test_sizes_are_the_published_ones() -> None:
-    """Parameters of Qwen2.5-0.5B, -1.5B, -7B, -14B and Llama-2-7B, as published."""
-    sizes = {"1b": 494_032_768, "2b": 1_543_714_304, "8b": 7_615_616_512, "14b": 14_770_033_664}
+    """Parameters of Qwen2.5-0.5B, -1.5B, -7B and Llama-2-7B, as published."""
+    sizes = {"1b": 494_032_768, "2b": 1_543_714_304, "8b": 7_615_616_512}
     for size, language in {**sizes, "llama-2-7b": 6_738_415_616}.items():
         case = tiny(size)
         model: Any = case.meta_model
@@ -154,15 +152,11 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "compile", note)
     model = build_stage_model(tiny(size), CPU)
-    with apply_baseline("compile_tower", model):
+    with apply_baseline("compile", model):
         pass
-    parts, ends = module_parameters(model), ("DecoderLayer", "EncoderLayer", "VisionBlock")
-    layers, blocks = (
-        [part for part in whole.modules() if type(part).__name__.endswith(ends)]
-        for whole in (parts["language"], parts["vision"])
-    )
-    assert len(layers) == len(blocks) == 2
-    assert compiled == layers + blocks
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    assert len(layers) == 2
+    assert compiled == layers
     # ZeRO-3 gathers them as a whole.
     assert all(z3_leaf_module(block) for block in compiled)
     assert not z3_leaf_module(model)
@@ -177,8 +171,6 @@ def test_text_only_models_and_adapters(world: World) -> None:
     for r in measure(world, "--precisions", "bf16", "coat", "--optimizer", "own", "--lora", "16"):
         assert r.problem == ""
         assert "LoRA rank 16" in r.note
-    (tower,) = measure(world, "--size", "tiny-llm", "--precisions", "--baselines", "compile_tower")
-    assert "the model has no Encoder" in tower.problem
 
 
 def test_the_reference_is_what_autograd_computes_from_the_logits() -> None:
@@ -253,12 +245,12 @@ def test_what_does_not_fit_is_reported_and_ends_the_implementation(
     words = ["--precisions", "bf16", "--baselines", "eager", "--batch", "1", "2", "4"]
     words += ["--steps", "1", "--warmup", "1", "--csv", str(path), "--accumulation", "2"]
     assert harness.run_script(step.build_parser(), step.main, words) == 0
-    results = harness.read_results(path, StepResult)
-    assert [(r.implementation, r.batch, r.problem) for r in results] == [
-        ("bf16", 1, ""), ("bf16", 2, "OOM"), ("hf_eager", 1, ""), ("hf_eager", 2, "OOM"),
+    results = list(csv.DictReader(path.open(newline="")))
+    assert [(r["implementation"], r["batch"], r["problem"]) for r in results] == [
+        ("bf16", "1", ""), ("bf16", "2", "OOM"), ("hf_eager", "1", ""), ("hf_eager", "2", "OOM"),
     ]  # fmt: skip
-    assert [r.ms is None for r in results] == [False, True, False, True]
-    assert (results[0].tokens, results[0].gpus, results[0].peak_gb) == (64, 1, None)
+    assert [r["ms"] == "" for r in results] == [False, True, False, True]
+    assert (results[0]["tokens"], results[0]["gpus"], results[0]["peak_gb"]) == ("64", "1", "")
     assert "| bf16 | none | 0 | 1 | 64 |" in capsys.readouterr().out
     # Other ranks would wait for a rank that goes on.
     run = StepRun(parse("--optimizer", "own"), World(rank=0, size=2, device=CPU))
@@ -276,17 +268,9 @@ def test_what_does_not_fit_is_reported_and_ends_the_implementation(
         (["--batch", "2", "1"], 1, "ascending"),
         (["--precisions"], 1, "nothing to measure"),
         (["--baselines", "eager", "--lora", "16"], 1, "--lora is for --precisions"),
-        (
-            ["--baselines", "liger"],
-            1,
-            "--baselines liger needs no_such_kernel; pip install no-such",
-        ),
     ],
 )
-def test_options_that_are_refused(
-    words: list[str], ranks: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BASELINES, "liger", Baseline("liger", ("no_such_kernel",), []))
+def test_options_that_are_refused(words: list[str], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list_implementations(parse(*words), ranks)
 

@@ -1,6 +1,7 @@
 """Forks small on a CPU; on a GPU, that recomputed q, k and v give the same gradients."""
 
 import copy
+import csv
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,8 +13,7 @@ from torch import Tensor
 import harness
 import lab_fork as bench
 from decoder import SIZES, MasterWeights, build_decoder, draw_batches, read_corpus, train_steps
-from harness import read_results
-from lab_fork import ForkResult, RoundedLinear, apply_variant, parse_variant, weight_gradients
+from lab_fork import RoundedLinear, apply_variant, parse_variant, weight_gradients
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
 ALL_PARTS = {"q", "k", "v", "o", "gate", "up", "down"}
@@ -72,7 +72,6 @@ def test_a_variant_names_blocks_and_parts(
         ("xz", "operands 'xz': allowed are letters of xwdvga, .* fp8_linear, coat"),
         ("xw@gat", r"parts 'gat': allowed are q, k, v, o, gate, up, down, joined with \+"),
         ("xw@@0-2", "blocks '0-2': allowed is FIRST-LAST within 0-1"),
-        ("coat,bf16_forward=0", "bf16_forward"),
     ],
 )
 def test_a_variant_that_means_nothing_is_refused(
@@ -110,16 +109,16 @@ def test_results_of_a_process(
     for variants in (["xw", "coat"], ["", "dvga"]):
         options = [*words, "--csv", str(path), "--variants", *variants]
         assert harness.run_script(bench.build_parser(), bench.main, options) == 0
-    results = read_results(path, ForkResult)
-    assert [(r.process, r.variant) for r in results] == [
-        (1, ""), (1, "xw"), (1, "coat"), (2, ""), (2, "dvga"),
+    results = list(csv.DictReader(path.open(newline="")))
+    assert [(r["process"], r["variant"]) for r in results] == [
+        ("1", ""), ("1", "xw"), ("1", "coat"), ("2", ""), ("2", "dvga"),
     ]  # fmt: skip
     for r in results:
-        percent = [r.mean_percent, r.last_percent, r.text_percent]
-        assert (percent == [0, 0, 0]) == (r.variant == "")
-        assert r.gradient_error is not None
-        assert (r.gradient_error < 0.02) == (r.variant == "")  # BF16 on a GPU, else FP32
-        assert r.mean_loss > r.last_loss > r.text_loss > 0
+        plain = r["variant"] == ""
+        percent = [float(r[f"{name}_percent"]) for name in ("mean", "last", "text")]
+        assert (percent == [0, 0, 0]) == plain
+        assert (float(r["gradient_error"]) < 0.02) == plain  # BF16 on a GPU, else FP32
+        assert float(r["mean_loss"]) > float(r["last_loss"]) > float(r["text_loss"]) > 0
     assert "| nothing rounded | " in capsys.readouterr().out
 
 
