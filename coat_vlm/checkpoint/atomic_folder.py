@@ -16,8 +16,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from safetensors import SafetensorError
+
 from coat_data.saved_files import sync, write_text
-from coat_vlm.checkpoint.folder_files import FolderFiles, name_failed_file
+from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.manifest import Entry, find_wrong_size, write_manifest
 from coat_vlm.checkpoint.verify import WAIT_S
 from coat_vlm.distributed import ALONE, World
@@ -47,11 +49,8 @@ def write_folder(
     """
 
     def write_files(files: FolderFiles) -> None:
-        try:
-            write(files.folder)
-            files.add_written()
-        except Exception as error:
-            raise name_failed_file(error, files.folder) from error
+        write(files.folder)
+        files.add_written()
 
     def write_alone() -> None:
         if check is not None:
@@ -61,7 +60,7 @@ def write_folder(
             save.run(write_files)
         finally:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        if isinstance(save.failure, OSError | RuntimeError):  # some writers raise RuntimeError
+        if isinstance(save.failure, OSError | RuntimeError | SafetensorError):
             raise save_error(target, save.failure) from save.failure
         if save.failure is not None:
             raise save.failure
@@ -70,15 +69,9 @@ def write_folder(
 
 
 class FolderSave:
-    """One folder that all ranks write.
+    """One folder that all ranks write: ``temporary`` (:func:`make_temporary`), then ``target``.
 
-    Args:
-        temporary: an empty folder that rank 0 made (:func:`make_temporary`).
-        target: its name when it is complete.
-        check: called on rank 0 before the rename.
-
-    Attributes:
-        failure: why this rank failed, after :meth:`wait`.
+    ``check`` is called on rank 0 before the rename.
     """
 
     def __init__(
@@ -86,7 +79,7 @@ class FolderSave:
     ) -> None:
         self.temporary = temporary
         self.target = target
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # of this rank
         self._world = world
         self._check = check
         self._deadline = float("inf")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from coat_data.saved_files import hash_file, sync
@@ -95,21 +94,6 @@ class FolderFiles:
         """Delete the files that this object wrote, also an incomplete one, to free their space."""
         for name in self._begun:
             (self.folder / name).unlink(missing_ok=True)
-
-
-def name_failed_file(error: Exception, folder: Path) -> Exception:
-    """Return an error of a library that writes files, with the file that it was writing.
-
-    The operating system does not name it; it is the file that was changed last. safetensors deletes
-    what it could not complete, so that only the kind of file is known.
-    """
-    if isinstance(error, SafetensorError):
-        return OSError(f"{folder.name}/*.safetensors: {error}")
-    if not isinstance(error, OSError) or error.filename is not None:
-        return error
-    files = [folder / name for name in list_files(folder)]
-    last = max(files, key=lambda path: path.stat().st_mtime_ns, default=folder)
-    return OSError(f"{last.relative_to(folder.parent)}: {error}")
 
 
 def _serialize(tensors: Mapping[str, Tensor]) -> Iterator["bytes | memoryview"]:

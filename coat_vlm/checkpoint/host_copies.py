@@ -19,8 +19,7 @@ class HostCopies:
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """Return a copy in host memory; complete after :meth:`wait`, valid until the next one.
 
-        Args:
-            name: identifies the tensor; later copies of this name use the same memory.
+        Later copies of this name use the same memory.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -51,5 +50,4 @@ class HostCopies:
 
 
 def _runtime() -> Any:
-    """Return the CUDA runtime, whose types torch does not describe."""
     return torch.cuda.cudart()

@@ -80,7 +80,7 @@ def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
         problems[name] = problem
         if world.is_main:
             logger.warning(
-                "checkpoint %s is not used: %s; it is deleted when the next one is saved",
+                "checkpoint %s is not used: %s",
                 path,
                 problem,
             )

@@ -41,7 +41,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def is_spike(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is marked as one of a spike; False if it cannot be read."""
+    """Return whether a checkpoint is marked; False if it cannot be read."""
     try:
         return bool(read_json(checkpoint / TRAINER).get("spike", False))
     except (OSError, ValueError, AttributeError):  # it is damaged, or of another process
@@ -57,10 +57,6 @@ class SavedParameter:
     """Dtype of the model's weight, such as ``bfloat16``; the master weight may be FP32."""
     group: int | None
     """Index of the parameter group; None if the parameter is frozen."""
-
-    def describe_group(self) -> str:
-        """Describe the parameter group for an error message."""
-        return "frozen" if self.group is None else f"in parameter group {self.group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +85,12 @@ class Contents:
                     f"{where}: {name} has shape {saved.shape}, in this run {ours.shape}; {remedy}"
                 )
             if saved.group != ours.group:
+                before, now = (
+                    "frozen" if group is None else f"in parameter group {group}"
+                    for group in (saved.group, ours.group)
+                )
                 raise ValueError(
-                    f"{where}: {name} is {saved.describe_group()} in the checkpoint and "
-                    f"{ours.describe_group()} in this run; {remedy}"
+                    f"{where}: {name} is {before} in the checkpoint and {now} in this run; {remedy}"
                 )
         if len(self.groups) != len(model.groups):
             raise ValueError(

@@ -24,9 +24,7 @@ class Fragment(NamedTuple):
     name: str
     """Name of the parameter."""
     start: int
-    """Index of the first element in the flattened parameter."""
     size: int
-    """Number of elements."""
     offset: int
     """Index of the first element in the flat tensor of the partition."""
 
@@ -38,17 +36,12 @@ class Partition:
     tensor: Tensor
     """Master weights; the key of the optimizer's state."""
     group: int
-    """Index of the parameter group."""
     fragments: tuple[Fragment, ...]
     """The elements of the tensor; elements outside of all fragments are padding."""
 
 
 def list_partitions(engine: DeepSpeedEngine) -> list[Partition]:
-    """Return the tensors that this rank's optimizer updates, with their fragments.
-
-    Raises:
-        ValueError: DeepSpeed wraps the optimizer in an unsupported class.
-    """
+    """Return the tensors that this rank's optimizer updates, with their fragments."""
     names = _names(engine)
     optimizer: Any = engine.optimizer
     found: list[Partition] = []
@@ -124,7 +117,7 @@ def get_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def get_frozen_fragment(name: str, parameter: Any, owner: bool) -> tuple[Tensor, Fragment] | None:
     """Return the flat part of a frozen, not gathered parameter that this rank saves, or None.
 
-    ``owner``: whether this rank saves a parameter that is replicated on all ranks.
+    ``owner``: whether this rank saves replicated parameters.
     """
     if not is_partitioned(parameter):
         whole = parameter.detach().reshape(-1)

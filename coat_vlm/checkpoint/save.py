@@ -8,7 +8,7 @@ next save or at the end of the stage.
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from coat_vlm.checkpoint.atomic_folder import (
 )
 from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.host_copies import HostCopies
-from coat_vlm.checkpoint.keep import KeepRule, SavedStep, choose_deletions
+from coat_vlm.checkpoint.keep import KeepRule, choose_deletions
 from coat_vlm.checkpoint.load import list_checkpoints, path_step
 from coat_vlm.checkpoint.manifest import list_files
 from coat_vlm.checkpoint.metadata import (
@@ -57,7 +57,6 @@ class CheckpointSaver:
         describe: writes configuration, tokenizer and processor into a folder; called once, on the
             main process.
         background: write copies of the tensors in a thread; otherwise :meth:`save` waits.
-        discarded: names of checkpoints to delete when the next one is complete.
         losses: returns validation losses by step, for ``keep.best``; called in the thread.
         check: called on the main process before it writes, renames or deletes.
     """
@@ -71,12 +70,10 @@ class CheckpointSaver:
         *,
         describe: Callable[[Path], None] | None = None,
         background: bool = True,
-        discarded: Collection[str] = (),
         losses: Callable[[], Mapping[int, float]] | None = None,
         check: Check | None = None,
     ) -> None:
         self.folder = folder
-        self._discarded = set(discarded)
         self._engine = engine
         self._world = world
         self._keep = keep
@@ -180,14 +177,10 @@ class CheckpointSaver:
 
     def _delete_old(self, target: Path) -> None:
         """Delete the checkpoints that the rule does not keep; ``target`` is the newest one."""
-        self._discarded.discard(target.name)
         paths = {path_step(path): path for path in list_checkpoints(self.folder)}
-        steps = [
-            SavedStep(step=step, spike=is_spike(path), discarded=path.name in self._discarded)
-            for step, path in paths.items()
-        ]
+        spikes = {step: is_spike(path) for step, path in paths.items()}
         losses = self._losses() if self._losses is not None else {}
-        for step in choose_deletions(steps, path_step(target), self._keep, losses):
+        for step in choose_deletions(spikes, path_step(target), self._keep, losses):
             if self._check is not None:
                 self._check()
             try:

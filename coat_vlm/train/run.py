@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from coat_data.folder_lock import FolderLock
 from coat_data.mixture.sampler import SamplerState
+from coat_vlm.checkpoint.atomic_folder import remove_folder
 from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
 from coat_vlm.checkpoint.manifest import find_problem
@@ -299,7 +300,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
         sampler_state=SamplerState(),
     )
     entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
-    done, damaged = _restore(stage, opened, passes, new, entries)
+    done = _restore(stage, opened, passes, new, entries)
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
         stage.run_dir,
@@ -311,7 +312,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     start = {**opened.description, "sources": describe_sources(data)}
     metrics.write({"kind": "stage", "status": "start", **start})
     opened.record.log_changes(metrics, name, done.step)
-    saver = _build_saver(stage, opened, passes, damaged)
+    saver = _build_saver(stage, opened, passes)
     return StageLoop(
         step=TrainStep(
             name=name,
@@ -365,9 +366,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     )
 
 
-def _build_saver(
-    stage: _Stage, opened: _Opened, passes: Passes, damaged: Sequence[str]
-) -> CheckpointSaver:
+def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSaver:
     recipe, best = stage.recipe, stage.recipe.keep_best
     return CheckpointSaver(
         stage.checkpoints,
@@ -381,7 +380,6 @@ def _build_saver(
         describe=partial(save_description, model=opened.model, processor=opened.processor),
         background=recipe.async_save,
         check=stage.lock.check,
-        discarded=damaged,
         losses=partial(read_losses, stage.run_dir / METRICS, stage.name, best) if best else None,
     )
 
@@ -392,10 +390,10 @@ def _restore(
     passes: Passes,
     new: Progress,
     entries: Sequence[dict[str, Any]],
-) -> tuple[Progress, Sequence[str]]:
+) -> Progress:
     """Load the checkpoint from which the stage continues; remove what it wrote after that.
 
-    Returns the finished progress, ``new`` without a checkpoint, and names of damaged checkpoints.
+    Returns the finished progress: ``new`` without a checkpoint.
     """
     world, found = stage.world, FoundCheckpoint()
     if opened.continues:
@@ -404,10 +402,12 @@ def _restore(
     done = new if found.path is None else _load(found.path, passes, new, opened.total_steps)
     if world.is_main:
         stage.lock.check()
+        for name in found.damaged:
+            remove_folder(stage.checkpoints / name)
         reset_stage(stage.run_dir, stage.name, done.step, fresh=found.path is None)
         opened.record.write()
     world.barrier()  # before another rank logs a bad sample
-    return done, found.damaged
+    return done
 
 
 def _load(checkpoint: Path, passes: Passes, new: Progress, total_steps: int) -> Progress:

@@ -1,8 +1,6 @@
 """Which checkpoints are deleted when a new one is complete."""
 
-import pytest
-
-from coat_vlm.checkpoint.keep import KeepRule, SavedStep, choose_deletions
+from coat_vlm.checkpoint.keep import KeepRule, choose_deletions
 
 
 def deleted(
@@ -11,12 +9,9 @@ def deleted(
     *,
     newest: int | None = None,
     spikes: tuple[int, ...] = (),
-    discarded: tuple[int, ...] = (),
     losses: dict[int, float] | None = None,
 ) -> list[int]:
-    saved = [
-        SavedStep(step=step, spike=step in spikes, discarded=step in discarded) for step in steps
-    ]
+    saved = {step: step in spikes for step in steps}
     return choose_deletions(saved, max(steps) if newest is None else newest, rule, losses or {})
 
 
@@ -49,10 +44,5 @@ def test_spikes_push_nothing_out() -> None:
     assert deleted([10, 20], KeepRule(last=1, every_steps=10), spikes=(10,)) == [10]
 
 
-@pytest.mark.parametrize(("discarded", "expected"), [((), [5]), ((30,), [5, 30]), ((20,), [5])])
-def test_later_ones_are_deleted_only_if_they_were_discarded(
-    discarded: tuple[int, ...], expected: list[int]
-) -> None:
-    steps = [5, 10, 20, 30]
-    found = deleted(steps, KeepRule(last=2), newest=20, discarded=discarded)
-    assert found == expected
+def test_later_ones_stay() -> None:
+    assert deleted([5, 10, 20, 30], KeepRule(last=2), newest=20) == [5]
