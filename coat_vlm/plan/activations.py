@@ -80,8 +80,7 @@ class LiveMemory(TorchDispatchMode):
 def use_flash_attention() -> Iterator[None]:
     """Run attention on ``meta`` through the flash kernel, as SDPA does on a GPU.
 
-    cuDNN's kernel, which SDPA prefers on Hopper, saves tensors of the same sizes. On ``meta``, SDPA
-    would use the plain formula, which saves all probabilities.
+    cuDNN's kernel saves tensors of the same sizes; SDPA's formula on ``meta`` all probabilities.
     """
     # Torch's function is replaced: checkpointed blocks are recomputed without function modes.
     plain = F.scaled_dot_product_attention
@@ -133,8 +132,7 @@ def flash_workspace_bytes(query: torch.Size, key_heads: int, element_size: int) 
     return accumulators + (expanded if key_heads != heads else 0)
 
 
-PARTS = (*MODULES, "output")
-"""``output`` is the output layer with the loss; ``language`` is the rest of the language model."""
+PARTS = (*MODULES, "output")  # the output layer with the loss, which is not in "language"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +140,7 @@ class Activations:
     """Memory of a forward and a backward pass in bytes, without parameters and their gradients."""
 
     saved: dict[str, float]
-    """Bytes saved at the end of the forward pass, by part (:data:`PARTS`). ``output`` contains the
-    gradients that the loss computes in the forward pass."""
+    """Bytes at the end of the forward pass by part (:data:`PARTS`), with the loss's gradients."""
     forward_peak: float
     backward: tuple[tuple[int, float], ...]
     """Pairs (gradient elements completed so far, peak since the previous gradient)."""
@@ -152,7 +149,7 @@ class Activations:
 
     @property
     def total_saved(self) -> float:
-        """Bytes saved at the start of the backward pass."""
+        """Bytes at the start of the backward pass."""
         return sum(self.saved.values())
 
     def peak(self, bytes_per_gradient: float = 0.0) -> float:
@@ -162,14 +159,14 @@ class Activations:
 
     def scale(self, factor: float) -> "Activations":
         """Return an approximation for another micro-batch: all sizes times ``factor``."""
-        return self._combined(self, lambda size, _: factor * size)
+        return self._combine(self, lambda size, _: factor * size)
 
     def extrapolate(self, other: "Activations", amount: float) -> "Activations":
         """Extrapolate linearly: ``amount`` 0 gives this object, 1 gives the other."""
-        return self._combined(other, lambda a, b: a + amount * (b - a))
+        return self._combine(other, lambda a, b: a + amount * (b - a))
 
-    def _combined(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
-        """Combine each size of both objects with ``of``; ``weight_copies`` is unchanged."""
+    def _combine(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
+        # Cached weights do not depend on the micro-batch.
         return Activations(
             {part: of(size, other.saved[part]) for part, size in self.saved.items()},
             of(self.forward_peak, other.forward_peak),
@@ -194,10 +191,7 @@ def trace(
 
     ``model`` is converted, with ``requires_grad`` and train mode set; ``images`` are tiles per row,
     of which ``pool_frames`` share the tokens of one. All text tokens but the first are supervised.
-    ``reuse_weights`` is ``fp8.weights: cache``.
-
-    Raises:
-        ValueError: the images of a row have more tokens than the row.
+    ``reuse_weights`` is ``fp8.weights: cache``. Raises ValueError as :func:`image_groups` does.
     """
     groups = image_groups(model, length, images, pool_frames)
     tower = model.vision_tower
@@ -246,11 +240,8 @@ def trace(
 def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1) -> list[int]:
     """Return the number of images in each group that shares the tokens of one image.
 
-    Of a model with ``s2_scales`` only the tiles of the largest scale have tokens. For the arguments
-    see :func:`trace`.
-
-    Raises:
-        ValueError: the images of a row have more tokens than the row, or there is no tower.
+    Of a model with ``s2_scales`` only the tiles of the largest scale have tokens. Raises ValueError
+    if the images of a row have more tokens than the row, or there is no tower.
     """
     per_image = model.config.tokens_per_image
     groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
@@ -303,7 +294,7 @@ def _measure_parts(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int
 def _free_gradients(
     model: nn.Module, memory: LiveMemory, finished: list[tuple[int, float]]
 ) -> Iterator[None]:
-    """Free the gradient of each parameter when it is complete, and record the peak up to then.
+    """Free each complete gradient, and record the peak up to then.
 
     :meth:`Activations.peak` adds the gradients again, because their lifetime depends on ZeRO.
     """
@@ -329,10 +320,7 @@ TIME_TOKENS = 10
 
 
 class FramesPlan(NamedTuple):
-    """The activations of a micro-batch of full rows with many frames, and with half as many.
-
-    Memory at a fixed length of the row is linear in the number of frames.
-    """
+    """The activations of a micro-batch of full rows with many frames, and with half as many."""
 
     most: int
     """Frames per row whose tokens fit."""
@@ -340,11 +328,6 @@ class FramesPlan(NamedTuple):
     """Tokens of a group of frames, its time included."""
     full: Activations
     half: Activations
-
-    def activations(self, frames: int) -> Activations:
-        """Return the activations with another number of frames per row."""
-        half = self.most // 2
-        return self.half.extrapolate(self.full, (frames - half) / (self.most - half))
 
 
 def trace_frames(

@@ -14,11 +14,8 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
 
     Without recomputation before with it, then the largest micro-batch. ``fp8.recompute_qkv: auto``
     becomes ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process
-    that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies. Other
-    keys are kept. Returns the recipe with the chosen values, and a sentence about them.
-
-    Raises:
-        ValueError: nothing fits; the message names the smallest GPU that would do.
+    that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies.
+    Returns the recipe and a sentence about the chosen values. Raises ValueError if nothing fits.
     """
     memory = recipe.memory
     assert memory is not None
@@ -46,7 +43,7 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
         )
     fitted = dataclasses.replace(memory, choose=[])
     chosen = dataclasses.replace(chosen, stages=stages, memory=fitted)
-    values = ", ".join(f"{key}={_format(_get(chosen, key))}" for key in keys)
+    values = ", ".join(f"{key}={_read(chosen, key)}" for key in keys)
     return chosen, (
         f"memory: {memory.gpu_gb:g} GB: {values or 'nothing to choose'}; the planned peak is "
         f"{peak / 1e9:.1f} GB, with a margin of {MARGIN - 1:.0%} {MARGIN * peak / 1e9:.1f} GB"
@@ -56,15 +53,12 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
 def _fit_stages(
     recipe: Recipe, ranks: int, limit: float
 ) -> tuple[dict[StageName, StageConfig], float]:
-    """Return each stage with the first settings that fit, and the largest planned peak.
-
-    If a stage does not fit, it is unchanged, and its peak is the smallest.
-    """
+    """Return each stage with the first settings that fit, else unchanged, and the largest peak."""
     stages, peaks = dict(recipe.stages), []
     for name in select_stages(recipe, None):
         needed = []
         for plan in _plan_stage(recipe, name, ranks, limit):
-            needed.append(plan.memory[recipe.zero_stage].peak)
+            needed.append(plan.own_memory.peak)
             if needed[-1] <= limit:
                 stages[name] = plan.stage
                 break
@@ -88,10 +82,7 @@ def _with_recomputed_qkv(recipe: Recipe) -> Recipe | None:
 
 
 def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None:
-    """Return a recipe with the choices of the run that it continues.
-
-    None if the run lacks a stage, or its micro-batches do not divide the batches.
-    """
+    """Return a recipe with the choices of the run that it continues, or None if they do not fit."""
     assert recipe.memory is not None
     keys = recipe.memory.choose or ()
     stages = dict(recipe.stages)
@@ -111,17 +102,13 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
 
 
 def _without_shards(recipe: Recipe, ranks: int) -> Recipe:
-    """Return the recipe with ``zero_stage: 0`` if one process trains with CoatAdamW."""
     if ranks > 1 or not recipe.zero_stage or not recipe.has_low_bits(gpu=True, zero_stage=0):
         return recipe
     return dataclasses.replace(recipe, zero_stage=0)
 
 
 def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> Iterator[StagePlan]:
-    """Plan a stage with its possible settings, fastest first.
-
-    Micro-batches that are far too large by a linear estimate are left out, except for 1.
-    """
+    """Plan a stage with its settings that may fit by a linear estimate, fastest first."""
     assert recipe.memory is not None
     keys, stage = recipe.memory.choose or (), recipe.stages[name]
     checkpointing, sizes = [stage.gradient_checkpointing], [stage.micro_batch_size]
@@ -152,12 +139,8 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
         yield estimated
 
 
-def _get(recipe: Recipe, key: str) -> object:
+def _read(recipe: Recipe, key: str) -> str:
     value: object = recipe
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
-
-
-def _format(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

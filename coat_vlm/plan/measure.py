@@ -52,7 +52,6 @@ class RowShape:
     """Shape of a row, as a plan counts it."""
 
     tokens: int
-    """Tokens, including image tokens."""
     groups: tuple[int, ...]
     """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
     pooled: bool = False
@@ -90,12 +89,7 @@ class Timing(NamedTuple):
 
 
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
-    """Measure a planned stage on all processes of ``world``, and describe it next to the plan.
-
-    Raises:
-        ValueError: the stage does not fit this machine.
-        RuntimeError: out of memory.
-    """
+    """Measure a planned stage on all processes of ``world``, and describe it next to the plan."""
     case = open_case(recipe, plan.name, world, images=plan.images, tokens=plan.tokens)
     stage = case.stage
     model = build_stage_model(case, world.device)
@@ -150,9 +144,6 @@ def open_case(
     """Build a stage's model on ``meta`` and the shape of its rows, by default those of a plan.
 
     ``accumulation``: micro-batches of a step; by default the recipe's, at most two.
-
-    Raises:
-        ValueError: images that do not fit, or a model that cannot be built.
     """
     recipe = use_published_shapes(recipe)
     given = recipe.init_from is not None or recipe.model.pretrained is not None
@@ -195,11 +186,8 @@ def open_case(
 def build_stage_model(case: StageCase, device: torch.device) -> Any:
     """Build the model of a stage with random weights on a device, ready for the engine.
 
-    The weights are the same at every call on the same kind of device. They are generated on this
-    device: 8B parameters take seconds on a GPU, minutes on a CPU.
-
-    Raises:
-        ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
+    They are the same at every call on the same kind of device, which generates them: 8B parameters
+    take seconds on a GPU, minutes on a CPU.
     """
     recipe = case.recipe
     arithmetic = arithmetic_of_recipe(recipe, device)
@@ -294,11 +282,9 @@ def build_training_step(
 
 
 def release_engine(engine: DeepSpeedEngine, model: PreTrainedModel) -> None:
-    """Remove DeepSpeed's hooks from a model and free the memory of both, which become unusable.
-
-    ZeRO-3 of deepspeed 0.19.8 never frees a model: a list in its module and classes of its hooks
-    refer to it. Therefore the objects that they refer to are emptied.
-    """
+    """Free the memory of an engine and its model, which become unusable."""
+    # ZeRO-3 of deepspeed 0.19.8 never frees a model: a list in its module and classes of its hooks
+    # refer to it. Therefore the objects that they refer to are emptied.
     graph_blocks(model, enabled=False)
     wrapper: Any = engine.optimizer
     inner: Any = engine.basic_optimizer
@@ -323,7 +309,7 @@ def take_steps(
     steps: int = STEPS,
     warmup: int = WARMUP,
 ) -> Timing:
-    """Take ``warmup`` and ``steps`` steps on the same micro-batches; all processes must call this.
+    """Take ``warmup`` and ``steps`` steps on the same micro-batches, on all processes.
 
     ``step`` is a :class:`TrainStep`, or has its ``on_entry`` and ``__call__``.
     """

@@ -1,7 +1,6 @@
 """Shapes of the published models that built-in recipes name, so that plans need no download.
 
-The values are from the models' ``config.json``; settings that are absent here have transformers'
-default for the model type.
+The values are from the models' ``config.json``.
 """
 
 import dataclasses
@@ -25,8 +24,6 @@ TOWERS: dict[str, Mapping[str, Any]] = {
         "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
     },
 }  # fmt: skip
-"""Configurations of vision towers by ``model.vision.name_or_path``."""
-
 _QWEN = {
     "model_type": "qwen2",
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -51,8 +48,6 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Configurations of language models by ``model.language.name_or_path``."""
-
 TOKENIZERS = {
     "Qwen/Qwen2.5-7B-Instruct": 151665,
     "Qwen/Qwen2.5-1.5B-Instruct": 151665,
@@ -65,7 +60,7 @@ def use_published_shapes(recipe: Recipe) -> Recipe:
     """Replace the names of published models in a recipe by their configurations.
 
     Unknown names and local folders are unchanged: transformers reads their ``config.json``. So are
-    recipes with ``init_from``. Use the result only for shapes, not for weights.
+    recipes with ``init_from``.
     """
     if recipe.init_from is not None:
         return recipe
@@ -95,12 +90,7 @@ def _find_published(name: str | None, table: Mapping[str, Any]) -> Any:
 
 
 def find_vocab_size(recipe: Recipe) -> int:
-    """Return the size of the recipe's tokenizer; the maximum size if the run trains it.
-
-    Raises:
-        ValueError: the recipe names no tokenizer.
-        OSError: no tokenizer has this name.
-    """
+    """Return the size of the recipe's tokenizer; the maximum size if the run trains it."""
     if recipe.model.tokenizer.train_vocab_size is not None:
         return recipe.model.tokenizer.train_vocab_size
     return len(load_tokenizer(recipe.model))

@@ -57,8 +57,7 @@ SOLD = 0.94
 GRAPH_OVERHEAD = 0.33
 """What CUDA graphs take besides the saved activations, as a share of these."""
 
-_ROWS = 64
-"""Rows of each source that are read to count images."""
+_ROWS = 64  # of each source that are read to count images
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,21 +71,16 @@ class StagePlan:
     ranks: int
     gpu_bytes: float
     """Memory of a GPU as it is sold: 80e9 for one of 80 GB."""
-    tokens: int
-    """Tokens per row."""
-    images: int
-    """Images per row, in tiles."""
+    tokens: int  # of a row
+    images: int  # of a row, in tiles
     images_reason: str
     """Source of the number of images, as text."""
     assumed: str
     """Assumption about the model, as text, or empty."""
-    patches: int
-    """Patches per image in the tower."""
-    model: CoatVlm
-    """The converted model on ``meta``."""
+    patches: int  # of an image in the tower
+    model: CoatVlm  # converted, on meta
     vocab_size: int | None
-    fp8: Fp8Config | None
-    """The resolved settings."""
+    fp8: Fp8Config | None  # resolved
     optimizer: type[torch.optim.Optimizer]
     sizes: Sizes
     traced: list[Activations]
@@ -181,9 +175,11 @@ class StagePlan:
     def largest_frames(self) -> int:
         """Find the largest number of frames per row that fits, in tokens and memory, or 0."""
         assert self.frames is not None
+        most, _, full, half = self.frames
         zero_stage, size = self.recipe.zero_stage, self.stage.micro_batch_size
-        for frames in range(self.frames.most, 0, -1):
-            activations = self.frames.activations(frames)
+        for frames in range(most, 0, -1):
+            # Memory at a fixed length of the row is linear in the number of frames.
+            activations = half.extrapolate(full, (frames - most // 2) / (most - most // 2))
             memory = self.estimate_memory(zero_stage, size, activations=activations)
             if memory.peak <= self.usable_bytes:
                 return frames
@@ -207,13 +203,10 @@ def plan_recipe(
     images: int | None = None,
     only_stage: str | None = None,
 ) -> list[StagePlan]:
-    """Plan the stages of a recipe in order, or ``only_stage``.
+    """Plan the stages of a recipe in order, or ``only_stage``; raises ValueError as training does.
 
     ``gpu_bytes``: nominal memory of each GPU. ``images``: tiles per row, by default counted in the
     data.
-
-    Raises:
-        ValueError: training on this number of ranks would raise the same error.
     """
     require_composed(recipe, "coat-vlm plan")
     assumed = ""
@@ -279,9 +272,8 @@ def plan_recipe(
 def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     """Return the activations of one of several ranks that share the tokens of micro-batches.
 
-    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. ``traced`` and
-    the result are of micro-batches of 1, 2 and 4 times the rows. What the exchanges of tokens need
-    for a moment is not counted.
+    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. What the
+    exchanges of tokens need for a moment is not counted.
     """
     one, two, four = traced
     return [
@@ -359,8 +351,7 @@ def count_images_per_row(
 ) -> tuple[int, str]:
     """Count the tiles per row of ``tokens`` tokens, and return the source of the number as text.
 
-    The first rows of each source of the stage are read. Packed rows are assumed to contain as many
-    tiles as possible.
+    Packed rows are assumed to contain as many tiles as possible.
     """
     if not model.has_vision:
         return 0, "no vision tower"

@@ -111,8 +111,6 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
                         yield _Change(zero_stage, *settings)
 
 
-_LABEL, _CELL = 26, 14
-
 _LINES = {
     "weights": "weights",
     "master weights": "master_weights",
@@ -136,10 +134,8 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     shared = stage.sequence_parallel
     sharing = "rank(s)" if shared == 1 else f"group(s) of {shared} ranks, which share tokens,"
     settings = f"{plan.recipe.precision}, {plan.optimizer.__name__}"
-    if stage.gradient_checkpointing:
-        settings += ", gradient checkpointing"
-    if sizes.low_bits:
-        settings += ", low bits of master weights at ZeRO 0"
+    settings += ", gradient checkpointing" * stage.gradient_checkpointing
+    settings += ", low bits of master weights at ZeRO 0" * sizes.low_bits
     pictures = (
         f"{plan.images} image(s) of {plan.patches:,} patches" if plan.patches else "only text"
     )
@@ -208,7 +204,7 @@ def _graphs(plan: StagePlan) -> list[str]:
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
-    return f"  {label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+    return f"  {label:<26}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def _gb(size: float) -> str:

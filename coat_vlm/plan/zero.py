@@ -44,22 +44,16 @@ ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 class Sizes:
     """Sizes of a model in a stage, in elements unless stated otherwise."""
 
-    parameters: int
-    """P, all parameters."""
-    trained: int
-    """T, trained parameters."""
-    largest_group: int
-    """G, parameters in the largest parameter group."""
-    persistent: int
-    """Elements of small parameters that stage 3 never partitions."""
-    weight_bytes: int
-    """e, bytes per weight and per gradient."""
-    state_bytes: float
-    """Bytes of optimizer states per trained parameter, without low bits of master weights."""
+    parameters: int  # P
+    trained: int  # T
+    largest_group: int  # G
+    persistent: int  # elements of small parameters that stage 3 never partitions
+    weight_bytes: int  # e
+    state_bytes: float  # of the optimizer per trained parameter, without low bits
     low_bits: bool = False
     """Whether the states have the low 16 bits of the master weights."""
     stored: int = 0
-    """Frozen parameters that are stored in FP8 alone, except under stage 3."""
+    """Frozen parameters that are stored only in FP8, except under stage 3."""
 
     @property
     def fp32_bytes(self) -> int:
@@ -83,7 +77,6 @@ class RankMemory:
     backward_peak: float
     """Peak of all forward and backward passes."""
     step_peak: float
-    """Peak of the optimizer step."""
 
     @property
     def peak(self) -> float:
