@@ -140,7 +140,7 @@ def export(
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
             compared; or a folder in the layout ``llava`` or ``vila``.
         target: must not exist or must be empty.
-        dtype: Default: the dtype of training, or BF16 with compressed weights.
+        dtype: by default the dtype of training, or BF16 with compressed weights.
         layout: ``language`` is only the language model.
         weights: compression of the language model's linear layers.
 

@@ -31,14 +31,9 @@ class VisionTower(nn.Module):
         super().__init__()
         vision = config.vision_config
         if model is None and isinstance(vision, OpenClipVisionConfig):
-            visual = _build_visual(dict(vision.vision_cfg or {}), vision.quick_gelu)
+            visual = _build_visual(vision.vision_cfg or {}, vision.quick_gelu)
             model = OpenClipBackbone(visual)
         elif model is None:
-            if vision.model_type not in VISION_MODELS:
-                raise ValueError(
-                    f"vision_config has model_type {vision.model_type!r}; allowed: "
-                    f"{', '.join(VISION_MODELS)}, {OpenClipVisionConfig.model_type}"
-                )
             model = VISION_MODELS[vision.model_type]._from_config(vision)
         assert model is not None
         self.model: nn.Module = model
@@ -131,9 +126,8 @@ def build_open_clip(
             "model.vision.config of an open_clip tower needs vision_cfg or model_name, got "
             f"{sorted(model_config)}"
         )
-    vision_cfg = dict(model_config["vision_cfg"])
     quick_gelu = bool(model_config.get("quick_gelu", False))
-    return _describe(_build_visual(vision_cfg, quick_gelu), vision_cfg, quick_gelu)
+    return _describe(_build_visual(model_config["vision_cfg"], quick_gelu), model_config)
 
 
 def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
@@ -161,9 +155,7 @@ def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBac
             "required: a folder with open_clip_config.json and matching weights, or the Hub id of "
             "one, such as timm/ViT-B-16-SigLIP"
         ) from error
-    vision_cfg = dict(model_config["vision_cfg"])
-    quick_gelu = bool(model_config.get("quick_gelu", False))
-    config, backbone = _describe(model.visual, vision_cfg, quick_gelu)
+    config, backbone = _describe(model.visual, model_config)
     preprocessing = open_clip.get_model_preprocess_cfg(model)
     config.image_mean = list(preprocessing["mean"])
     config.image_std = list(preprocessing["std"])
@@ -221,7 +213,7 @@ def _is_timm(module: object) -> bool:
 
 
 def _describe(
-    visual: nn.Module, vision_cfg: dict[str, Any], quick_gelu: bool
+    visual: nn.Module, model_config: Mapping[str, Any]
 ) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
     backbone = OpenClipBackbone(visual)
     model: Any = backbone.visual
@@ -233,8 +225,8 @@ def _describe(
             f"images {image_size} in patches {patch_size} are not square; choose a square tower"
         )
     config = OpenClipVisionConfig(
-        vision_cfg=vision_cfg | {"image_size": image_size[0]},
-        quick_gelu=quick_gelu,
+        vision_cfg=model_config["vision_cfg"] | {"image_size": image_size[0]},
+        quick_gelu=bool(model_config.get("quick_gelu", False)),
         hidden_size=model.embed_dim if timm else model.transformer.width,
         image_size=image_size[0],
         patch_size=patch_size[0],
