@@ -55,10 +55,7 @@ class ModelAdapter(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that answers depend on, as plain JSON: weights, dtype, frames.
-
-        Only one rank reads this property, because it may hash all weights.
-        """
+        """What answers depend on, as JSON; may hash all weights, so only one rank reads it."""
         return self._describe()
 
     def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:

@@ -1,10 +1,9 @@
 """Base class of all benchmarks: reads files, makes prompts, extracts and scores answers.
 
 A benchmark is one class in one file of ``coat_eval/tasks``, listed in ``tasks/__init__.py``. It
-recognizes and reads its references and predictions, and has three layers: ``extract`` (text ->
-canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored items ->
-percentages). ``layouts``, ``ask`` and ``media`` are needed only to generate answers
-(:mod:`coat_eval.runner`). docs/reference/benchmarks.md has a complete example.
+reads its references and predictions, and has three layers: ``extract`` (text -> canonical answer),
+``score`` (one answer) and ``aggregate`` (items -> percentages). ``layouts``, ``ask`` and ``media``
+make prompts. docs/reference/benchmarks.md has a complete example.
 
 The prompts are those of published results: LLaVA's question files (haotian-liu/LLaVA,
 docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, or the benchmark's own.
@@ -217,10 +216,7 @@ class Benchmark(ABC):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """Return all questions in order, of the references or of predictions that carry answers.
-
-        Predictions that repeat a question repeat its prediction. DataError names file and row.
-        """
+        """Return all questions in order, of the references or of predictions that carry answers."""
         found = [one for one, _ in self.pairs(DataFolder(Path(), references or predictions))]
         return found if references else list({one.key: one for one in found}.values())
 
@@ -233,10 +229,7 @@ class Benchmark(ABC):
         return float(extracted == question.answer)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute the metrics of the counted questions by name, in percent.
-
-        Default: ``overall``, and ``<table>.<value>`` of every sub-table.
-        """
+        """Compute percentages of the counted questions; default: overall and by sub-table."""
         tables = dict(sorted(to_table_percents(scored).items()))
         return {"overall": to_percent([one.score for one in scored]), **tables}
 
@@ -247,9 +240,8 @@ class Benchmark(ABC):
     def check_profile(self, profile: str) -> None:
         """Raise ValueError with the allowed names if the benchmark does not have this profile."""
         if profile not in self.profiles:
-            raise ValueError(
-                f"{self.name} has no profile {profile!r}; allowed: {', '.join(self.profiles)}"
-            )
+            allowed = ", ".join(self.profiles)
+            raise ValueError(f"{self.name} has no profile {profile!r}; allowed: {allowed}")
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer that a profile follows."""
@@ -258,11 +250,7 @@ class Benchmark(ABC):
         return f"{found.partition(' @')[0]} @{commit}" if commit else found
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the prompts of the counted questions with a text, without opening media.
-
-        Overridden if a prompt depends on other rows; default: :meth:`ask` and :meth:`media`.
-        DataError names file and row of a question that cannot be asked.
-        """
+        """Yield prompts of counted questions with a text; DataError if one cannot be asked."""
         for one, row in self.pairs(folder):
             if one.counted and one.text:
                 yield Prompt(
@@ -328,11 +316,7 @@ class Benchmark(ABC):
         return str(pick(row, self.id_fields, where))
 
     def pick_text(self, row: Mapping[str, Any], where: str, asked: str) -> Any:
-        """Return the text of a prediction's row.
-
-        In a row with ``text`` and ``answer`` either may be the prediction: if ``text`` contains the
-        question ``asked``, it is ``answer``; else the row is refused with DataError.
-        """
+        """Return a prediction's text; of ``text`` and ``answer`` the one that is no question."""
         both = "text" in row and "answer" in row and "answer" in self.text_fields
         if not both or "prediction" in row or "prompt" in row:
             return pick(row, self.text_fields, where)
@@ -385,10 +369,7 @@ class Benchmark(ABC):
         raise NotImplementedError
 
     def read_verdict(self, verdict: Any, question: Question) -> Any:
-        """Convert a judge's answer, or a saved one, to an extracted answer, or None.
-
-        UnusableVerdictError: it is none of the allowed answers.
-        """
+        """Convert a judge's or a saved verdict to an extracted answer; UnusableVerdictError."""
         raise NotImplementedError
 
     def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:

@@ -83,10 +83,7 @@ class Comparison:
 
 
 def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
-    """Compare every model with the first, over the same items of :func:`read_sets`.
-
-    ValueError: the models have different sets or items, or a path is given twice.
-    """
+    """Compare every model with the first; ValueError if they have other sets or items."""
     names = _shorten_names(paths)
     sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
     first = sets[names[0]]
@@ -229,11 +226,9 @@ def _shorten_names(paths: Sequence[Path]) -> list[str]:
     whole = [Path(path).resolve() for path in paths]
     if len(set(whole)) != len(whole):
         raise ValueError(f"the same path is given twice: {', '.join(map(str, paths))}")
-    for length in range(1, max(len(path.parts) for path in whole) + 1):
-        names = ["/".join(path.parts[-length:]) for path in whole]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in whole]
+    lengths = range(1, max(len(path.parts) for path in whole) + 1)
+    endings = (["/".join(path.parts[-length:]) for path in whole] for length in lengths)
+    return next(names for names in endings if len(set(names)) == len(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +254,7 @@ class SetComparison:
 def compare_runs(
     first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
 ) -> list[SetComparison]:
-    """Compare evaluated run folders, a group with one per seed; ``second`` may be empty.
-
-    Returns one row per evaluation set (the headline metric), then training and validation loss.
-    ValueError: a run is given twice, or the runs have different items.
-    """
+    """Compare groups of runs, one per seed, by evaluation set (headline metric) and loss."""
     places = Counter(run.resolve() for run in (*first, *second))
     twice = [str(run) for run, count in places.items() if count > 1]
     if twice:

@@ -53,10 +53,7 @@ class Row:
         column: str = "image",
         pick: Literal["first", "middle"] = "first",
     ) -> "MediaFile":
-        """Return the row's image: ``column`` of a Parquet file, else as :meth:`DataFolder.file`.
-
-        A TSV file of VLMEvalKit contains the image, or the ``index`` of the row that does.
-        """
+        """Return the row's image: in Parquet, in a TSV file of VLMEvalKit, or a file."""
         if self.in_parquet:
             return ParquetImage(self.table.path, row=self.index, column=column, pick=pick)
         if cell := self.values.get(IMAGE_COLUMN) if ".tsv" in self.table.path.suffixes else "":
@@ -136,10 +133,7 @@ class DataFolder:
 def find_tables(
     path: Path, name: str, layouts: Layouts, split: str = "", others: Collection[str] = ()
 ) -> list[Path]:
-    """Find the tables of a split (default: the first) without opening them.
-
-    ``others`` are names of folders to skip. ValueError: no such split. DataError: no such files.
-    """
+    """Find the tables of a split (default: the first), outside the folders ``others``."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a folder; put the files of {name} there, or fetch them with: "
@@ -203,10 +197,9 @@ class VideoClip(MediaFile):
     """A part of a video, or of a folder with its frames as JPEG."""
 
     start: float | None = None
-    """Start of the part in seconds; None for the whole video."""
+    """Seconds, like the end; None for the whole video."""
     end: float | None = None
     fps: float | None = None
-    """Frames per second of a folder."""
 
     @property
     def name(self) -> str:

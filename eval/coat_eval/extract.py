@@ -49,10 +49,7 @@ def extract_yes_no_word(text: str) -> str | None:
 
 
 def extract_choice(text: str, choices: Sequence[str]) -> str | None:
-    """Return the letter (``"A"``, ``"B"``, ...) that a text selects from ``choices``, or None.
-
-    The first rule that finds exactly one letter applies.
-    """
+    """Return the letter of ``choices`` that the first rule with exactly one letter finds."""
     letters = ascii_uppercase[: len(choices)]
     plain = _MARKUP.sub("", text).strip()
     bare = plain.strip(" .()[]:")

@@ -32,8 +32,6 @@ _LISTS = ("annotations", "questions", "data")
 """Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second) and TextVQA."""
 _ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
 """A JSON object with one of these keys is itself a row: JSON lines with a single line."""
-_MAPPINGS = ("results",)
-"""Keys of the rows by id in files of TabMWP."""
 _COLUMNS = _ROW_FIELDS | {"index", "qid"}
 """One of these is in the header line of a CSV or TSV file."""
 _File = IO[bytes] | gzip.GzipFile
@@ -66,10 +64,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read the rows of a file; an empty file or list has none.
-
-    Image columns of Parquet files are skipped. DataError names the file and, if known, the line.
-    """
+    """Read the rows of a file; image columns of Parquet are skipped. DataError names the line."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if path.is_dir():
@@ -180,24 +175,9 @@ def _make_encoding_error(path: Path, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def _load_json(text: str) -> Any:
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-    def share(value: dict[str, Any]) -> dict[str, Any]:
-        """Return one object for equal answers of annotators: VQA v2 has millions of them."""
-        if "answer_id" not in value:
-            return value
-        try:
-            return known.setdefault((*value, *value.values()), value)
-        except TypeError:  # an answer that is not a text
-            return value
-
-    return json.loads(text, object_hook=share)
-
-
 def _parse_json(path: Path, text: str) -> Table:
     try:
-        value = _load_json(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         if not text.strip():
             return Table(path=path, rows=[])
@@ -219,7 +199,8 @@ def _parse_json(path: Path, text: str) -> Table:
         if isinstance(value.get(key), list):
             head = {name: part for name, part in value.items() if name != key}
             return Table(path=path, rows=_check_objects(value[key], str(path)), head=head)
-    value = next((value[key] for key in _MAPPINGS if isinstance(value.get(key), dict)), value)
+    if isinstance(value.get("results"), dict):  # TabMWP
+        value = value["results"]
     rows = [
         {"question_id": key, **row} if isinstance(row, dict) else {"question_id": key, "value": row}
         for key, row in value.items()
@@ -239,10 +220,7 @@ def _check_objects(values: list[Any], where: str) -> list[dict[str, Any]]:
 def read_json_lines(
     path: Path, remedy: str = "repair or download it again", *, text: str | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number (from 1) and object of each line that is not blank, of ``text`` or of the file.
-
-    DataError: a line is not a JSON object; names file and line, and ends with ``remedy``.
-    """
+    """Yield number (from 1) and object of each line that is not blank; DataError."""
     text = path.read_text(encoding="utf-8-sig") if text is None else text
     # Not splitlines(): JSON strings may contain U+2028 and other separators.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -282,10 +260,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def folder_sha256(folder: Path) -> str:
-    """Return the SHA-256 over the names and contents of a model folder's files in hex.
-
-    All weights are read, so a model that was trained again in the same folder differs.
-    """
+    """Return the SHA-256 over names and contents of a model folder's files, in hex."""
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder).as_posix()} {hash_file(path)}\n".encode())

@@ -40,10 +40,7 @@ _BYTES_PER_WORKER = 3 * 64 * 3 * 384 * 384 * 4
 _TIMEOUT = timedelta(days=2)
 """Timeout of collectives: ranks synchronize only before and after a benchmark."""
 
-Answer = str | list[float]
-"""A text, or the loss of every choice."""
-Problem = dict[str, Any]
-"""A question that was skipped: its id, media, problem and remedy."""
+Answer = str | list[float]  # the losses of choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,6 @@ class Generation:
     batch_size: int = 32
     """Maximum number of rows per forward pass: questions, or choices of ranked questions."""
     max_new_tokens: int = 128
-    """Longest answer in tokens."""
     num_workers: int = 0
     """Processes per rank that decode and tokenize ahead; 0: this process."""
 
@@ -67,7 +63,7 @@ def answer_all(
     *,
     world: World = ALONE,
     check: Callable[[], None] = lambda: None,
-) -> list[Problem]:
+) -> list[dict[str, Any]]:
     """Answer the remaining questions; every answer is on disk before the next batch starts.
 
     A batch with a missing answer is generated as a whole, and only new answers are written.
@@ -86,7 +82,7 @@ def answer_all(
         unit="item",
         disable=not world.is_main,
     )
-    problems: list[Problem] = []
+    problems: list[dict[str, Any]] = []
     path = out_dir / f"predictions.rank{world.rank}.jsonl"
     with bar, path.open("a", encoding="utf-8") as file:
         for indices, batch, found in loaded:
@@ -122,11 +118,7 @@ def answer_all(
 
 
 def choose_num_workers(device: str, num_processes: int = 1) -> int:
-    """Choose the number of worker processes: 0 on a CPU, which the model uses itself.
-
-    On a GPU, at most 12 per process, limited by shared memory: batches pass through it, and
-    containers often have only 64 MB.
-    """
+    """Choose the worker processes: none for a CPU; for a GPU what shared memory allows."""
     if device == "cpu":
         return 0
     shared = Path("/dev/shm")
@@ -190,11 +182,7 @@ def _encode_batch(
 
 
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
-    """Prepare a folder for answers on one rank; returns the indices of the answered questions.
-
-    ValueError: the folder has answers with another ``identity``, which ``overwrite`` deletes, or
-    another format version.
-    """
+    """Return the answered questions; ValueError if they are of another identity or version."""
     out_dir.mkdir(parents=True, exist_ok=True)
     run_path = out_dir / RUN_FILE
     files = _list_files(out_dir)
@@ -217,10 +205,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
 
 
 def merge(out_dir: Path) -> dict[int, dict[str, Any]]:
-    """Merge the files of all ranks into ``predictions.jsonl``; return the rows by question index.
-
-    A kill at any time leaves every answer in at least one file; duplicates count once.
-    """
+    """Merge the files of all ranks into ``predictions.jsonl``; return the rows by index."""
     rows: dict[int, dict[str, Any]] = {}
     files = _list_files(out_dir)
     for file in files:
@@ -259,10 +244,7 @@ def _read_complete_lines(path: Path) -> list[bytes]:
 
 @contextmanager
 def join_ranks() -> Iterator[World]:
-    """Join the processes that torchrun started; without a launcher, the world has one process.
-
-    Small objects are exchanged over gloo, also on GPUs: a waiting rank then holds no NCCL kernel.
-    """
+    """Join torchrun's processes over gloo: a waiting rank then holds no NCCL kernel."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
@@ -274,10 +256,7 @@ def join_ranks() -> Iterator[World]:
 
 
 def select_device(name: str | None = None) -> torch.device:
-    """Select the device of this process's model: ``name``, or its own GPU, or the CPU.
-
-    ``cuda`` without an index is the process's own GPU. ValueError: the device does not exist.
-    """
+    """Select ``name``, else the process's own GPU, or the CPU; ValueError if it is missing."""
     if name is not None:
         try:
             device = torch.device(name)

@@ -1,8 +1,7 @@
 """Model adapter for any image-text-to-text model of Hugging Face with a chat template.
 
 If processor and chat template support videos (Qwen2-VL, LLaVA-OneVision, InternVL, ...), the frames
-of a video are passed as a video with their times. Otherwise each frame is an image, as in LLaVA and
-VILA, which works for every model that supports several images.
+of a video are passed as a video with their times. Otherwise each frame is an image.
 """
 
 from collections.abc import Sequence
@@ -172,11 +171,7 @@ class HubEncoder:
         return self._make_inputs([own.text for own in encoded], encoded, "left")
 
     def collate_choices(self, encoded: Sequence[HubPrompt]) -> dict[str, torch.Tensor]:
-        """Right-padded rows with ``labels`` (B, T): the tokens of each answer and the end token.
-
-        A token that contains the end of the prompt and the start of the answer belongs to the
-        answer.
-        """
+        """Right-padded rows; ``labels`` (B, T) are the tokens of each answer and the end token."""
         texts = [
             prompt.text + self._format_answer(prompt.text, prompt.answer) for prompt in encoded
         ]

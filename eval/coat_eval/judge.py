@@ -1,8 +1,7 @@
 """Asks a judge model about answers, for benchmarks whose official scorer does so.
 
 A judge is a model behind an OpenAI-compatible address. Its answers are cached as JSON lines
-``{"judge", "prompt", "answer"}``, each when it is complete. With only the cache they are replayed,
-without a model and without network.
+``{"judge", "prompt", "answer"}``; with only the cache they are replayed.
 """
 
 import json
@@ -22,18 +21,12 @@ from coat_eval.files import read_json_lines
 
 _TIMEOUT_S = 120.0
 _ATTEMPTS = 4
-_PAUSE_S = 1.0
-"""Before the second attempt; doubled before each further one."""
-_REQUESTS = 8
-"""Number of requests at a time."""
-_ROW = {"judge", "prompt", "answer"}
+_PAUSE_S = 1.0  # before the second attempt; doubled before each further one
+_REQUESTS = 8  # at a time
 
 
 class HttpJudge:
-    """A model behind an OpenAI-compatible address: ``POST ADDRESS/chat/completions``.
-
-    ``key`` is sent as bearer token; empty: none.
-    """
+    """A model behind an OpenAI-compatible address; ``key`` is sent as bearer token."""
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
         parts = urlsplit(address)
@@ -119,10 +112,7 @@ class Judge:
         self._known = known.get(self.name, {})
 
     def answer(self, prompts: Sequence[str]) -> dict[str, str]:
-        """Return the answers by prompt; a cache alone may lack some.
-
-        DataError: the judge gave no answer; those before are in the cache.
-        """
+        """Return the answers by prompt, of which a cache may lack some; DataError: no reply."""
         found = {prompt: self._known[prompt] for prompt in prompts if prompt in self._known}
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in found]
         if self.model is None or not missing:
@@ -141,11 +131,7 @@ class Judge:
 def make_judge(
     address: str | None, model: str | None, key: str | None, cache: Path | None
 ) -> Judge:
-    """Make the judge of the options ``--judge``, ``--judge-model``, ``--judge-key``, ``-cache``.
-
-    Without an address the cache answers; ``key`` is the name of an environment variable.
-    ValueError: an option has no effect or is missing.
-    """
+    """Make the judge of the options ``--judge*``; ValueError: one is missing or has no effect."""
     if address is None:
         for name, value in (("--judge-model", model), ("--judge-key", key)):
             if value is not None:
@@ -163,7 +149,8 @@ def _read_cache(path: Path) -> dict[str, dict[str, str]]:
     """Return the answers by judge and prompt; DataError with file and line."""
     found: dict[str, dict[str, str]] = {}
     for number, row in read_json_lines(path, "delete the line (its answer is asked for again)"):
-        if set(row) != _ROW or not all(isinstance(value, str) for value in row.values()):
+        texts = all(isinstance(value, str) for value in row.values())
+        if set(row) != {"judge", "prompt", "answer"} or not texts:
             problem = f"is not an answer of a judge; it has {sorted(row)}"
             remedy = "give a file that --judge-cache wrote: judge, prompt, answer"
             raise DataError(f"{path}:{number}", problem, remedy)

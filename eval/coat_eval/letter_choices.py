@@ -1,8 +1,7 @@
 """Base classes of multiple-choice benchmarks in VLMEvalKit's tables, with its letter rule.
 
 Source: open-compass/VLMEvalKit @c03bc048, vlmeval/dataset/image_mcq.py (prompt) and
-vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval`` and ``mcq_circular_eval`` with exact
-matching: an answer that the rule cannot decide is wrong, no judge model is asked).
+vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval``, ``mcq_circular_eval``).
 """
 
 import re
@@ -51,11 +50,7 @@ def read_cell(row: Mapping[str, Any], *columns: str) -> str:
 
 
 def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of a row by letter.
-
-    They are in the columns A, B, ..., or a list or mapping in ``choices`` or ``options``; the
-    latter may also be the existing letters ("ABC"), whose texts are then empty.
-    """
+    """Return the options by letter; with empty texts if only their letters are there."""
     listed = row.get("choices") or row.get("options")
     if isinstance(listed, Mapping):
         return {letter: str(listed[letter]) for letter in ascii_uppercase if letter in listed}
@@ -184,10 +179,7 @@ class LetterBenchmark(Benchmark):
 
 
 class CircularBenchmark(LetterBenchmark):
-    """Groups of rotations; an item of the report is a group, its answer a list of letters.
-
-    Indices that are equal modulo :data:`ROTATION` are one question.
-    """
+    """Groups of rows with indices equal modulo :data:`ROTATION`; an item is a group."""
 
     headline = ("overall", "first_rotation", "rows")
     judged = True

@@ -1,9 +1,8 @@
 """Lets lmms-eval evaluate a model: its model ``coat_vlm``.
 
 lmms-eval finds :func:`get_manifest` by the entry point ``lmms_eval.models`` of this package; import
-needs lmms-eval. Interface: EvolvingLMMs-Lab/lmms-eval v0.7.3, lmms_eval/api/model.py (``lmms``),
-lmms_eval/models/registry_v2.py (``ModelManifest``) and lmms_eval/api/task.py
-(``ConfigurableMessagesTask``).
+needs lmms-eval. Interface: EvolvingLMMs-Lab/lmms-eval v0.7.3, lmms_eval/api/model.py,
+lmms_eval/models/registry_v2.py and lmms_eval/api/task.py (``ConfigurableMessagesTask``).
 """
 
 import io
@@ -57,11 +56,7 @@ class CoatVlmForLmmsEval(lmms):
         return self._adapter.device
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Answer the requests, in their order.
-
-        ValueError: a task asks for sampling or beam search. DataError names task and row of a
-        medium that cannot be read, or of a prompt that is too long.
-        """
+        """Answer the requests in order; ValueError for sampling, DataError for bad media."""
         answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):

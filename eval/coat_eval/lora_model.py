@@ -20,10 +20,7 @@ def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[Mode
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:
-    """Return the adapter folders, given as ``FOLDER`` or ``NAME=FOLDER``, by their output's names.
-
-    ValueError: two have the same name, a name is a path, or a folder has no suitable adapter.
-    """
+    """Return the adapter folders (``[NAME=]FOLDER``) by their output's names; ValueError."""
     folders: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")

@@ -24,10 +24,7 @@ def is_of_other_tool(table: Table) -> bool:
 
 
 def convert_rows(table: Table, benchmark: Benchmark, questions: Sequence[Question]) -> Table:
-    """Return a table of rows with ``question_id``, ``category``, ``prediction``, ``question``.
-
-    Predictions of no other tool are returned unchanged.
-    """
+    """Return a table of rows with ids and ``prediction``; those of no other tool unchanged."""
     if _is_sample_log(table):
         ids = (*benchmark.id_fields, *_IDS)
         rows = [

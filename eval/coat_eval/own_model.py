@@ -23,7 +23,6 @@ class CoatAdapter(ModelAdapter):
     """A model of this project with its processor; inputs are made as in training."""
 
     encoder: PromptEncoder
-    """Caches the last decoded video."""
 
     def __init__(
         self,
@@ -70,10 +69,7 @@ class CoatAdapter(ModelAdapter):
 def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
-    """Load a model folder, or the last stage of a run folder in the run's or another precision.
-
-    Returns the model, its processor, its folder and its precision (None: the dtype of the weights).
-    """
+    """Load a model, or a run's last stage: model, processor, folder, precision or None."""
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():
         recipe = load_recipe(str(folder / "recipe.yaml"))

@@ -28,10 +28,7 @@ def is_question_file(benchmark: Benchmark, table: Table) -> bool:
 
 
 def check_repeated_questions(questions: Sequence[Question]) -> None:
-    """Raise DataError if two reference files contain the same question.
-
-    Within a file an id may repeat (SEED-Bench 49914).
-    """
+    """Raise DataError if two files have the same question (one file may repeat an id)."""
     files: dict[tuple[str, str], tuple[str, str]] = {}
     for one in questions:
         file = _PLACE.sub("", one.where)

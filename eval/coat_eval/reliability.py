@@ -35,10 +35,7 @@ def find_constants(
     scored: Sequence[ScoredItem],
     metrics: Sequence[str] | Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """Find the constant answer with the highest score in each metric: ``answer`` and ``value``.
-
-    A sub-table in which the constant reaches 100 is left out: all its references are the same.
-    """
+    """Find the best constant answer by metric, unless all references of a sub-table are it."""
     questions = [one.question for one in scored]
     if not (questions and metrics):
         return {}

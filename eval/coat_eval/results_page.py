@@ -62,10 +62,7 @@ class Result:
 
 
 def build_results(comparison: Comparison) -> list[list[Result]]:
-    """Build the rows of every metric: the compared models, then the published ones.
-
-    Published models stand beside complete benchmarks only, under the official rules.
-    """
+    """Build the rows of every metric: the compared models, then comparable published ones."""
     models, published = list(comparison.sets), read_published()
     differences = {
         (row.set_name, row.metric, row.second_name): row for row in comparison.differences
@@ -205,11 +202,7 @@ def _make_plot(rows: Sequence[Result]) -> dict[str, Any]:
 def build_sections(
     comparison: Comparison, *, per_set: int = ITEMS_PER_SET, media_root: Path | str | None = None
 ) -> list[dict[str, Any]]:
-    """Build a section per set and pair of models, with cards of the items behind the differences.
-
-    At most ``per_set`` items per set and pair, evenly spaced, half of them per direction if
-    possible. Relative media paths are below ``media_root``, a folder or an address.
-    """
+    """Build a section per set and pair of models, with cards of the items that differ."""
     first_name, *other_names = comparison.sets
     sections: list[dict[str, Any]] = []
     for second_name, (set_name, one) in product(other_names, comparison.sets[first_name].items()):

@@ -57,10 +57,7 @@ _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 def load_adapter(
     model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
-    """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name.
-
-    ``precision`` is for this project's checkpoints, the number of frames per video for others.
-    """
+    """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name."""
     folder = Path(model)
     config = read_json(folder / "config.json", "copy the model again")
     if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
@@ -104,11 +101,7 @@ class EvalTask:
 
 
 def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
-    """Make the task of an official benchmark such as ``pope`` or ``videomme_subtitles``.
-
-    Without ``_VARIANT``, the prompt is the profile's if the benchmark has one. ``data`` is searched
-    for the tables.
-    """
+    """Make the task of ``pope``, ``videomme_subtitles``, ...; default variant: the profile's."""
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
         known = [
@@ -375,10 +368,7 @@ def _check_required_metrics(
 
 
 def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
-    """Make the questions that ``eval_every`` evaluates during training, with their scorers.
-
-    Each evaluation set contributes ``eval_samples`` questions, evenly spaced over its file.
-    """
+    """Make the evenly spaced questions of ``eval_every``, with their scorers."""
     subsets = []
     for name, settings in recipe.eval_sets.items():
         task = get_task(settings.task, settings.media_root, **access_of(recipe))

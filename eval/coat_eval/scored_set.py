@@ -52,11 +52,7 @@ class ScoredSet:
 
 
 def read_sets(path: Path) -> dict[str, ScoredSet]:
-    """Read the scored sets of a run folder, a report, or a folder of reports by name.
-
-    ``path`` is RUN (with ``eval/SET/report.json``), a report file, OUT (with ``report.json``), or
-    OUT with ``TASK/report.json``. FileNotFoundError: it contains no scored set.
-    """
+    """Read the scored sets by name of a run folder, a report or a folder of reports."""
     path = Path(path)
     if path.is_file() or (path / REPORT_FILE).is_file():
         one = _read_report(path if path.is_file() else path / REPORT_FILE)

@@ -51,11 +51,7 @@ def score_official(
     report_path: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Score prediction files against reference files in any order, recognized by content.
-
-    A folder of predictions means all its files of the name ``benchmark.result_files``. ``options``
-    are those of :func:`score_tables`, whose report is returned and written.
-    """
+    """Score files in any order, recognized by content: :func:`score_tables` and its options."""
     _check_options(benchmark, options.get("settings", Settings()), options.get("judge"))
     warnings: list[str] = []
     own = [_read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)]

@@ -126,10 +126,7 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
 
 
 def compute_metrics(scored: ScoredSet) -> dict[str, tuple[RatioMetric, Mask]]:
-    """Compute every headline metric that is a sum over items, with the mask [items] of its items.
-
-    DataError: the items contradict the report, because one of them was changed.
-    """
+    """Compute the headline metrics that are sums over items, and the masks of their items."""
     found = {}
     for metric in scored.headline:
         made = make_parts(scored.items, metric, task=scored.task, profile=scored.profile)

@@ -34,10 +34,7 @@ _ROW_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".ndjson")
 def load_language_model(
     folder: Path, precision: Precision | None = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load the causal language model in a run folder, a model folder of this project or any other.
-
-    Without ``precision`` a model folder has the dtype of its weights, on a CPU FP32.
-    """
+    """Load the causal language model of a run, a model folder or any other, and tokenizer."""
     folder = Path(folder)
     config = read_json(folder / "config.json", "copy the model again")
     if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
@@ -128,7 +125,6 @@ def measure_perplexity(
         for one in _split_windows(ids, window, stride)
     )
     hits: list[list[bool]] = [[] for _ in documents]
-    """Per token, whether it is the most likely one."""
     nll = 0.0
     with tqdm(total=tokens, desc="perplexity", unit="token") as bar:
         while batch := list(islice(windows, batch_size)):
@@ -169,10 +165,7 @@ def _split_windows(
 def _predict(
     model: "PreTrainedModel", batch: Sequence[tuple[int, Sequence[int], list[int]]]
 ) -> Iterator[tuple[float, list[bool]]]:
-    """Yield per window the sum of -log p of its counted tokens, and whether each is the likeliest.
-
-    Padding is on the right.
-    """
+    """Yield per window the loss of its counted tokens, and whether each is the likeliest."""
     longest = max(len(ids) for _, ids, _ in batch)
     inputs = torch.tensor([[*ids, *[ids[0]] * (longest - len(ids))] for _, ids, _ in batch])
     logits = model(input_ids=inputs.to(model.device), use_cache=False).logits

@@ -38,12 +38,10 @@ _CONTRACTED = """
     who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all
     y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-_STRAIGHT_KEYS = frozenset({"couldn'tve", "hadn'tve"})
-_STRAIGHT_VALUES = frozenset(
-    {"ain't", "aren't", "can't", "could've", "couldn't", "we've", "where's", "who've"}
+_STRAIGHT_KEYS = ("couldn'tve", "hadn'tve")
+_STRAIGHT_VALUES = (
+    *("ain't", "aren't", "can't", "could've", "couldn't", "we've", "where's", "who've"),
 )
-
-
 CONTRACTIONS = {"somebody'd": "somebodyd"} | {
     right[:place] + right[place + 1 :]: right
     for right in _CONTRACTED.split()

@@ -1,10 +1,7 @@
 """AI2D (test): 3,088 choices about diagrams of school books.
 
-The data set has no scorer of its own; the rule is VLMEvalKit's, without published predictions to
-check it against (``rule_only``).
-
-Source: Kembhavi et al., "A Diagram Is Worth A Dozen Images" (arXiv:1603.07396); lmms-eval:
-lmms_eval/tasks/ai2d/utils.py and ai2d.yaml.
+Source: Kembhavi et al., "A Diagram Is Worth A Dozen Images" (arXiv:1603.07396), without a scorer;
+the rule is VLMEvalKit's. lmms-eval: lmms_eval/tasks/ai2d/utils.py and ai2d.yaml.
 """
 
 import re

@@ -53,8 +53,7 @@ class ChartQa(Benchmark):
         for table in sorted(tables, key=lambda table: table.path):
             for row in folder.rows_of(table):
                 values = row.values
-                # lmms-lab/ChartQA writes human_test; the official lists have the split in their
-                # names.
+                # lmms-lab/ChartQA writes human_test; official lists have the split in their name.
                 named = values.get("split") or values.get("type") or table.path.name
                 found = [one for one in SPLITS if one.removeprefix("test_") in str(named).lower()]
                 if len(found) != 1:
@@ -93,10 +92,7 @@ class ChartQa(Benchmark):
         return text if settings.profile == "lmms" else text.strip()
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """Return 1 if the answer is right within the tolerance.
-
-        vlmeval@c03bc048 has prediction and gold in the wrong places; fixed by pull request 1204.
-        """
+        """Return 1 for a match; vlmeval@c03bc048 swaps prediction and gold (fixed in #1204)."""
         golds = [question.answer] if settings.profile == "lmms" else _parse_list(question.answer)
         pairs = [(gold, extracted) for gold in golds]
         if settings.profile == "vlmeval@c03bc048":

@@ -2,8 +2,7 @@
 
 Source: Mathew et al., "DocVQA: A Dataset for VQA on Document Images" and "InfographicVQA"; ANLS
 (average normalized Levenshtein similarity): Biten et al., "Scene Text Visual Question Answering",
-in the form of the challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which lmms-eval copies. No
-published predictions with scores were found, so only the rule is checked.
+in the form of the challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which lmms-eval copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Question, ScoredItem, S
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.files import Table
 
-_THRESHOLD = 0.5
+_THRESHOLD = 0.5  # of ANLS
 
 
 def _list_layouts(prefix: str, folder: str) -> Layouts:
@@ -85,11 +84,7 @@ def get_image(row: Mapping[str, Any]) -> str:
 
 
 def compute_anls(said: str, answers: Sequence[str]) -> float:
-    """Compute 1 - min over answers of distance / length, or 0 below 0.5.
-
-    The Levenshtein distance is that of the texts in lower case with single blanks; the length is
-    that of the longer raw text.
-    """
+    """Compute 1 - Levenshtein distance / longer length of the best answer; 0 below 0.5."""
     told = " ".join(said.lower().split())
     best = 0.0
     for answer in answers:

@@ -96,15 +96,10 @@ class Gqa(Benchmark):
         """Compute percentages; ``distribution`` is the official statistic, lower is better."""
         counted = [one for one in scored if one.question.counted]
         metrics = {"accuracy": to_percent([one.score for one in counted])}
-        for name, is_open in (("binary", False), ("open", True)):
-            part = [
-                one.score
-                for one in counted
-                if (structural := one.question.tables.get("structural"))
-                and (structural == "query") == is_open
-            ]
-            if part:
-                metrics[name] = to_percent(part)
+        kinds = [(one.question.tables.get("structural"), one.score) for one in counted]
+        binary = [score for kind, score in kinds if kind not in (None, "query")]
+        parts = {"binary": binary, "open": [score for kind, score in kinds if kind == "query"]}
+        metrics |= {name: to_percent(part) for name, part in parts.items() if part}
         distribution = compute_distribution(counted)
         metrics |= {} if distribution is None else {"distribution": distribution}
         return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))

@@ -1,9 +1,8 @@
 """HallusionBench: yes/no questions about original and edited figures, asked in sets.
 
 Source: Guan et al., "HallusionBench: An Advanced Diagnostic Suite for Entangled Language
-Hallucination and Visual Illusion". The authors' evaluation.py lets GPT-4 judge answers to 1,129
-questions; papers print VLMEvalKit's figures on the 951 questions with an image, which are
-reproduced here. VLMEvalKit asks a judge about answers with both or none of yes and no.
+Hallucination and Visual Illusion". Papers print VLMEvalKit's figures on the 951 questions with an
+image, not the authors', whose evaluation.py lets GPT-4 judge 1,129 answers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 
 Source: Wu et al., "LongVideoBench: A Benchmark for Long-context Interleaved Video-Language
 Understanding" (arXiv:2407.15754). longvideobench/LongVideoBench has the data loader with the prompt
-and no scorer; the rule is lmms-eval's, which names the authors' as its source. No published
-predictions with scores were found, so only the rule is checked.
+and no scorer; the rule is lmms-eval's.
 """
 
 from collections.abc import Mapping, Sequence

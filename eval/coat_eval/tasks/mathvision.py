@@ -1,8 +1,7 @@
 """MATH-V (MATH-Vision): 3,040 problems of mathematical competitions with figures.
 
 An answer is right if it equals the letter or the text of the right option, or the reference, as a
-text or in value: LaTeX is converted by latex2sympy2 (extra ``math``). Without that package the
-profile ``string`` compares the texts alone.
+text or in value: LaTeX is converted by latex2sympy2 (extra ``math``).
 
 Source: Wang et al., "Measuring Multimodal Mathematical Reasoning with MATH-Vision Dataset";
 mathllm/MATH-V evaluation/evaluate.py and utils.py.
@@ -13,6 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -145,7 +145,8 @@ def extract_answer(text: str) -> str:
         if text.endswith(ends) or text.startswith(starts):
             text = letter
     tail = text.split("is ")[-1].rstrip(".")
-    if _is_number(tail):
+    with suppress(ValueError):
+        float(tail)
         text = tail
     if _BOX not in text:
         for phrase in _PHRASES:
@@ -207,14 +208,6 @@ def is_equal(answer: str, said: str) -> bool:
         return True
     value = _evaluate(answer)
     return value is not None and value == _evaluate(said)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _fix_fractions(text: str) -> str:

@@ -1,8 +1,5 @@
 """MathVista (testmini): 1,000 mathematical questions about figures, plots, charts and photographs.
 
-The official script extracts texts that are a choice or a number themselves, or say 'The answer is
-"...".', and asks GPT-4 about all others; here these need saved extractions or a judge.
-
 Source: Lu et al., "MathVista: Evaluating Mathematical Reasoning of Foundation Models in Visual
 Contexts"; lupantech/MathVista evaluation/extract_answer.py and calculate_score.py.
 """
@@ -21,7 +18,6 @@ TABLES = ("question_type", "answer_type")
 METADATA = ("language", "source", "category", "task", "context", "grade")
 _QUOTED = re.compile(r'The answer is "(.*)"\.')
 _LETTER = re.compile(r"\(([a-zA-Z])\)")
-_ENDS = "at the end."
 _FLOAT = "requiring a floating-point number with {} decimal place{} and provide the final value"
 _HINTS = {
     "text": "and provide the correct option letter, e.g., A, B, C, D,",
@@ -168,7 +164,7 @@ def _build_query(row: Mapping[str, Any], where: str) -> str:
     unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
     choices = [f"({chr(ord('A') + i)}) {one}" for i, one in enumerate(row.get("choices") or ())]
     lines = [
-        f"Hint: Please answer the question {_HINTS[kind]} {_ENDS}",
+        f"Hint: Please answer the question {_HINTS[kind]} at the end.",
         f"Question: {row['question']}{unit}",
         *(["Choices:", *choices] if choices else []),
     ]

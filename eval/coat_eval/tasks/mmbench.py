@@ -1,8 +1,5 @@
 """MMBench (dev, English), and CCBench about Chinese culture: choices with circular evaluation.
 
-The official judge matches answers without a letter with ChatGPT; here they are wrong. In CCBench a
-letter that directly follows a Chinese character is not found, as in VLMEvalKit's rule.
-
 Source: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?" (arXiv:2307.06281);
 open-compass/MMBench; LLaVA llava/eval/model_vqa_mmbench.py; lmms-eval: lmms_eval/tasks/mmbench,
 en_utils.py, cc_utils.py and mmbench_cc.yaml.

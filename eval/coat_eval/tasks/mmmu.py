@@ -128,18 +128,15 @@ class Mmmu(Benchmark):
         if found is None:
             problem = f"id {question_id!r} does not contain a subject"
             raise DataError(where, problem, "MMMU's ids are like validation_Accounting_1")
-        answer = _parse_list(row.get("ground_truth", row.get("answer")))
-        if isinstance(answer, list):
-            answer = [str(text) for text in answer]
-        elif answer not in (None, "", "?"):
-            answer = str(answer)
+        gold = _parse_list(row.get("ground_truth", row.get("answer")))
+        answer = [str(text) for text in gold] if isinstance(gold, list) else str(gold)
         asked = pick(row, ("question_type",), where)
         kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
         subject = found[1]
         domain = {"domain": _DOMAIN[subject]} if subject in _DOMAIN else {}
         return Question(
             question_id=question_id,
-            answer=None if answer in (None, "", "?") else answer,
+            answer=None if gold in (None, "", "?") else answer,
             tables={"subject": subject, "type": kind, **domain},
             details={"type": kind, "choices": _read_choices(row), "path": table.path},
             text=str(row.get("question") or ""),

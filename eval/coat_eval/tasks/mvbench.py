@@ -39,7 +39,6 @@ _CLIPS = {"action_sequence", "action_prediction", "object_interaction", "action_
 """Tasks about a part of the video; also :data:`_FRAMES`."""
 _FRAMES = "episodic_reasoning"
 """The task whose videos are folders of frames, three per second."""
-_PARENTS = ("video", "videos", ".")
 _SYSTEM = (
     "Carefully watch the video and pay attention to the cause and sequence of events, the detail "
     "and movement of objects, and the action and pose of persons. Based on your observations, "
@@ -107,7 +106,8 @@ class MvBench(Benchmark):
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the video, or the part of it between ``start`` and ``end``."""
         task = question.tables["task"]
-        places = [row.folder.path / one / TASKS[task] / question.cluster for one in _PARENTS]
+        inner = f"{TASKS[task]}/{question.cluster}"
+        places = [row.folder.path / parent / inner for parent in ("video", "videos", ".")]
         path = next((one for one in places if one.exists()), places[0])
         if task not in (*_CLIPS, _FRAMES):
             return (MediaFile(path, "video"),)
@@ -132,10 +132,7 @@ class MvBench(Benchmark):
 
 
 def read_candidates(row: Mapping[str, Any], where: str) -> tuple[dict[str, str], str]:
-    """Return the candidates by letter, and the letter of the answer.
-
-    Of equal candidates the last one is the answer. Rows without candidates have its letter.
-    """
+    """Return the candidates by letter, and the answer's letter (the last of equal ones)."""
     choices = letter_choices([str(one) for one in row.get("candidates") or ()])
     answer = str(pick(row, ("answer",), where))
     found = [letter for letter, text in choices.items() if text == answer]

@@ -1,8 +1,7 @@
 """NExT-QA, multiple choice: five choices about causes, time and contents of short videos.
 
 Source: Xiao et al., "NExT-QA: Next Phase of Question-Answering to Explaining Temporal Actions";
-doc-doc/NExT-QA eval_mc.py. Its models are classifiers that give an index from 0; the letter of a
-language model's answer is found by lmms-eval's rule.
+doc-doc/NExT-QA eval_mc.py, whose models give an index from 0; letters by lmms-eval's rule.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

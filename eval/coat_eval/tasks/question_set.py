@@ -34,7 +34,6 @@ from coat_eval.tasks.pope import compute_metrics
 
 QUESTIONS_FILE = "questions.jsonl"
 _REMEDY = "write one JSON object per line"
-MEDIA_KEYS = ("image", "images", "video", "videos")
 
 
 class QuestionSet(Benchmark):
@@ -178,7 +177,7 @@ class QuestionSet(Benchmark):
         """Convert the question to a conversation with the reader of training data."""
         start = path.parent if self.media_root is None else self.media_root
         root = MediaRoot(start if is_url(start) else Path(start).absolute(), follow_links=True)
-        media = {key: row[key] for key in MEDIA_KEYS if key in row}
+        media = {key: row[key] for key in ("image", "images", "video", "videos") if key in row}
         said = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
         place = Place(source=str(path), row=0, root=root)
         try:

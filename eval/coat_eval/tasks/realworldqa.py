@@ -1,8 +1,7 @@
 """RealWorldQA: 765 choices about photographs, mostly taken from vehicles.
 
-One reference of VLMEvalKit's table is the word "Uphill" instead of a letter, so the letter rule
-reaches at most 764. The Hub's file asks for a letter, a word or a number; VLMEvalKit's table gives
-options to all questions. Profile lmms reads the Hub's file, the others the table.
+VLMEvalKit's table gives options to all questions; one reference is "Uphill" instead of a letter.
+Profile lmms reads the Hub's file, which asks for a letter, a word or a number.
 
 Source: xAI, RealWorldQA; lmms-eval: lmms_eval/tasks/realworldqa/utils.py.
 """

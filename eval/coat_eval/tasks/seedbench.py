@@ -3,9 +3,8 @@
 Of each video, the model gets the middle frame.
 
 Source: Li et al., "SEED-Bench: Benchmarking Multimodal LLMs with Generative Comprehension";
-AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed_for_submission.py
-(the generated letter must equal the answer). Papers print the accuracy over questions; the
-leaderboard's task average is ``macro``.
+AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed_for_submission.py.
+Papers print the accuracy over questions; the leaderboard's task average is ``macro``.
 """
 
 import math
@@ -93,12 +92,7 @@ class SeedBench(Benchmark):
         return question.text if ranked else "\n".join((question.text, *lines, LETTER_ANSWER))
 
     def ranked_choices(self, question: Question, variant: str) -> Sequence[str]:
-        """Return the four choices for the variant ``likelihood``.
-
-        SEED-Bench's interfaces differ in the loss: LLaVA-1.5's
-        (SEED-Bench-2/model/llava_v2_interface.py) takes the mean over the choice's tokens with the
-        end token, as here; LAVIS' InstructBLIP their sum.
-        """
+        """Return the choices of ``likelihood`` (loss: SEED-Bench-2/model/llava_v2_interface.py)."""
         return tuple(question.details["choices"].values()) if variant == "likelihood" else ()
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:

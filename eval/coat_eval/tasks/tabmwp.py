@@ -1,8 +1,7 @@
 """TabMWP: mathematical word problems over tables, as text.
 
 Source: Lu et al., "Dynamic Prompt Learning via Policy Gradient for Semi-structured Mathematical
-Reasoning"; lupantech/PromptPG run_t5/eval.py. Runs of GPT-3 are extracted by another rule there
-(run_gpt3/utilities.py), which is not implemented.
+Reasoning"; lupantech/PromptPG run_t5/eval.py, not the rule of run_gpt3/utilities.py.
 """
 
 import re

@@ -1,9 +1,7 @@
 """TempCompass: multiple-choice and yes/no questions about five temporal aspects of videos.
 
 Source: Liu et al., "TempCompass: Do Video LLMs Really Understand Videos?"; llyx97/TempCompass
-eval_multi-choice.py and eval_yes_no.py. There, ChatGPT judges the answers that no rule decides;
-here they need a judge, and without one are wrong, as with ``--disable_llm``. Caption matching and
-captioning, the other two kinds of questions, are not implemented.
+eval_multi-choice.py and eval_yes_no.py. Caption matching and captioning are not implemented.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +27,6 @@ _INSTRUCTIONS = {
 }
 _FILES = (f"{CHOICE}.json", f"{YES_NO}.json")
 _PARQUET = (f"{CHOICE}/test-*.parquet", f"{YES_NO}/test-*.parquet")
-
-Found = tuple[str, str, str, Mapping[str, Any], int]
-"""Kind, id, aspect, question with its answer, and index of the row."""
 
 
 class TempCompass(Benchmark):
@@ -128,8 +123,8 @@ class TempCompass(Benchmark):
         return to_table_percents(scored)
 
 
-def _iterate_questions(table: Table) -> Iterator[Found]:
-    """Yield every question; ids number the questions of each kind, video and aspect."""
+def _iterate_questions(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any], int]]:
+    """Yield kind, id (video, aspect, number), aspect, question and index of its row."""
     numbers: dict[tuple[str, str, str], int] = {}
     for index, row in enumerate(table.rows):
         where = table.where(index)

@@ -1,8 +1,8 @@
 """Video-MME: three choices about each of 900 videos, short, medium and long.
 
 Source: Fu et al., "Video-MME: The First-Ever Comprehensive Evaluation Benchmark of Multi-modal LLMs
-in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. Unparsable
-answers count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
+in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23, which leaves out
+unparsable answers; ``unanswered_wrong.*`` counts them as wrong.
 """
 
 import re

@@ -39,8 +39,7 @@ class VizWiz(Benchmark):
     name = "vizwiz"
     source = (
         "VizWiz API vqaEval.py (copied in atharva-naik/MMML-TermProject-VizWiz-VQA-Challenge "
-        "@06e4901); "
-        "LLaVA scripts/convert_vizwiz_for_submission.py @c121f04"
+        "@06e4901); LLaVA scripts/convert_vizwiz_for_submission.py @c121f04"
     )
     headline = ("overall", *(f"answer_type.{kind}" for kind in ANSWER_TYPES), "unanswerable_rate")
     profiles = ("official", "lmms")
