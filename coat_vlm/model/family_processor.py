@@ -7,9 +7,8 @@ those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +20,8 @@ from transformers import AutoProcessor
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size
 from coat_data.media.image import ImageTransform, open_image
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.text.chat import Segment, TokenizerTemplate
-from coat_data.text.tokens import TokenizerLike
+from coat_data.text.jinja import JinjaTemplate
+from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.families import FAMILIES, Family, find_family
 
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
@@ -102,74 +101,40 @@ def _limit_pixels(processor: Any, family: Family, max_pixels: int) -> None:
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})
 
 
-class ProcessorTemplate(TokenizerTemplate):
+class ProcessorTemplate(JinjaTemplate):
     """The chat template of a processor, in which an image is the processor's image token."""
 
     remedy = "change chat_template.jinja in a local folder of the model"
 
     def __init__(self, processor: Any, *, adds_end_token: bool = False) -> None:
+        self.image_token = processor.image_token
+        self.adds_end_token = adds_end_token
         template = processor.chat_template or processor.tokenizer.chat_template
         super().__init__(cast(TokenizerLike, processor.tokenizer), template)
         self._processor = processor
-        self._adds_end_token = adds_end_token
 
     def render(
-        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = False,
     ) -> list[Segment]:
-        """Return the segments of ``turns``; see :class:`TokenizerTemplate`.
-
-        A generation prompt is the template's own, which may differ from the text before an answer.
-        """
+        """Return the segments of ``turns``; see :class:`JinjaTemplate`."""
         turns = [_without_line_breaks(turn) for turn in turns]
-        found = super().render(turns)
-        return [*found, Segment("literal", self._prompt)] if add_generation_prompt else found
+        return super().render(turns, tools, add_generation_prompt=add_generation_prompt)
 
-    @cached_property
-    def _prompt(self) -> str:
-        """The text that the template appends for ``add_generation_prompt``."""
-        question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-        without, with_prompt = (
-            self._processor.apply_chat_template(
-                question, tokenize=False, add_generation_prompt=prompt
-            )
-            for prompt in (False, True)
-        )
-        if with_prompt == without or not with_prompt.startswith(without):
-            raise ValueError(
-                f"the chat template of {self._processor.tokenizer.name_or_path!r} appends nothing "
-                "for add_generation_prompt; use the chat_template.jinja of the published model"
-            )
-        return with_prompt.removeprefix(without)
-
-    def render_marks(self, turns: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-        """Render turns whose parts are one character each."""
-        messages = [
-            {
-                "role": role,
-                "content": [
-                    # A video is shown like an image here: the encoder rejects it with its row.
-                    {"type": "text", "text": mark} if kind == "text" else {"type": "image"}
-                    for kind, mark in parts
-                ],
-            }
-            for role, parts in turns
+    def content(self, parts: Sequence[tuple[str, str]]) -> Any:
+        """Return the parts of a message, without the media themselves."""
+        # A video is written like an image here: the encoder rejects it with its row.
+        return [
+            {"type": "text", "text": text} if kind == "text" else {"type": "image"}
+            for kind, text in parts
         ]
-        marks = [mark for _, parts in turns for kind, mark in parts if kind != "text"]
-        text: str = self._processor.apply_chat_template(messages, tokenize=False)
-        first, *others = text.split(self._processor.image_token)
-        if len(others) != len(marks):
-            raise ValueError(
-                f"the chat template of {self._processor.tokenizer.name_or_path!r} writes "
-                f"{len(others)} images for a conversation that has {len(marks)}; use the "
-                "chat_template.jinja of the published model"
-            )
-        return first + "".join(m + other for m, other in zip(marks, others, strict=True))
 
-    def split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
-        """Split template text into the end of the answer before it, and the rest."""
-        if self._adds_end_token:
-            return self._processor.tokenizer.eos_token, text.lstrip()
-        return super().split_end(text, is_last=is_last)
+    def apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Render messages."""
+        return self._processor.apply_chat_template(messages, tokenize=False, **options)
 
 
 def _without_line_breaks(turn: Turn) -> Turn:
@@ -185,8 +150,6 @@ def _without_line_breaks(turn: Turn) -> Turn:
 
 class FamilyEncoder(Encoder):
     """Encodes samples with the processor of a published model; an instance can be pickled."""
-
-    joins_space = True  # as the processor tokenizes a conversation; a prompt ends before the space
 
     def __init__(self, processor: Any, family: Family, max_length: int) -> None:
         super().__init__(
@@ -215,14 +178,11 @@ class FamilyEncoder(Encoder):
         sample: Sample,
         media: Sequence[Media],
         segments: list[Segment],
-        *,
-        before_answer: bool = False,
     ) -> EncodedSample:
         self._check_media(sample, media, segments)
         try:
             texts, inputs = self._read([open_image(medium) for medium in media])
-            segments = _insert_images(segments, texts)
-            ids, labels = self._tokens(sample, segments, [], before_answer)
+            ids, labels = self._tokens(segments, texts)
         except DataError as error:
             raise error if error.where == sample.where else error.within(sample.where) from error
         if len(ids) > self.max_length:
@@ -260,10 +220,15 @@ class FamilyEncoder(Encoder):
         texts = [processor.replace_image_token(found, place) for place in range(len(images))]
         return texts, {name: found[name] for name in family.inputs if name in found}
 
+    def _begins(self, segments: Sequence[Segment]) -> bool:
+        """Whether the tokenizer's begin-of-text token is missing, which the processor then adds."""
+        begin = self._processor.tokenizer.bos_token
+        return begin is not None and not segments[0].text.startswith(begin)
+
     def _make_filler(self) -> EncodedSample:
         if self._filler is None:
             texts, inputs = self._read([Image.new("RGB", (64, 64))])
-            ids = torch.tensor(self.tokenizer.literal(texts[0]))
+            ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
             labels = torch.full_like(ids, IGNORE_INDEX)
             self._filler = EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
         return self._filler
@@ -279,29 +244,3 @@ class FamilyEncoder(Encoder):
                 "model.language",
             )
         super()._check_media(sample, media, segments)
-
-
-def _insert_images(segments: Sequence[Segment], texts: Sequence[str]) -> list[Segment]:
-    """Replace images by the text of their tokens, joined to the template's text around them.
-
-    Line breaks around an image may be one token with it.
-    """
-    remaining = iter(texts)
-    found: list[Segment] = []
-    joins = False  # whether the last segment is text of an image, or joined to it
-    for segment in segments:
-        is_image = segment.kind == "image"
-        text = next(remaining) if is_image else segment.text
-        last = found[-1] if found else None
-        literal = segment.kind == "literal" and not segment.trained
-        if (
-            last is not None
-            and last.kind == "literal"
-            and not last.trained
-            and (is_image or (joins and literal))
-        ):
-            found[-1] = Segment("literal", last.text + text)
-        else:
-            found.append(Segment("literal", text) if is_image else segment)
-        joins = is_image
-    return found

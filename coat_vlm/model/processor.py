@@ -336,7 +336,7 @@ class CoatVlmProcessor(ProcessorMixin):
         return_tensors = options.pop("return_tensors")
         check_rows(texts, images)
         media = place_media(texts, flatten(images, "image"), flatten(videos, "video"))
-        shown, tensors = self.encoder().read_media(media, IMAGE_TOKEN)
+        shown, tensors = self.encoder().read_media(media)
         remaining = iter(shown)
         texts = [MARKS.sub(lambda _: next(remaining), text) for text in texts]
         found = self.tokenizer(texts, **options)
@@ -353,7 +353,7 @@ class CoatVlmProcessor(ProcessorMixin):
 
     def _encode_images(self, images: list[Any], return_tensors: str | None) -> BatchFeature:
         encoder = self.encoder()
-        tiles = [encoder.read_media([one], IMAGE_TOKEN)[1]["pixel_values"] for one in images]
+        tiles = [encoder.read_media([one])[1]["pixel_values"] for one in images]
         counts = torch.tensor([len(own) for own in tiles])
         batch = BatchFeature({"pixel_values": torch.cat(tiles), "num_patches": counts})
         return batch.convert_to_tensors(return_tensors)

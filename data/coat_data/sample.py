@@ -6,13 +6,14 @@ video; the n-th media part refers to ``media[n]``. Text is never parsed for plac
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from coat_data.limits import Limits
 
 MediaKind = Literal["image", "video"]
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 KEY = "__key__"
 """Field of a row of a WebDataset tar: the name that the files of the sample share."""
@@ -98,6 +99,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an assistant's turn."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """Values of JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation."""
 
@@ -105,6 +115,11 @@ class Turn:
     parts: tuple[Part, ...]
     supervised: bool = True
     """Assistant turns: whether the answer and its end token have labels."""
+    reasoning: str = ""
+    """Assistant turns: what the model thinks before the answer, outside of its text."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Assistant turns: the calls of tools behind the text. Turns of the role ``tool`` follow, one
+    for the result of each."""
 
     @property
     def text(self) -> str:
@@ -146,6 +161,8 @@ class Sample:
     continues: bool = False
     """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
     without an end token (:mod:`coat_data.load.documents`)."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the assistant may call, as JSON schemas of OpenAI's form."""
     rejected: str = ""
     """Preference pairs: a worse answer than the last one of ``turns``, the only supervised one;
     empty for a sample that is no pair."""

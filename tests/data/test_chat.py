@@ -4,7 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from coat_data.sample import Part, Turn
-from coat_data.text.chat import VICUNA_SYSTEM, Segment, get_template
+from coat_data.text.chat import VICUNA_SYSTEM, get_template
+from coat_data.text.tokens import Segment
 
 IMAGE = Part("image")
 
@@ -25,13 +26,13 @@ def written(segments: list[Segment]) -> str:
     for kind, text, trained in segments:
         text = f"<{kind[0].upper()}>" if kind in ("image", "video") else text
         shown.append(f"[[{text}]]" if trained else text)
-    return "".join(shown)
+    return "".join(shown).replace("]][[", "")
 
 
 def test_plain_keeps_media_and_answers(make_tokenizer):
     template = get_template("plain", make_tokenizer("llama2_first"))
     conversation = turns((IMAGE, "\nDescribe."), "A dog.", "More?", "No.", system="Be kind.")
-    assert written(template.render(conversation)) == "<s><I>[[A dog.]][[</s>]][[No.]][[</s>]]"
+    assert written(template.render(conversation)) == "<s><I>[[A dog.</s>No.</s>]]"
     prompt = template.render(conversation[:2], add_generation_prompt=True)
     assert written(prompt) == "<s><I>"
 
@@ -40,8 +41,8 @@ def test_vicuna_is_llavas_layout(make_tokenizer):
     template = get_template("vicuna_v1", make_tokenizer("llama2_always"))
     conversation = turns((IMAGE, "\nWhat?"), "A dog.", "More?", "No.")
     assert written(template.render(conversation)) == (
-        f"<s>{VICUNA_SYSTEM} USER: <I>\nWhat? ASSISTANT: [[A dog.]][[</s>]]"
-        "USER: More? ASSISTANT: [[No.]][[</s>]]"
+        f"<s>{VICUNA_SYSTEM} USER: <I>\nWhat? ASSISTANT: [[A dog.</s>]]"
+        "USER: More? ASSISTANT: [[No.</s>]]"
     )
     prompt = template.render(turns("Hi", system="Be kind."), add_generation_prompt=True)
     assert written(prompt) == "<s>Be kind. USER: Hi ASSISTANT: "
@@ -51,8 +52,7 @@ def test_chatml_has_no_default_system_turn(make_tokenizer):
     template = get_template("chatml", make_tokenizer("qwen2"))
     conversation = turns(("See ", IMAGE, " and ", Part("video")), "A dog.", system="Be kind.")
     assert written(template.render(conversation[1:])) == (
-        "<|im_start|>user\nSee <I> and <V><|im_end|>\n"
-        "<|im_start|>assistant\n[[A dog.]][[<|im_end|>]]\n"
+        "<|im_start|>user\nSee <I> and <V><|im_end|>\n<|im_start|>assistant\n[[A dog.<|im_end|>]]\n"
     )
     prompt = template.render(conversation[:2], add_generation_prompt=True)
     assert written(prompt) == (
@@ -63,19 +63,18 @@ def test_chatml_has_no_default_system_turn(make_tokenizer):
 
 OWN = {
     "qwen2": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-    "<I>What?<|im_end|>\n<|im_start|>assistant\n[[A dog.]][[<|im_end|>]]\n<|im_start|>user\n"
-    "More?<|im_end|>\n<|im_start|>assistant\n[[No.]][[<|im_end|>]]\n",
+    "<I>What?<|im_end|>\n<|im_start|>assistant\n[[A dog.<|im_end|>]]\n<|im_start|>user\n"
+    "More?<|im_end|>\n<|im_start|>assistant\n[[No.<|im_end|>]]\n",
     "qwen3": "<|im_start|>user\n<I>What?<|im_end|>\n<|im_start|>assistant\n"
-    "[[A dog.]][[<|im_end|>]]\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n"
-    "<think>\n\n</think>\n\n[[No.]][[<|im_end|>]]\n",
+    "[[A dog.<|im_end|>]]\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n"
+    "[[<think>\n\n</think>\n\nNo.<|im_end|>]]\n",
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n<I>What?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n[[A dog.]][[<|eot_id|>]]"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[A dog.<|eot_id|>]]"
     "<|start_header_id|>user<|end_header_id|>\n\nMore?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n[[No.]][[<|eot_id|>]]",
-    "llama2_first": "<s>[INST] <I>What? [/INST] [[A dog.]][[ </s>]]"
-    "<s>[INST] More? [/INST] [[No.]][[ </s>]]",
-    "mistral_first": "<s>[INST] <I>What? [/INST][[A dog.]][[</s>]]"
-    "[INST] More? [/INST][[No.]][[</s>]]",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[No.<|eot_id|>]]",
+    "llama2_first": "<s>[INST] <I>What? [/INST] [[A dog. </s>]]"
+    "<s>[INST] More? [/INST] [[No. </s>]]",
+    "mistral_first": "<s>[INST] <I>What? [/INST][[A dog.</s>]][INST] More? [/INST][[No.</s>]]",
 }
 
 
@@ -89,7 +88,7 @@ def test_tokenizers_own_template(make_tokenizer, name: str):
 def test_system_turn_may_be_written_into_the_first_question(make_tokenizer):
     template = get_template("tokenizer", make_tokenizer("llama2_always"))
     assert written(template.render(turns("Hi", "Ho", system="Be kind."))) == (
-        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] [[Ho]][[ </s>]]"
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] [[Ho </s>]]"
     )
 
 
@@ -103,7 +102,7 @@ CONTENTS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% end
 
 def test_answer_without_an_end_is_ended_by_eos(make_tokenizer):
     template = get_template("tokenizer", with_template(make_tokenizer("qwen2"), CONTENTS))
-    assert written(template.render(turns("a", "b"))) == "user: a\nassistant: [[b]][[<|im_end|>]]"
+    assert written(template.render(turns("a", "b"))) == "user: a\nassistant: [[b<|im_end|>]]"
     with pytest.raises(ValueError, match=r"'tiny'.*after an answer.*vicuna_v1"):
         template.render(turns("a", "b", "c", "d"))
 
@@ -111,7 +110,10 @@ def test_answer_without_an_end_is_ended_by_eos(make_tokenizer):
 @pytest.mark.parametrize(
     ("jinja", "problem"),
     [
-        ("{{ messages[0].content * 2 }}{{ messages[1].content }}", "text of a user turn 2 times"),
+        (
+            "{{ messages[0].content * 2 }}{{ messages[1].content }}",
+            "a turn of user exactly",
+        ),
         ("{{ raise_exception('no images please') }}", "no images please"),
         ("{{ messages[1].content }}<|im_end|>{{ messages[0].content | reverse }}", "order of the"),
     ],

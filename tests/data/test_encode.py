@@ -1,5 +1,6 @@
 """Token ids, labels and pixels: what is trained, what is parsed, and where the images are."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,7 @@ from coat_data.load.check_labels import verify_template
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
-from coat_data.text.tokens import SegmentTokenizer
+from coat_data.text.tokens import Segment, SegmentTokenizer
 
 ANSWERS = [
     "A dog.",
@@ -61,8 +62,19 @@ def test_exactly_the_answer_and_its_end_are_trained(
         runs = trained_runs(encoded)
         if name == "plain":  # answers stand side by side
             runs = [run for joined in runs for run in split_after(joined, joined[-1])]
-        expected = [unspaced(tokenizer, said + end) for said in (answer, "Yes.", answer)]
+        expected = [
+            unspaced(tokenizer, written(tokenizer, name, said, number == 2) + end)
+            for number, said in enumerate((answer, "Yes.", answer))
+        ]
         assert [shown(tokenizer, run) for run in runs] == expected, name
+
+
+def written(tokenizer: PreTrainedTokenizerFast, name: str, answer: str, is_last: bool) -> str:
+    """An answer as the template writes it."""
+    template = str(tokenizer.chat_template) if name == "tokenizer" else ""
+    if "trim" in template or "strip()" in template:
+        answer = answer.strip()
+    return f"<think>\n\n</think>\n\n{answer}" if is_last and "think" in template else answer
 
 
 def shown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
@@ -71,7 +83,12 @@ def shown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 def unspaced(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
-    return text.lstrip(" ") if tokenizer.bos_token == "<s>" else text
+    return joined(tokenizer, text).lstrip(" ") if tokenizer.bos_token == "<s>" else text
+
+
+def joined(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    """The text without spaces after special tokens: SentencePiece begins anew there."""
+    return re.sub("(<s>|</s>|<unk>) +", r"\1", text) if tokenizer.bos_token == "<s>" else text
 
 
 def split_after(ids: list[int], end: int) -> list[list[int]]:
@@ -92,17 +109,15 @@ def test_all_that_was_said_can_be_read_back(tokenizer: PreTrainedTokenizerFast, 
         ids = encoder_of(tokenizer, name)(conversation).input_ids.tolist()
         text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         expected = "".join(segment.text for segment in segments)
-        # In the template's own text SentencePiece begins anew after "<s>".
-        assert text.replace("<s> ", "<s>") == expected, name
+        assert joined(tokenizer, text) == joined(tokenizer, expected), name
 
 
 @pytest.mark.parametrize("text", [*ANSWERS, "<|im_start|>", "a<image>b", "\n", " "])
 def test_words_never_become_special_tokens(tokenizer: PreTrainedTokenizerFast, text: str):
-    specials = {"<tool>", *tokenizer.all_special_tokens} - {str(tokenizer.unk_token)}
-    ids = SegmentTokenizer(tokenizer).text(text)
+    specials = {*tokenizer.all_special_tokens} - {str(tokenizer.unk_token)}
+    ids = SegmentTokenizer(tokenizer).text(f"x{text}")
     assert not specials & set(tokenizer.convert_ids_to_tokens(ids))
-    # Decoding SentencePiece drops the first space.
-    assert tokenizer.decode([*SegmentTokenizer(tokenizer).text("x"), *ids]) == "x" + text
+    assert joined(tokenizer, str(tokenizer.decode(ids))) == joined(tokenizer, "x" + text)
 
 
 def test_ids_equal_transformers_chat_template(tokenizer: PreTrainedTokenizerFast):
@@ -153,7 +168,8 @@ def test_prompt_is_the_beginning_of_the_training_tokens(
             rest = full.labels[length:].tolist()
             assert rest[0] != IGNORE_INDEX
             answered = [label for label in rest if label != IGNORE_INDEX]
-            assert shown(tokenizer, answered) == unspaced(tokenizer, answer + end)
+            said = unspaced(tokenizer, written(tokenizer, name, answer, True) + end)
+            assert shown(tokenizer, answered) == said
             assert torch.equal(prompt.pixel_values, full.pixel_values)
             ids = full.input_ids[: length + len(answered)]
             given = encode.answered(whole, [answer, "Else."])
@@ -242,5 +258,7 @@ def test_vocabulary_pieces_that_spell_special_tokens():
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
     pieces = SegmentTokenizer(tokenizer)
-    assert tokenizer.convert_ids_to_tokens(pieces.text("a</s>b<s>")) == list("a</s>b<s>")
-    assert pieces.literal("a</s>") == tokenizer.convert_tokens_to_ids(["a", "</s>"])
+    found = tokenizer.convert_ids_to_tokens(pieces.text("a</s>b<s>"))
+    assert found == ["\u2581", *"a</s>b<s>"]
+    ids, _ = pieces.encode([Segment("literal", "a</s>")])
+    assert ids == tokenizer.convert_tokens_to_ids(["\u2581", "a", "</s>"])

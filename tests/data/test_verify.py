@@ -54,9 +54,9 @@ def end_not_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None
     ("breaks", "message"),
     [
         (first_newline_masked, r"of answer 0 the labels train 'One\.Two\.<\|im_end\|>', expected "
-         r"'One\.\\nTwo\.<\|im_end\|>'"),
+         r"'One\.\\nTwo\.' and"),
         (separator_trained, r"besides its answers the labels train '\\n'"),
-        (end_not_trained, r"of answer 1 the labels train '42', expected '42<\|im_end\|>'"),
+        (end_not_trained, r"of answer 1 the labels train '42', expected '42' and"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_named_with_its_row(

@@ -4,9 +4,10 @@ The labels are decoded to text and compared with the row, so that the check does
 code that made them. Media are not opened.
 """
 
+import re
 from collections.abc import Sequence
 
-from coat_data.load.encode import IGNORE_INDEX, Encoder, supervised_answers
+from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.tokens import SegmentTokenizer
@@ -85,60 +86,78 @@ def check_labels(
 ) -> None:
     """Compare the supervised tokens with the sample's answers; DataError if they differ.
 
-    A text with characters unknown to the tokenizer is compared as the tokenizer decodes it.
+    A text with characters unknown to the tokenizer is compared as the tokenizer decodes it. What
+    the template writes before an answer, such as an empty think block, may be supervised.
     """
     tokenizer = encoder.tokenizer
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise _error(sample, f"token {place} has id {token}, but its label is {label}")
     trained = [label for label in labels if label != IGNORE_INDEX]
-    spans = _split_after_control(trained, tokenizer)
-    flags = supervised_answers(sample)
-    answers = [turn.text for turn in sample.turns if turn.role == "assistant"]
-    ends = [
-        segment.text
-        for segment in encoder.segments(sample)
-        if segment.kind == "literal" and segment.trained
-    ]
-    marked = all(tokenizer.is_control(end.strip()) for end in ends)
-    ends += [""] if sample.continues else []
-    if not marked or len(ends) != len(answers):
-        raise _error(sample, f"its {len(answers)} answers end with {ends}, not one special token")
-    answers = [answer for answer, flag in zip(answers, flags, strict=True) if flag]
-    ends = [end for end, flag in zip(ends, flags, strict=True) if flag]
-    for number, answer in enumerate(answers):
-        got = tokenizer.decode(spans[number]) if number < len(spans) else ""
-        if got not in _readings(answer, ends[number], encoder):
+    remaining = [turn for turn in sample.turns if turn.role == "assistant" and turn.supervised]
+    if any(turn.tool_calls for turn in remaining):
+        _check_calls(sample, remaining, tokenizer.decode(trained))
+        return
+    spans = _split_after_special(trained, tokenizer)
+    for number, span in enumerate(spans):
+        got = tokenizer.decode(span)
+        if not remaining:
+            raise _error(sample, f"besides its answers the labels train {got[:_SHOWN]!r}")
+        end = tokenizer.decode(span[-1:]) if tokenizer.is_special_id(span[-1]) else ""
+        ended = bool(end) or (sample.continues and number == len(spans) - 1)
+        turn = remaining.pop(0)
+        # A template may leave out the reasoning of earlier answers, which are then not supervised.
+        while encoder.template.as_transformers and remaining:
+            if _reads(got, turn, end, encoder):
+                break
+            turn = remaining.pop(0)
+        if not (ended and _reads(got, turn, end, encoder)):
             raise _error(
                 sample,
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
-                f"{(answer + ends[number])[:_SHOWN]!r}",
+                f"{turn.text[:_SHOWN]!r} and a special token that ends it",
             )
-    if len(spans) > len(answers):
-        rest = tokenizer.decode([token for span in spans[len(answers) :] for token in span])
-        raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
+    if remaining:
+        raise _error(sample, f"nothing of the answer {remaining[-1].text[:_SHOWN]!r} is trained")
 
 
-def _readings(answer: str, end: str, encoder: Encoder) -> set[str]:
-    tokenizer = encoder.tokenizer
-    readings = {answer + end, tokenizer.decode(tokenizer.text(answer)) + end}
-    if tokenizer.hides_first_space:
-        # Decoding drops a space in front; one that belongs to the template may show as well.
-        readings |= {reading.removeprefix(" ") for reading in readings}
-    if encoder.joins_space:
-        readings |= {f" {reading}" for reading in readings}
-    return readings
+def _check_calls(sample: Sample, turns: Sequence[Turn], trained: str) -> None:
+    for turn in turns:
+        for said in (turn.text.strip(), *(call.name for call in turn.tool_calls)):
+            if said not in trained:
+                raise _error(sample, f"{said[:_SHOWN]!r} of an answer is not trained")
 
 
-def _split_after_control(ids: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
+def _split_after_special(ids: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
     spans: list[list[int]] = []
     open_span = False
     for token in ids:
         if not open_span:
             spans.append([])
         spans[-1].append(token)
-        open_span = not tokenizer.is_control_id(token)
+        open_span = not tokenizer.is_special_id(token)
     return spans
+
+
+def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
+    """Whether ``got`` is the answer of a turn, its end, and what the template writes before it."""
+    tokenizer = encoder.tokenizer
+    answers = {turn.text, tokenizer.decode(tokenizer.text(turn.text))}
+    body = got.removesuffix(end)
+    if not encoder.template.as_transformers:
+        # Decoding drops a space in front; one that belongs to the template may show as well.
+        spaces = ("", " ") if tokenizer.hides_first_space else ("",)
+        return any(
+            body == space + answer or body == answer.removeprefix(space)
+            for answer in answers
+            for space in spaces
+        )
+    for answer in answers:
+        said = answer.strip()
+        before = body.rstrip().removesuffix(said).replace(turn.reasoning.strip(), "", 1)
+        if body.rstrip().endswith(said) and not re.sub(r"<[^<>]*>|\s", "", before):
+            return True
+    return False
 
 
 def _error(sample: Sample, problem: str) -> DataError:

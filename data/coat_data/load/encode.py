@@ -18,8 +18,8 @@ from coat_data.media.image import ONE_TILE, ImageTransform
 from coat_data.media.sample_media import MediaLoader, MediaPlan
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.text.chat import ChatTemplate, Segment
-from coat_data.text.tokens import SegmentTokenizer, TokenizerLike
+from coat_data.text.chat import ChatTemplate
+from coat_data.text.tokens import Segment, SegmentTokenizer, TokenizerLike
 
 IGNORE_INDEX = -100
 """Label of an unsupervised token (PyTorch's default ``ignore_index``)."""
@@ -71,12 +71,9 @@ class Encoder:
     Attributes:
         shows_media: whether the model has a vision tower.
         preferences: whether samples must be preference pairs or must not; None encodes both.
-        joins_space: whether a space of the template before an answer is tokenized, and supervised,
-            with the answer.
     """
 
     preferences: bool | None = None
-    joins_space = False
 
     def __init__(
         self,
@@ -91,7 +88,10 @@ class Encoder:
         max_pixels: int | None = None,
     ) -> None:
         """Prepare the tokenizer; ``image_token_id`` is None for a language model without vision."""
-        self.tokenizer = SegmentTokenizer(tokenizer)
+        self._image_token = ""
+        if image_token_id is not None:
+            self._image_token = tokenizer.backend_tokenizer.id_to_token(image_token_id) or ""
+        self.tokenizer = SegmentTokenizer(tokenizer, [self._image_token])
         self.template = template
         self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.shows_media = image_token_id is not None
@@ -163,7 +163,7 @@ class Encoder:
         self._check_media(sample, sample.media, segments)
         try:
             plans = [plan(medium) for medium in sample.media]
-            return *self._tokens(sample, segments, plans, before_answer=False), plans
+            return *self._tokens(segments, [self._media_text(plan) for plan in plans]), plans
         except DataError as error:
             raise error.within(sample.where) from error
 
@@ -176,9 +176,16 @@ class Encoder:
 
     def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         try:
-            return self.template.render(sample.turns, add_generation_prompt=add_generation_prompt)
+            segments = self.template.render(
+                sample.turns, sample.tools, add_generation_prompt=add_generation_prompt
+            )
         except ValueError as error:
             raise DataError(sample.where, str(error), "remove the row or its source") from error
+        joins_space = self.template.as_transformers or self.tokenizer.hides_first_space
+        if add_generation_prompt and joins_space and segments[-1].text.endswith(" "):
+            # The space belongs to the first token of the answer.
+            segments[-1] = segments[-1]._replace(text=segments[-1].text[:-1])
+        return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
         """Encode the conversation up to its last user turn, and the template's answer prefix.
@@ -188,7 +195,7 @@ class Encoder:
         """
         turns, media = _asked(sample)
         segments = self._render(replace(sample, turns=turns), add_generation_prompt=True)
-        encoded = self._encode(sample, media, segments, before_answer=True)
+        encoded = self._encode(sample, media, segments)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
@@ -198,8 +205,7 @@ class Encoder:
             if add_generation_prompt
             else self.segments(sample)
         )
-        before_answer = add_generation_prompt
-        return self._encode(sample, sample.media, segments, before_answer=before_answer)
+        return self._encode(sample, sample.media, segments)
 
     def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``, with the labels of the answer.
@@ -233,14 +239,12 @@ class Encoder:
         sample: Sample,
         media: Sequence[Media],
         segments: list[Segment],
-        *,
-        before_answer: bool = False,
     ) -> EncodedSample:
         self._check_media(sample, media, segments)
         try:
             opened = [self.media.open(medium) for medium in media]
             plans = [plan for plan, _ in opened]
-            ids, labels = self._tokens(sample, segments, plans, before_answer)
+            ids, labels = self._tokens(segments, [self._media_text(plan) for plan in plans])
             self._check_length(sample, len(ids), plans)
             pixel_values = self.media.write(opened)
         except DataError as error:
@@ -257,9 +261,7 @@ class Encoder:
             input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
         )
 
-    def read_media(
-        self, media: Sequence[Media], image_token: str
-    ) -> tuple[list[str], dict[str, torch.Tensor]]:
+    def read_media(self, media: Sequence[Media]) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Read media for prompts that others have rendered as text.
 
         Returns the text of each medium's tokens, and ``pixel_values``, ``image_grids`` and
@@ -269,8 +271,7 @@ class Encoder:
             self._check_media(Sample(id="prompt", turns=(), source="prompt"), media, [])
         opened = [self.media.open(medium) for medium in media]
         plans = [plan for plan, _ in opened]
-        tile = image_token * len(self._image_ids)
-        texts = ["".join(f"{before}{tile}" for before in self._before_tiles(p)) for p in plans]
+        texts = [self._media_text(plan) for plan in plans]
         grids, groups = self._media_layout(plans)
         found = {"pixel_values": self.media.write(opened)}
         found |= {} if grids is None else {"image_grids": grids}
@@ -290,53 +291,34 @@ class Encoder:
         return grids, groups
 
     def _tokens(
-        self,
-        sample: Sample,
-        segments: list[Segment],
-        plans: list[MediaPlan],
-        before_answer: bool,
+        self, segments: Sequence[Segment], texts: Sequence[str]
     ) -> tuple[list[int], list[int]]:
-        """Tokenize the segments of ``sample`` and return ids and labels.
+        """Tokenize segments, with the texts of the media's tokens, and return ids and labels."""
+        shown = iter(texts)
+        written = [
+            segment if segment.kind in ("literal", "text") else Segment("literal", next(shown))
+            for segment in segments
+        ]
+        as_transformers = self.template.as_transformers
+        begin = self._begins(written)
+        if begin and not as_transformers:
+            written = written[1:]  # the built-in templates write it
+        ids, trained = self.tokenizer.encode(written, as_transformers=as_transformers, begin=begin)
+        pairs = zip(ids, trained, strict=True)
+        return ids, [token if flag else IGNORE_INDEX for token, flag in pairs]
 
-        A space between template text and a user's text is tokenized with the user's text, as in
-        running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, of
-        which only its own characters are supervised, unless the tokenizer hides the first space
-        anyway, or ``joins_space``.
+    def _begins(self, segments: Sequence[Segment]) -> bool:
+        """Whether the tokenizer puts its begin-of-text token before the segments.
+
+        It tokenizes a text behind its own token in another way than behind that of a template.
         """
-        tokenizer = self.tokenizer
-        ids: list[int] = []
-        labels: list[int] = []
-        shown = iter(plans)
-        flags = supervised_answers(sample)
-        answer = 0
-        first, space = True, ""
-        behind = Segment("text", trained=True) if before_answer else Segment("image")
-        for segment, following in zip(segments, [*segments[1:], behind], strict=True):
-            kind, text, trained = segment
-            if kind == "literal":
-                moves = following.kind == "text" and (
-                    self.joins_space or tokenizer.hides_first_space or not following.trained
-                )
-                space = " " if moves and text.endswith(" ") else ""
-                text = text[: len(text) - len(space)]
-                part = tokenizer.literal(text, first=first)
-                first = first and tokenizer.is_control(text)
-            elif kind == "text":
-                part = tokenizer.text((space or (tokenizer.prefix if first else "")) + text)
-                first, space = False, ""
-            else:
-                part = self._media_ids(next(shown))
-            ids += part
-            labels += part if trained and flags[answer] else [IGNORE_INDEX] * len(part)
-            answer += trained and kind == "literal" and answer < len(flags) - 1
-        return ids, labels
+        begin = self.tokenizer.decode(self.tokenizer.begin)
+        return not self.template.as_transformers and bool(begin) and segments[0].text == begin
 
-    def _media_ids(self, plan: MediaPlan) -> list[int]:
-        ids: list[int] = []
-        for before in self._before_tiles(plan):
-            ids += self.tokenizer.text(before) if before else []
-            ids += self._image_ids
-        return ids
+    def _media_text(self, plan: MediaPlan) -> str:
+        """Return the text of the tokens of an image or video."""
+        tile = self._image_token * len(self._image_ids)
+        return "".join(f"{before}{tile}" for before in self._before_tiles(plan))
 
     def _before_tiles(self, plan: MediaPlan) -> list[str]:
         """Return the text before each tile of an image, or frame of a video, that has tokens."""
@@ -375,7 +357,8 @@ class Encoder:
                 )
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
-            in_images = sum(len(self._media_ids(plan)) for plan in plans)
+            texts = [Segment("literal", self._media_text(plan)) for plan in plans]
+            in_images = len(self.tokenizer.encode(texts)[0])
             of = f"{images} images" if tiles == images else f"{images} images in {tiles} tiles"
             raise DataError(
                 sample.where,
@@ -384,11 +367,6 @@ class Encoder:
                 "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
                 "frames (model.video), or split the conversation",
             )
-
-
-def supervised_answers(sample: Sample) -> list[bool]:
-    """Return for each answer whether it is supervised."""
-    return [turn.supervised for turn in sample.turns if turn.role == "assistant"]
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:

@@ -1,20 +1,41 @@
-"""Tokenizes a conversation by segments, so that every token belongs to exactly one segment.
+"""Tokenizes a conversation's segments as one text, and marks the supervised tokens.
 
-Special tokens are parsed in template text, never in a user's text: ``<|im_end|>`` or ``<image>`` in
-a question is encoded with ordinary tokens. SentencePiece-like tokenizers put a space before every
-text; here only the first text of a sequence gets it.
+A conversation is tokenized as transformers tokenizes the rendered text, except that a special token
+in a user's text stays text: in a copy of the tokenizer the special tokens have private names, and
+only those of template text are replaced by their names. Added tokens that are not special, such as
+``<think>``, are parsed in all texts.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
 from coat_data.sample import DataError
 
-_CACHED = 2000
-"""Maximum characters of a template text whose ids are cached."""
+_FIRST_NAME = 0x100000
+_CUT = chr(0x10FFFD)
+"""A token of the copy that separates the text before it from that behind it."""
+_NAMES = re.compile(f"[{chr(_FIRST_NAME)}-{_CUT}]")
+"""Private-use characters of Unicode's plane 16."""
+_REPEATED = re.compile(f"([{chr(_FIRST_NAME)}-{_CUT}])\\1{{7,}}")
+"""Tokens of an image."""
+_CACHED = 1000
+"""Maximum number of template texts that are cached."""
+
+
+class Segment(NamedTuple):
+    """A part of a rendered conversation."""
+
+    kind: Literal["literal", "text", "image", "video"]
+    """Template text, the text of a turn, or the place of a medium."""
+    text: str = ""
+    """Empty for images and videos."""
+    trained: bool = False
+    """Whether the segment is supervised."""
 
 
 class TokenizerLike(Protocol):
@@ -35,25 +56,27 @@ class TokenizerLike(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The added tokens by id, with ``content`` and ``rstrip``."""
+        """The added tokens by id, with ``content`` and ``special``."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of ``text``; special tokens in it are parsed."""
         ...
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool) -> Any:
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, **options: Any
+    ) -> Any:
         """Render the conversation with the tokenizer's own chat template, as a string."""
         ...
 
 
-def control_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
-    """Return the added control tokens by id: all except white space (Gemma, Phi) and unknown."""
+def special_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
+    """Return the added special tokens by id: all except white space and the unknown token."""
     unknown = tokenizer.special_tokens_map.get("unk_token")
     return {
         index: str(token)
         for index, token in tokenizer.added_tokens_decoder.items()
-        if str(token) != unknown and str(token).strip()
+        if token.special and str(token) != unknown and str(token).strip()
     }
 
 
@@ -61,119 +84,225 @@ class SegmentTokenizer:
     """Tokenizes the segments of a conversation.
 
     Attributes:
-        prefix: the space that the tokenizer puts before a text, or nothing.
         hides_first_space: whether decoding drops the first space of a text (SentencePiece). Words
             of such tokenizers include the space before them, also the first word of an answer.
+        begin: the ids that the tokenizer puts before every text, such as that of ``<s>``.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        """Copy the tokenizer without its special tokens; ValueError if it is not a fast one."""
+    def __init__(self, tokenizer: TokenizerLike, media_tokens: Sequence[str] = ()) -> None:
+        """Copy the tokenizer; ValueError if it is not a fast one.
+
+        ``media_tokens`` are special in any case.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} is not a fast tokenizer; use a folder "
-                "with a tokenizer.json, or convert it with transformers"
+                f"the tokenizer {tokenizer.name_or_path!r} is not a fast tokenizer, which maps "
+                "tokens to characters; use a folder with a tokenizer.json, or convert it with "
+                "transformers"
             )
         self._tokenizer = tokenizer
-        control = control_tokens(tokenizer)
-        self._control_ids = frozenset(control)
-        self._control_texts = sorted(control.values())
-        self._plain = _plain_copy(backend, self._control_ids)
-        self._literals: dict[tuple[str, bool], list[int]] = {}
-        spaced = self.text(" a")
-        adds_space = self._parsed("a") == spaced != self.text("a")
-        self.prefix = " " if adds_space else ""
-        self.hides_first_space = self._plain.decode(spaced) == "a"
+        self._special = special_tokens(tokenizer)
+        self._special |= {
+            index: str(token)
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if str(token) in media_tokens
+        }
+        self._names = {
+            token: chr(_FIRST_NAME + number) for number, token in enumerate(self._special.values())
+        }
+        self._special_text = any_of(self._names)
+        self._named: dict[str, str] = {}
+        self._copy = _renamed_copy(backend, self._names)
+        self._check_ids()
+        a, twice = (self._copy.encode(text, add_special_tokens=False).ids for text in ("a", "a a"))
+        self.hides_first_space = self._copy.decode(twice[len(a) :]) == "a"
+        with_begin = tokenizer.encode("a", add_special_tokens=True)
+        length = len(with_begin) - len(tokenizer.encode("a", add_special_tokens=False))
+        self.begin = [token for token in with_begin[:length] if token in self._special]
+
+    def encode(
+        self, segments: Sequence[Segment], *, as_transformers: bool = False, begin: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of segments without media, and whether each is supervised.
+
+        ``begin``: the ids that the tokenizer puts before every text come first.
+
+        Supervised text begins with a token of its own. The space of the template before it is
+        supervised with it ``as_transformers``, or if the tokenizer hides the first space anyway:
+        " Yes" is one token in running text. Other characters of the template, such as a line break,
+        are not tokenized with it even where the tokenizer has a token for both: the text before an
+        answer must have the same tokens as a prompt.
+
+        Raises:
+            DataError: a text of the conversation contains one of the private names.
+        """
+        text, spans = self._join(segments)
+        repeats: dict[int, int] = {}
+        if _REPEATED.search(text):
+            text, spans, repeats = _collapse(text, spans)
+        if as_transformers or self.hides_first_space:
+            spans = [(start - (start > 0 and text[start - 1] == " "), end) for start, end in spans]
+        encoding = self._copy.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        cuts = [start for start, _ in spans if self._joined_at(start, text, encoding, starts)]
+        if cuts:
+            text, spans, repeats = _insert_cuts(text, cuts, spans, repeats)
+            encoding = self._copy.encode(text, add_special_tokens=False)
+            starts = [start for start, _ in encoding.offsets]
+        ids: list[int] = encoding.ids
+        trained = [False] * len(ids)
+        for start, end in spans:
+            left, right = bisect_left(starts, start), bisect_left(starts, end)
+            trained[left:right] = [True] * (right - left)
+        first = self.begin if begin else []
+        if not repeats and not cuts:
+            return first + ids, [False] * len(first) + trained
+        cut = self._copy.token_to_id(_CUT)
+        counts = [0 if token == cut else 1 for token in ids]
+        for place, count in repeats.items():
+            counts[bisect_left(starts, place)] = count
+        found = [*zip(ids, trained, counts, strict=True)]
+        return (
+            first + [token for token, _, count in found for _ in range(count)],
+            [False] * len(first) + [flag for _, flag, count in found for _ in range(count)],
+        )
 
     def text(self, text: str) -> list[int]:
-        """Return the ids of a user's text; none is a control token."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        return ids if self._control_ids.isdisjoint(ids) else self._cut_text(text)
+        """Return the ids of a user's text by itself; none is a special token."""
+        return self.encode([Segment("text", text)])[0]
 
     def starts(self, text: str) -> list[int]:
         """Return the first character of each token of ``text``, in ascending order."""
-        return [start for start, _ in self._plain.encode(text, add_special_tokens=False).offsets]
+        return [start for start, _ in self._copy.encode(text, add_special_tokens=False).offsets]
 
-    def literal(self, text: str, *, first: bool = False) -> list[int]:
-        """Return the ids of template text, with special tokens parsed; do not modify the list.
+    def is_special(self, text: str) -> bool:
+        """Whether ``text`` is one special token."""
+        return text in self._names
 
-        ``first`` is the first text of the sequence. Short texts are cached.
-        """
-        if (text, first) in self._literals:
-            return self._literals[text, first]
-        # Text before the first control token is plain; behind it the tokenizer adds spaces.
-        starts = [text.find(token) for token in self._control_texts if token in text]
-        start = min(starts, default=len(text))
-        head, tail = text[:start], text[start:]
-        if head and first:
-            head = self.prefix + head
-        ids = self.text(head) + (self._parsed(tail) if tail else [])
-        if len(text) <= _CACHED:
-            self._literals[text, first] = ids
-        return ids
-
-    def is_control(self, text: str) -> bool:
-        """Whether ``text`` is one control token."""
-        return text in self._control_texts
-
-    def is_control_id(self, token: int) -> bool:
-        """Whether ``token`` is the id of a control token."""
-        return token in self._control_ids
+    def is_special_id(self, token: int) -> bool:
+        """Whether ``token`` is the id of a special token."""
+        return token in self._special
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ``ids``, control tokens included."""
+        """Decode ``ids``, special tokens included."""
         backend = self._tokenizer.backend_tokenizer
         return backend.decode(list(ids), skip_special_tokens=False)
 
-    def _parsed(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _join(self, segments: Sequence[Segment]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of the copy, and first and last character + 1 of each supervised span."""
+        texts: list[str] = []
+        spans: list[tuple[int, int]] = []
+        place = 0
+        for kind, text, trained in segments:
+            if kind == "literal":
+                text = self._name(text)
+            elif _NAMES.search(text):
+                raise DataError(
+                    f"text {text[:80]!r}",
+                    "contains private-use characters of Unicode's plane 16",
+                    "remove them",
+                )
+            end = place + len(text)
+            if trained and spans and spans[-1][1] == place:
+                spans[-1] = (spans[-1][0], end)
+            elif trained:
+                spans.append((place, end))
+            texts.append(text)
+            place = end
+        return "".join(texts), spans
 
-    def _cut_text(self, text: str) -> list[int]:
-        parts = [text]
-        for token in self._control_texts:
-            parts = [one for part in parts for one in _split_inside(part, token)]
-        ids = [i for part in parts for i in self._plain.encode(part, add_special_tokens=False).ids]
-        if not self._control_ids.isdisjoint(ids):
-            raise DataError(
-                f"text {text[:80]!r}",
-                f"{self._tokenizer.name_or_path!r} can only write it as a special token",
-                "change the text or use another tokenizer",
-            )
-        return ids
+    def _name(self, text: str) -> str:
+        """Replace the special tokens of template text by their names; results are cached."""
+        named = self._named.get(text)
+        if named is None:
+            named = self._special_text.sub(lambda found: self._names[found[0]], text)
+            if len(self._named) < _CACHED:
+                self._named[text] = named
+        return named
+
+    def _joined_at(self, place: int, text: str, encoding: Any, starts: list[int]) -> bool:
+        """Whether the text before ``place`` has other tokens with the text behind it."""
+        number = bisect_left(starts, place)
+        if number and encoding.offsets[number - 1][1] > place:
+            return True
+        if not text[place : place + 1].isspace():
+            return False
+        before = self._copy.encode(text[:place], add_special_tokens=False).ids
+        return before != encoding.ids[:number]
+
+    def _check_ids(self) -> None:
+        for index, token in self._special.items():
+            if self._copy.token_to_id(self._names[token]) != index:
+                raise ValueError(
+                    f"the tokenizer {self._tokenizer.name_or_path!r} gives its special token "
+                    f"{token!r} another id than its tokenizer.json; save it again with transformers"
+                )
 
 
-def _split_inside(text: str, token: str) -> list[str]:
-    """Split ``text`` behind the first character of each occurrence of ``token``."""
-    head, *rest = text.split(token)
-    parts = [head]
-    for part in rest:
-        parts[-1] += token[0]
-        parts.append(token[1:] + part)
-    return parts
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of ``tokens``, the longest first."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    if not longest_first:
+        return re.compile("(?!)")
+    firsts = "".join(re.escape(first) for first in sorted({token[0] for token in longest_first}))
+    # The look at the first character makes it fast where there are thousands of tokens.
+    return re.compile(f"(?=[{firsts}])(?:{'|'.join(map(re.escape, longest_first))})")
 
 
-def _plain_copy(backend: Tokenizer, control_ids: frozenset[int]) -> Tokenizer:
-    """Copy ``backend`` without control tokens, prefix spaces, truncation, padding and templates."""
+def _collapse(
+    text: str, spans: list[tuple[int, int]]
+) -> tuple[str, list[tuple[int, int]], dict[int, int]]:
+    """Replace repeated special tokens, such as those of an image, by one each, with its count.
+
+    A special token separates the texts around it, so that their tokens do not change.
+    """
+    repeats: dict[int, int] = {}
+    removed: list[tuple[int, int]] = []  # place in the old text, characters removed up to there
+    total = 0
+    for found in _REPEATED.finditer(text):
+        count = len(found[0])
+        repeats[found.start() - total] = count
+        total += count - 1
+        removed.append((found.end(), total))
+    ends = [end for end, _ in removed]
+
+    def moved(place: int) -> int:
+        number = bisect_left(ends, place + 1)
+        return place - (removed[number - 1][1] if number else 0)
+
+    spans = [(moved(start), moved(end)) for start, end in spans]
+    return _REPEATED.sub(lambda found: found[1], text), spans, repeats
+
+
+def _insert_cuts(
+    text: str, cuts: list[int], spans: list[tuple[int, int]], repeats: dict[int, int]
+) -> tuple[str, list[tuple[int, int]], dict[int, int]]:
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    # A cut stands before the supervised text that begins at its place.
+    spans = [(s + bisect_left(cuts, s + 1), e + bisect_left(cuts, e)) for s, e in spans]
+    repeats = {place + bisect_left(cuts, place + 1): count for place, count in repeats.items()}
+    return _CUT.join(pieces), spans, repeats
+
+
+def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """Copy ``backend`` with other names of its special tokens, without truncation and padding.
+
+    It also has no post-processor: that of byte-level tokenizers takes spaces out of the offsets.
+    """
     state = json.loads(backend.to_str())
-    state["added_tokens"] = [
-        token for token in state["added_tokens"] if token["id"] not in control_ids
-    ]
-    state["normalizer"] = _without_prefix(state["normalizer"])
-    state["pre_tokenizer"] = _without_prefix(state["pre_tokenizer"])
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    cut = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    largest = max((token["id"] for token in state["added_tokens"]), default=0)
+    vocab = state["model"].get("vocab")
+    size = 0 if vocab is None else len(vocab)
+    state["added_tokens"].append(
+        {"id": max(largest + 1, size), "content": _CUT, "special": True, **cut}
+    )
+    if isinstance(vocab, dict):
+        state["model"]["vocab"] = {names.get(piece, piece): n for piece, n in vocab.items()}
+    elif vocab is not None:  # of Unigram: pieces with their scores
+        state["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     state.update(truncation=None, padding=None, post_processor=None)
     return Tokenizer.from_str(json.dumps(state))
-
-
-def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a normalizer or pre-tokenizer without steps that put a space before the text."""
-    if step is None or step["type"] == "Prepend":
-        return None
-    step = dict(step)
-    for children in {"normalizers", "pretokenizers"} & step.keys():
-        steps: Sequence[Any] = [_without_prefix(child) for child in step[children]]
-        step[children] = [child for child in steps if child is not None]
-    if "prepend_scheme" in step:
-        step["prepend_scheme"] = "never"
-    if "add_prefix_space" in step:
-        step["add_prefix_space"] = False
-    return step

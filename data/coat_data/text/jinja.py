@@ -1,0 +1,474 @@
+"""Chat templates in Jinja, as tokenizers and published processors have them.
+
+The template renders the conversation itself. To find the turns in the rendered text, it renders the
+conversation again with other words: each text is written in a private character of its own. What
+templates look at stays: white space around a text, and added tokens such as ``</think>``.
+
+An answer is supervised from the end of the text that the template renders for generation, up to the
+first special token behind the answer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from jinja2 import TemplateError
+
+from coat_data.sample import Part, Turn
+from coat_data.text.tokens import Segment, TokenizerLike, any_of, special_tokens
+
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
+"""The private-use characters of Unicode's plane 15."""
+_RUN = f"([{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}])\\1*"
+_STRING = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
+_JSON = ('"', "\\", *map(chr, range(32)))
+"""Characters that JSON writes in another way."""
+
+
+class _Piece(NamedTuple):
+    """A string of a conversation."""
+
+    turn: int
+    kind: Literal["text", "image", "video", "reasoning", "call"]
+    text: str
+
+
+_NEXT = Turn("assistant", (Part("text", "a"),), supervised=False)
+"""Stands for the next answer, with a template that writes nothing for generation."""
+
+
+class _Span(NamedTuple):
+    """The place of a piece, or of a part of it, in the rendered text."""
+
+    start: int
+    end: int
+    piece: _Piece
+
+
+class JinjaTemplate:
+    """The tokenizer's own chat template, or another one in Jinja."""
+
+    as_transformers = True
+    remedy = "set template to vicuna_v1 or chatml"
+    """How to use another template, for errors."""
+    image_token: str | None = None
+    """What the template writes for a medium; None if media are characters of the content."""
+    adds_end_token = False
+    """Whether the tokenizer's eos_token is put behind every answer."""
+
+    def __init__(self, tokenizer: TokenizerLike, chat_template: Any = None) -> None:
+        """Raise ValueError if there is no chat template; its default is the tokenizer's."""
+        self._tokenizer = tokenizer
+        self._name = f"the chat template of {tokenizer.name_or_path!r}"
+        source = chat_template or tokenizer.chat_template
+        if not source:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set template to "
+                "plain, vicuna_v1 or chatml"
+            )
+        self._source = "".join(source.values()) if isinstance(source, Mapping) else source
+        # Longest token first, as a token may be a prefix of another one.
+        self._special = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        kept = {token for token in added if token.strip()} - {*self._special, self.image_token}
+        constants = {first or second for first, second in _STRING.findall(self._source)}
+        constants = {text.replace("\\n", "\n") for text in constants}
+        words = {
+            text
+            for text in constants
+            if len(text.strip()) > 1 and not any(token in text for token in self._special)
+        }
+        # What is kept of the texts: first what most templates look for, then all that this one may.
+        self._kept = [
+            (any_of(tokens), any_of({*tokens, *_JSON}))
+            for tokens in (kept, {*kept, *words, " ", "\t", "\n", "\r"})
+        ]
+
+    def render(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> list[Segment]:
+        """Return the segments of ``turns``, and optionally the text before the next answer.
+
+        An answer whose reasoning the template leaves out, as many do with earlier answers, is not
+        supervised.
+
+        Raises:
+            ValueError: the template refuses the conversation; drops, repeats or reorders parts;
+                writes the last answer behind another text than that for generation; or does not
+                mark the end of an answer.
+        """
+        answered = [*turns, _NEXT] if add_generation_prompt and not self._prompts else turns
+        pieces = list(_pieces(answered))
+        text, spans, cut = self._align(answered, tools, pieces, add_generation_prompt)
+        self._check_media(spans, tools, text)
+        if len(answered) > len(turns):
+            next_answer = next(span for span in spans if span.piece.turn == len(turns))
+            text = text[: next_answer.start]
+            spans = [span for span in spans if span.end <= next_answer.start]
+        answers: list[tuple[int, int]] = []
+        edits: dict[int, tuple[int, str, bool]] = {}  # by start: end, new text, whether supervised
+        for number, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            own = [span for span in spans if span.piece.turn == number]
+            start = None
+            if turn.supervised and number not in cut:
+                prompt = self._write_prompt(turns[:number], tools, pieces)
+                start = _find_start(text, prompt, turn, own, edits)
+            if turn.supervised and start is None and number == len(turns) - 1:
+                raise ValueError(self._different_prompt(number in cut))
+            behind = own[-1].end if own else start
+            if behind is None:
+                continue
+            following = min((s.start for s in spans if s.start >= behind), default=len(text))
+            behind = _skip_space_of(turn, text, behind)
+            end, added = self._find_end(
+                text[behind:following], following == len(text), bool(turn.tool_calls) or not own
+            )
+            if added:
+                edits[behind] = (behind + end, added, start is not None)
+                end = 0
+            if start is not None:
+                answers.append((start, behind + end))
+        asked = any(turn.role == "assistant" and turn.supervised for turn in turns)
+        if asked and not answers and not add_generation_prompt:
+            raise ValueError(self._different_prompt(bool(cut)))
+        return _segments(text, spans, answers, edits)
+
+    def content(self, parts: Sequence[tuple[str, str]]) -> Any:
+        """Return the content of a message with ``parts``: their kinds and texts."""
+        return "".join(text for _, text in parts)
+
+    def apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Render messages."""
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    def _write(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        pieces: Iterator[_Piece],
+        add_generation_prompt: bool,
+    ) -> str:
+        """Render turns whose strings are the texts of ``pieces``."""
+        messages = [self._message(turn, pieces) for turn in turns]
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        try:
+            return self.apply(messages, add_generation_prompt=add_generation_prompt, **options)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            roles = [turn.role for turn in turns]
+            raise ValueError(
+                f"{self._name} refuses a conversation of {roles}: {error}; {self.remedy}, or "
+                "change the data"
+            ) from error
+
+    @cached_property
+    def _prompts(self) -> bool:
+        """Whether the template writes something for generation."""
+        question = [Turn("user", (Part("text", "a"),))]
+        pieces = list(_pieces(question))
+        texts = {self._write(question, (), iter(pieces), prompt) for prompt in (False, True)}
+        return len(texts) > 1
+
+    def _write_prompt(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], pieces: list[_Piece]
+    ) -> str:
+        """Render the text before the answer to ``turns``."""
+        if self._prompts:
+            return self._write(turns, tools, iter(pieces), True)
+        own = [piece for piece in pieces if piece.turn < len(turns)]
+        last = _Piece(len(turns), "text", chr(_LAST_MARK))
+        text = self._write([*turns, _NEXT], tools, iter([*own, last]), False)
+        return text[: text.index(last.text)]
+
+    def _message(self, turn: Turn, pieces: Iterator[_Piece]) -> dict[str, Any]:
+        parts = [(part.kind, next(pieces).text) for part in turn.parts]
+        message: dict[str, Any] = {"role": turn.role, "content": self.content(parts)}
+        if turn.reasoning:
+            message["reasoning_content"] = next(pieces).text
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": next(pieces).text,
+                        "arguments": _replace_strings(call.arguments, pieces),
+                    },
+                }
+                for call in turn.tool_calls
+            ]
+        return message
+
+    def _align(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        pieces: list[_Piece],
+        add_generation_prompt: bool,
+    ) -> tuple[str, list[_Span], set[int]]:
+        """Return the rendered text, the places of the pieces, and turns whose text is incomplete.
+
+        ``pieces`` are changed: media become the private characters that stand for them.
+        """
+        if len(pieces) > _LAST_MARK - _FIRST_MARK:
+            raise ValueError(f"the conversation has more than {_LAST_MARK - _FIRST_MARK} parts")
+        for number, piece in enumerate(pieces):
+            if piece.kind in ("image", "video"):
+                pieces[number] = piece._replace(text=chr(_FIRST_MARK + number))
+        text = self._write(turns, tools, iter(pieces), add_generation_prompt)
+        problem = ""
+        for kept in self._kept:
+            marked = [_mark(piece, chr(_FIRST_MARK + n), kept) for n, piece in enumerate(pieces)]
+            words = [found for found, _ in marked]
+            shown = (p._replace(text=t) for p, (_, t) in zip(pieces, marked, strict=True))
+            with_marks = self._write(turns, tools, shown, add_generation_prompt)
+            try:
+                return text, *self._match(text, with_marks, pieces, words, turns)
+            except _MismatchError as error:
+                problem = problem or str(error)
+        raise ValueError(
+            f"{self._name} {problem}, so the supervised tokens are unknown; {self.remedy}, or "
+            "change the data"
+        )
+
+    def _match(
+        self,
+        text: str,
+        with_marks: str,
+        pieces: list[_Piece],
+        words: Sequence[Sequence[str]],
+        turns: Sequence[Turn],
+    ) -> tuple[list[_Span], set[int]]:
+        """Find the words of the pieces in ``text``, which was rendered ``with_marks`` as well."""
+        media = iter([n for n, piece in enumerate(pieces) if piece.kind in ("image", "video")])
+        token = self.image_token
+        pattern = _RUN if token is None else f"{_RUN}|{re.escape(token)}"
+        spans: list[_Span] = []
+        found: list[list[str]] = [[] for _ in pieces]
+        place = 0
+        for run in re.finditer(pattern, with_marks):
+            start, end = run.span()
+            if text[place:start] != with_marks[place:start]:
+                break
+            place = end
+            number = next(media, None) if run[1] is None else ord(run[1]) - _FIRST_MARK
+            if number is None:
+                raise ValueError(self._other_media(with_marks, pieces))
+            found[number].append(text[start:end])
+            spans.append(_Span(start, end, pieces[number]))
+        if text[place:] != with_marks[place:]:
+            raise _MismatchError("writes other text if the words of the conversation are others")
+        if token is not None and next(media, None) is not None:
+            raise ValueError(self._other_media(with_marks, pieces))
+        cut: set[int] = set()
+        for piece, expected, seen in zip(pieces, words, found, strict=True):
+            if token is not None and piece.kind in ("image", "video"):
+                continue
+            if seen == list(expected):
+                continue
+            role = turns[piece.turn].role
+            remaining = iter(expected)
+            if (
+                piece.kind in ("text", "reasoning")
+                and role == "assistant"
+                and all(word in remaining for word in seen)
+            ):
+                cut.add(piece.turn)
+                continue
+            kind = "tool call" if piece.kind == "call" else piece.kind
+            raise _MismatchError(f"does not write the {kind} of a turn of {role} exactly once")
+        return spans, cut
+
+    def _other_media(self, with_marks: str, pieces: list[_Piece]) -> str:
+        count = sum(piece.kind in ("image", "video") for piece in pieces)
+        return (
+            f"{self._name} writes {with_marks.count(self.image_token or '')} images for a "
+            f"conversation that has {count}; {self.remedy}"
+        )
+
+    def _check_media(
+        self, spans: list[_Span], tools: Sequence[Mapping[str, Any]], text: str
+    ) -> None:
+        """Check the order of the media, and that the tools are written."""
+        media = [span.piece.text for span in spans if span.piece.kind in ("image", "video")]
+        if media != sorted(media):
+            raise ValueError(
+                f"{self._name} changes the order of the images; {self.remedy}, or move the images "
+                "out of the system turn"
+            )
+        names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+        if missing := [name for name in names if name not in text]:
+            raise ValueError(
+                f"{self._name} does not write the tools {', '.join(missing)}; take a model whose "
+                "template has a place for tools, or leave out the field tools"
+            )
+
+    def _different_prompt(self, is_cut: bool) -> str:
+        if is_cut:
+            return (
+                f"{self._name} leaves out a part of the last answer, such as its reasoning; "
+                f"{self.remedy}, or leave out the reasoning"
+            )
+        return (
+            f"{self._name} writes the last answer behind other text than it renders for "
+            f"generation, so what is trained would never be asked for; {self.remedy}, or give the "
+            "answer the reasoning that the template expects"
+        )
+
+    def _find_end(self, text: str, is_last: bool, anywhere: bool) -> tuple[int, str]:
+        """Find the end of an answer in the template text behind it, or a token to put there.
+
+        ``anywhere``: other text may precede it, such as what closes tool calls. Returns the
+        characters of ``text`` up to that end, or those that the token replaces.
+        """
+        stripped = text.lstrip()
+        space = len(text) - len(stripped)
+        eos = self._tokenizer.special_tokens_map.get("eos_token")
+        if self.adds_end_token and eos is not None:
+            return space, eos
+        if anywhere and eos is not None and eos in text:
+            return text.index(eos) + len(eos), ""
+        for token in self._special:
+            if stripped.startswith(token):
+                return space + len(token), ""
+        if anywhere and (places := [text.index(t) for t in self._special if t in text]):
+            return self._find_end(text[min(places) :], is_last, False)[0] + min(places), ""
+        if is_last and not stripped and eos is not None:
+            return len(text), eos
+        raise ValueError(
+            f"{self._name} puts {text[:40]!r} after an answer, which does not start with a special "
+            f"token, so the model could not learn where to stop; {self.remedy}, or end answers in "
+            "the chat template with eos_token"
+        )
+
+
+class _MismatchError(Exception):
+    """The conversation with other words is rendered as another text."""
+
+
+def _pieces(turns: Sequence[Turn]) -> Iterator[_Piece]:
+    """Yield the strings of a conversation, in the order in which messages are written."""
+    for number, turn in enumerate(turns):
+        for part in turn.parts:
+            yield _Piece(number, part.kind, part.text)
+        if turn.reasoning:
+            yield _Piece(number, "reasoning", turn.reasoning)
+        for call in turn.tool_calls:
+            yield _Piece(number, "call", call.name)
+            yield from (_Piece(number, "call", text) for text in _strings(call.arguments))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings in values of JSON, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _strings(child)
+    elif isinstance(value, Sequence):
+        for child in value:
+            yield from _strings(child)
+
+
+def _replace_strings(value: Any, pieces: Iterator[_Piece]) -> Any:
+    if isinstance(value, str):
+        return next(pieces).text
+    if isinstance(value, Mapping):
+        return {key: _replace_strings(child, pieces) for key, child in value.items()}
+    if isinstance(value, Sequence):
+        return [_replace_strings(child, pieces) for child in value]
+    return value
+
+
+def _mark(
+    piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]
+) -> tuple[list[str], str]:
+    """Return the words of a piece, and its text with ``mark`` in the place of their characters.
+
+    A word is what is between the strings that are ``kept`` (the second pattern is that of calls),
+    without white space at its ends.
+    """
+    if piece.kind in ("image", "video"):
+        return [mark], mark
+    words: list[str] = []
+    marked: list[str] = []
+    place = 0
+    pattern = kept[piece.kind == "call"]
+    for found in [*pattern.finditer(piece.text), None]:
+        start, end = (len(piece.text),) * 2 if found is None else found.span()
+        text = piece.text[place:start]
+        word = text.strip()
+        if word:
+            words.append(word)
+            text = text.replace(word, mark * len(word), 1)
+        marked += [text, piece.text[start:end]]
+        place = end
+    return words, "".join(marked)
+
+
+def _find_start(
+    text: str,
+    prompt: str,
+    turn: Turn,
+    own: list[_Span],
+    edits: dict[int, tuple[int, str, bool]],
+) -> int | None:
+    """Return where an answer starts: behind ``prompt``, which the text begins with.
+
+    White space of the template that differs from the prompt's is replaced by the prompt's, so that
+    what is trained follows the text for generation.
+    """
+    if text.startswith(prompt):
+        return len(prompt)
+    pairs = enumerate(zip(text, prompt, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(text), len(prompt)))
+    answer = own[0].piece.text if own else turn.text
+    first = own[0].start if own else len(text) - len(text[same:].lstrip())
+    lead = answer[: len(answer) - len(answer.lstrip())]
+    header = text[same:first].removesuffix(lead)
+    if header.strip() or prompt[same:].strip():
+        return None
+    edits[same] = (same + len(header), prompt[same:], False)
+    return same + len(header)
+
+
+def _skip_space_of(turn: Turn, text: str, behind: int) -> int:
+    """Return the end of the white space that belongs to the answer that ends at ``behind``."""
+    said = turn.parts[-1].text if turn.parts and not turn.tool_calls else ""
+    space = said[len(said.rstrip()) :]
+    return behind + len(space) if space and text.startswith(space, behind) else behind
+
+
+def _segments(
+    text: str,
+    spans: list[_Span],
+    answers: list[tuple[int, int]],
+    edits: Mapping[int, tuple[int, str, bool]],
+) -> list[Segment]:
+    """Cut the rendered text into segments."""
+    cuts = {0, len(text), *edits, *(end for end, _, _ in edits.values())}
+    cuts |= {place for span in [*spans, *answers] for place in span[:2]}
+    by_start = {span.start: span for span in spans}
+    ordered = sorted(cuts)
+    segments: list[Segment] = []
+    removed_to = 0
+    for start, end in zip(ordered, [*ordered[1:], len(text)], strict=True):
+        if start in edits:
+            removed_to, added, trained = edits[start]
+            segments.append(Segment("literal", added, trained))
+        if start < removed_to or start == end:
+            continue
+        trained = any(first <= start < last for first, last in answers)
+        span = by_start.get(start)
+        if span is None:
+            segments.append(Segment("literal", text[start:end], trained))
+        elif span.piece.kind in ("image", "video"):
+            segments.append(Segment(span.piece.kind))
+        else:
+            segments.append(Segment("text", text[start:end], trained))
+    return [segment for segment in segments if segment.text or segment.kind in ("image", "video")]
