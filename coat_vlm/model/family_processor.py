@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
 
-from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, open_image
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.jinja import JinjaTemplate
@@ -194,8 +194,8 @@ class FamilyEncoder(Encoder):
                 + ("model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE),
             )
         return EncodedSample(
-            torch.tensor(ids),
-            torch.tensor(labels),
+            as_tensor(ids),
+            as_tensor(labels),
             inputs.pop("pixel_values", torch.empty(0)),
             counts={"images": len(media)},
             extras=inputs,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.model.processor import train_tokenizer
@@ -56,7 +57,7 @@ IDEFICS = (
 )
 # As in google/gemma-3-4b-it.
 GEMMA = (
-    "{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}"
     "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' }}"
     + PARTS.replace(QWEN_IMAGE, "<start_of_image>").replace("['text'] }}", "['text'] | trim }}")
     + "{{ '<end_of_turn>\n' }}{% endfor %}"
@@ -80,10 +81,17 @@ ONEVISION = (
 )
 
 
-def make_tokenizer(*special: str) -> Any:
+def make_tokenizer(*special: str, bos: str | None = None) -> Any:
+    """A tokenizer with special tokens, which puts ``bos`` before every text."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.add_tokens([*special, *filter(None, [bos])], special_tokens=True)
     tokenizer.chat_template = None
+    if bos is not None:
+        tokenizer.bos_token = bos
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
     return tokenizer
 
 
@@ -156,7 +164,7 @@ def save(model: Any, processor: Any, folder: Path) -> None:
 
 
 def make_llava(folder: Path) -> None:
-    tokenizer = make_tokenizer("<image>", "</s>")
+    tokenizer = make_tokenizer("<image>", "</s>", bos="<s>")
     tokenizer.eos_token = "</s>"
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**TOWER),
@@ -236,8 +244,9 @@ def make_idefics(kind: str, folder: Path) -> None:
 
 def make_gemma(folder: Path) -> None:
     marks = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
-    tokenizer = make_tokenizer("<start_of_turn>", "<end_of_turn>", *marks.values())
+    tokenizer = make_tokenizer("<start_of_turn>", "<end_of_turn>", *marks.values(), bos="<bos>")
     tokenizer = transformers.PreTrainedTokenizerFast(
+        bos_token="<bos>",
         tokenizer_object=tokenizer.backend_tokenizer,
         pad_token=tokenizer.pad_token,
         eos_token=tokenizer.eos_token,

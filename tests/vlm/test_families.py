@@ -86,6 +86,11 @@ def render(reader: Any, name: str, found: list[Any], **options: Any) -> str:
     return text
 
 
+def special(reader: Any) -> dict[str, Any]:
+    """What ``apply_chat_template`` passes if the template writes the begin-of-text token."""
+    return {"add_special_tokens": "bos_token" not in reader.chat_template}
+
+
 SAMPLES = {
     "one image": conversation(picture(1)),
     "wide": conversation(picture(2, 90, 20)),
@@ -102,7 +107,7 @@ def test_inputs_are_those_of_the_processor(
     found, shown = messages(sample)
     text = render(stock, folder.name, found)
     images = {"images": [shown]} if shown else {}
-    expected = stock(text=[text], **images, return_tensors="pt")
+    expected = stock(text=[text], **images, return_tensors="pt", **special(stock))
     encoder = pickle.loads(pickle.dumps(processor.encoder()))
     encoded = encoder(sample)
     assert encoded.input_ids.tolist() == expected["input_ids"][0].tolist()
@@ -142,8 +147,9 @@ def test_logits_and_loss_are_those_of_transformers(
     reader: Any = AutoProcessor.from_pretrained(folder)
     texts = [render(reader, folder.name, one) for one in (found, other)]
     stock_inputs = reader(
-        text=texts, images=[shown, more], return_tensors="pt", padding=True, padding_side="right"
-    )
+        text=texts, images=[shown, more], return_tensors="pt", padding=True, padding_side="right",
+        **special(reader),
+    )  # fmt: skip
     stock.train()
     ours.train()  # no dropout
     expected = stock(**stock_inputs)
@@ -211,7 +217,7 @@ def test_answers_are_those_of_transformers(
     for sample in samples:
         found, shown = messages(sample)
         text = render(reader, folder.name, found[:-1], add_generation_prompt=True)
-        inputs = reader(text=[text], images=[shown], return_tensors="pt")
+        inputs = reader(text=[text], images=[shown], return_tensors="pt", **special(reader))
         assert torch.equal(PromptEncoder(processor)([sample])["input_ids"], inputs["input_ids"])
         output = stock.generate(**inputs, max_new_tokens=6, do_sample=False)
         ids = output[0, inputs["input_ids"].shape[1] :]

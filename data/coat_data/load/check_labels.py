@@ -99,33 +99,35 @@ def check_labels(
         _check_calls(sample, remaining, tokenizer.decode(trained))
         return
     spans = _split_after_special(trained, tokenizer)
-    for number, span in enumerate(spans):
+    if len(spans) > len(remaining):
+        rest = tokenizer.decode([token for span in spans[len(remaining) :] for token in span])
+        raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
+    # From the last one: a template may leave out the reasoning of earlier answers, which are then
+    # not supervised.
+    for number, span in reversed([*enumerate(spans)]):
         got = tokenizer.decode(span)
-        if not remaining:
-            raise _error(sample, f"besides its answers the labels train {got[:_SHOWN]!r}")
         end = tokenizer.decode(span[-1:]) if tokenizer.is_special_id(span[-1]) else ""
         ended = bool(end) or (sample.continues and number == len(spans) - 1)
-        turn = remaining.pop(0)
-        # A template may leave out the reasoning of earlier answers, which are then not supervised.
-        while encoder.template.as_transformers and remaining:
+        turn = remaining.pop()
+        while number < len(spans) - 1 and len(remaining) > number:
             if _reads(got, turn, end, encoder):
                 break
-            turn = remaining.pop(0)
+            turn = remaining.pop()
         if not (ended and _reads(got, turn, end, encoder)):
             raise _error(
                 sample,
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
                 f"{turn.text[:_SHOWN]!r} and a special token that ends it",
             )
-    if remaining:
+    if not spans or (remaining and not encoder.template.as_transformers):
         raise _error(sample, f"nothing of the answer {remaining[-1].text[:_SHOWN]!r} is trained")
 
 
 def _check_calls(sample: Sample, turns: Sequence[Turn], trained: str) -> None:
-    for turn in turns:
-        for said in (turn.text.strip(), *(call.name for call in turn.tool_calls)):
-            if said not in trained:
-                raise _error(sample, f"{said[:_SHOWN]!r} of an answer is not trained")
+    """Check that the last answer is trained; a template may leave out the reasoning of others."""
+    for said in (turns[-1].text, *(call.name for call in turns[-1].tool_calls)):
+        if _words(said.rpartition("</think>")[2]) not in _words(trained):
+            raise _error(sample, f"{said[:_SHOWN]!r} of the last answer is not trained")
 
 
 def _split_after_special(ids: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
@@ -153,11 +155,17 @@ def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
             for space in spaces
         )
     for answer in answers:
-        said = answer.strip()
-        before = body.rstrip().removesuffix(said).replace(turn.reasoning.strip(), "", 1)
-        if body.rstrip().endswith(said) and not re.sub(r"<[^<>]*>|\s", "", before):
+        thought, _, said = answer.rpartition("</think>")
+        before = body.rstrip().removesuffix(said.strip())
+        expected = _words(turn.reasoning + thought)
+        if body.rstrip().endswith(said.strip()) and _words(before) in ("", expected):
             return True
     return False
+
+
+def _words(text: str) -> str:
+    """Return the text without tags and white space, which a template may write in another way."""
+    return re.sub(r"<[^<>]*>|\s", "", text)
 
 
 def _error(sample: Sample, problem: str) -> DataError:

@@ -252,13 +252,13 @@ class Encoder:
                 raise
             raise error.within(sample.where) from error
         counts, self.media.counts = self.media.counts, Counter()
-        input_ids = _as_tensor(ids)
+        input_ids = as_tensor(ids)
         grids, groups = self._media_layout(plans)
         positions = None
         if self._image_token_id is not None:
             positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
         return EncodedSample(
-            input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
+            input_ids, as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
         )
 
     def read_media(self, media: Sequence[Media]) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -369,7 +369,7 @@ class Encoder:
             )
 
 
-def _as_tensor(numbers: list[int]) -> torch.Tensor:
+def as_tensor(numbers: list[int]) -> torch.Tensor:
     """Convert to int64; through numpy, which is several times as fast as torch here."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 

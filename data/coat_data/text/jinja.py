@@ -82,7 +82,7 @@ class JinjaTemplate:
         # What is kept of the texts: first what most templates look for, then all that this one may.
         self._kept = [
             (any_of(tokens), any_of({*tokens, *_JSON}))
-            for tokens in (kept, {*kept, *words, " ", "\t", "\n", "\r"})
+            for tokens in (kept, {*kept, *words, *_JSON, " "})
         ]
 
     def render(
@@ -112,18 +112,12 @@ class JinjaTemplate:
             spans = [span for span in spans if span.end <= next_answer.start]
         answers: list[tuple[int, int]] = []
         edits: dict[int, tuple[int, str, bool]] = {}  # by start: end, new text, whether supervised
+        starts = self._find_starts(turns, tools, text, spans, pieces, cut, edits)
         for number, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
             own = [span for span in spans if span.piece.turn == number]
-            start = None
-            if turn.supervised and number not in cut:
-                prompt = self._write_prompt(turns[:number], tools, pieces)
-                start = _find_start(text, prompt, turn, own, edits)
-            if turn.supervised and start is None and number == len(turns) - 1:
-                raise ValueError(self._different_prompt(number in cut))
+            start = starts.get(number)
             behind = own[-1].end if own else start
-            if behind is None:
+            if turn.role != "assistant" or behind is None:
                 continue
             following = min((s.start for s in spans if s.start >= behind), default=len(text))
             behind = _skip_space_of(turn, text, behind)
@@ -139,6 +133,41 @@ class JinjaTemplate:
         if asked and not answers and not add_generation_prompt:
             raise ValueError(self._different_prompt(bool(cut)))
         return _segments(text, spans, answers, edits)
+
+    def _find_starts(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        text: str,
+        spans: list[_Span],
+        pieces: list[_Piece],
+        cut: set[int],
+        edits: dict[int, tuple[int, str, bool]],
+    ) -> dict[int, int]:
+        """Return where the supervised answers start, by number of the turn; without those cut."""
+        starts: dict[int, int] = {}
+        headers: dict[str, str] = {}  # text before an answer, by the role of the turn before it
+        for number, turn in reversed([*enumerate(turns)]):
+            if turn.role != "assistant" or not turn.supervised:
+                continue
+            role = turns[number - 1].role if number else ""
+            place = max((s.end for s in spans if s.piece.turn == number - 1), default=-1)
+            start = None
+            if number in cut:
+                pass
+            elif place >= 0 and role in headers and text.startswith(headers[role], place):
+                start = place + len(headers[role])  # as rendering the prompt would show
+            else:
+                own = [span for span in spans if span.piece.turn == number]
+                prompt = self._write_prompt(turns[:number], tools, pieces)
+                start = _find_start(text, prompt, turn, own, edits)
+                if start is not None and 0 <= place <= start == len(prompt):
+                    headers[role] = text[place:start]
+            if start is not None:
+                starts[number] = start
+            elif number == len(turns) - 1:
+                raise ValueError(self._different_prompt(number in cut))
+        return starts
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the content of a message with ``parts``: their kinds and texts."""

@@ -176,10 +176,6 @@ class SegmentTokenizer:
         """Return the first character of each token of ``text``, in ascending order."""
         return [start for start, _ in self._copy.encode(text, add_special_tokens=False).offsets]
 
-    def is_special(self, text: str) -> bool:
-        """Whether ``text`` is one special token."""
-        return text in self._names
-
     def is_special_id(self, token: int) -> bool:
         """Whether ``token`` is the id of a special token."""
         return token in self._special
@@ -226,7 +222,8 @@ class SegmentTokenizer:
         number = bisect_left(starts, place)
         if number and encoding.offsets[number - 1][1] > place:
             return True
-        if not text[place : place + 1].isspace():
+        behind = text[place : place + 2]
+        if not behind[:1].isspace() or (behind[0] == " " and not behind.isspace()):
             return False
         before = self._copy.encode(text[:place], add_special_tokens=False).ids
         return before != encoding.ids[:number]
