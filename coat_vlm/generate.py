@@ -109,6 +109,7 @@ class PromptEncoder:
         self.encode = encoder.prompt
         self.encode_choices = encoder.answered
         self.tokenizer = processor.tokenizer
+        self.pad_token_id = processor.pad_token_id
         # Only the chat template defines the token at the end of an answer.
         turns = (Turn("user", (Part("text", "?"),)), Turn("assistant", (Part("text", "!"),)))
         ids, labels = encoder.layout(Sample(id="stop", turns=turns))
@@ -132,11 +133,11 @@ class PromptEncoder:
 
     def collate(self, encoded: Sequence[EncodedSample]) -> Batch:
         """Collate encoded prompts into a left-padded batch."""
-        return collate(encoded, pad_token_id=self.tokenizer.pad_token_id, padding_side="left")
+        return collate(encoded, pad_token_id=self.pad_token_id, padding_side="left")
 
     def collate_choices(self, encoded: Sequence[EncodedSample]) -> Batch:
         """Collate prompts with their answers into a right-padded batch."""
-        return collate(encoded, pad_token_id=self.tokenizer.pad_token_id)
+        return collate(encoded, pad_token_id=self.pad_token_id)
 
     def frame_times(self, media: Media) -> tuple[float, ...] | None:
         """Return the times of a video's sampled frames in seconds, or None."""
@@ -155,7 +156,7 @@ def set_stop_tokens(model: PreTrainedModel, processor: AnyProcessor) -> None:
     if isinstance(processor, FamilyProcessor):
         return
     model.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
-    model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
+    model.generation_config.pad_token_id = processor.pad_token_id
 
 
 def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, torch.Tensor]:
@@ -187,7 +188,7 @@ def generate_batch(
         attention_mask=batch["attention_mask"].to(model.device),
         **media_inputs(model, batch),
         max_new_tokens=max_new_tokens,
-        pad_token_id=encoder.tokenizer.pad_token_id,
+        pad_token_id=encoder.pad_token_id,
         eos_token_id=encoder.stop_token_ids,
         synced_gpus=synced,
         streamer=streamer,

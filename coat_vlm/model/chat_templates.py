@@ -1,4 +1,6 @@
-"""The chat templates of ``coat_data.text.chat`` in Jinja, for a tokenizer's ``chat_template``."""
+"""What models need of a tokenizer: the built-in chat templates in Jinja, and a token to pad with."""
+
+from typing import Any
 
 from coat_data.text.chat import VICUNA_SYSTEM, begin_of_text
 from coat_data.text.tokens import TokenizerLike
@@ -49,3 +51,18 @@ def find_jinja_template(name: str, tokenizer: TokenizerLike) -> str | None:
     if template is None or not begin_of_text(tokenizer):
         return template
     return "{{ bos_token }}" + template
+
+
+def find_pad_id(tokenizer: Any, vocab_size: int, image_token: str | None) -> int:
+    """Return a token that pads rows: the tokenizer's pad or end token, or any other one.
+
+    Padding is masked by its position, so that any row of the embedding can stand for it. Published
+    tokenizers have pad tokens outside of the embedding, none, or that of images.
+    """
+    image_id = None if image_token is None else tokenizer.convert_tokens_to_ids(image_token)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, *range(vocab_size))
+    return next(
+        token
+        for token in candidates
+        if token is not None and token < vocab_size and token != image_id
+    )

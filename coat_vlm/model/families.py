@@ -3,8 +3,7 @@
 A family's official checkpoints and the folders that training writes have the same layout.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -31,8 +30,6 @@ class Family:
     """Outputs of the image processor that the model takes."""
     token_types: str | None = None
     """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
-    image_options: Mapping[str, Any] = field(default_factory=dict)
-    """The processor's options for its image processor."""
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
     adds_end_token: bool = False
@@ -49,7 +46,6 @@ _IDEFICS: dict[str, Any] = {
     "projector": ("model.connector",),
     "language": ("model.text_model", "lm_head"),
     "inputs": ("pixel_values", "pixel_attention_mask"),
-    "image_options": {"return_row_col_info": True},
 }
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(

@@ -22,6 +22,7 @@ from coat_data.media.image import ImageTransform, open_image
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
+from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
 
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
@@ -33,13 +34,12 @@ class FamilyProcessor:
 
     template = "tokenizer"
 
-    def __init__(self, processor: Any, family: Family, max_length: int) -> None:
+    def __init__(self, processor: Any, family: Family, max_length: int, vocab_size: int) -> None:
         self._processor = processor
         self._family = family
         self.tokenizer = processor.tokenizer
         self.max_length = max_length
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token  # padding is never attended to
+        self.pad_token_id = find_pad_id(self.tokenizer, vocab_size, processor.image_token)
 
     @classmethod
     def load(
@@ -65,8 +65,9 @@ class FamilyProcessor:
             )
         if max_pixels is not None:
             _limit_pixels(processor, family, max_pixels)
-        longest = config.get_text_config().max_position_embeddings
-        return cls(processor, family, longest if max_length is None else max_length)
+        text = config.get_text_config()
+        max_length = text.max_position_embeddings if max_length is None else max_length
+        return cls(processor, family, max_length, text.vocab_size)
 
     def adopt_template(self, name: str | None) -> None:
         """Keep the model's own chat template; a recipe cannot name another one."""
@@ -99,6 +100,18 @@ def _limit_pixels(processor: Any, family: Family, max_pixels: int) -> None:
             "enlarges small images; raise it"
         )
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})
+
+
+def _image_options(processor: Any) -> dict[str, Any]:
+    """Return the options with which a processor calls its image processor: those of its class.
+
+    They precede preprocessor_config.json: InternVL3's says ``crop_to_patches: false``.
+    """
+    options = getattr(processor, "images_kwargs", None)
+    if options is None:  # transformers before 5.20
+        defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
+        options = defaults.get("images_kwargs", {})
+    return dict(options)
 
 
 class ProcessorTemplate(JinjaTemplate):
@@ -208,8 +221,8 @@ class FamilyEncoder(Encoder):
         processor, family = self._processor, self._family
         # One list per conversation: some processors treat several images of one differently.
         try:
-            found = processor.image_processor(
-                [list(images)], return_tensors="pt", **family.image_options
+            found, texts = processor._process_images(
+                [list(images)], **{**_image_options(processor), "return_tensors": "pt"}
             )
         except ValueError as error:  # such as a side 200 times as long as the other (Qwen)
             raise DataError(
@@ -217,7 +230,6 @@ class FamilyEncoder(Encoder):
                 f"{family.name}'s image processor refuses them: {error}",
                 "crop them, or remove the row",
             ) from error
-        texts = [processor.replace_image_token(found, place) for place in range(len(images))]
         return texts, {name: found[name] for name in family.inputs if name in found}
 
     def _begins(self, segments: Sequence[Segment]) -> bool:

@@ -44,7 +44,7 @@ from coat_data.text.from_messages import (
 )
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
-from coat_vlm.model.chat_templates import CHATML, find_jinja_template
+from coat_vlm.model.chat_templates import CHATML, find_jinja_template, find_pad_id
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.model.pretrained import check_local_path
 from coat_vlm.model.processor_inputs import (
@@ -152,6 +152,12 @@ class CoatVlmProcessor(ProcessorMixin):
         names |= {"image_grids": self.image_mode == "dynamic_s2"}
         names |= {"frame_groups": self.video.get("pool_frames", 1) > 1}
         return [name for name, returned in names.items() if returned]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that pads rows."""
+        image_token = IMAGE_TOKEN if self.tokens_per_image else None
+        return find_pad_id(self.tokenizer, len(self.tokenizer), image_token)
 
     def adopt_template(self, name: str | None) -> None:
         """Make the chat template that a stage trains the one of the model and of its tokenizer.
@@ -386,7 +392,7 @@ class CoatVlmProcessor(ProcessorMixin):
         image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN, -1)
         if truncation and max_length is not None:
             encoded = [truncate(sample, max_length, image_id) for sample in encoded]
-        pad = self.tokenizer.pad_token_id
+        pad = self.pad_token_id
         batch: dict[str, Any] = {**collate(encoded, pad_token_id=pad, padding_side=padding_side)}
         tokens = find_padded_length(batch["input_ids"].shape[1], padding, max_length)
         extra = tokens - batch["input_ids"].shape[1] + -tokens % (pad_to_multiple_of or 1)

@@ -170,7 +170,7 @@ def open_data(
             costs = [flops.estimate(own[:, 0], own[:, 1]) for own in sizes]
         if budget is not None:
             sampler = PackedSampler(mixture, sizes, budget, stage.batch_size, recipe.seed, costs)
-    pad_token_id = processor.tokenizer.pad_token_id
+    pad_token_id = processor.pad_token_id
     # The ranks that share the tokens of a micro-batch read the same one.
     replica, replicas = world.rank // stage.sequence_parallel, stage.count_replicas(world.size)
     loader = TrainLoader(

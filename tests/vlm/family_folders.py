@@ -203,7 +203,7 @@ def make_internvl(folder: Path) -> None:
     size: Any = {"height": 16, "width": 16}
     processor = transformers.InternVLProcessor(
         transformers.GotOcr2ImageProcessor(
-            size=size, crop_to_patches=True, min_patches=1, max_patches=4
+            size=size, crop_to_patches=False, min_patches=1, max_patches=4
         ),
         tokenizer,
         transformers.InternVLVideoProcessor(size=size),

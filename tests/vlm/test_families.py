@@ -1,6 +1,7 @@
 """Published models in the data engine and in training, compared with transformers."""
 
 import io
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -270,3 +271,18 @@ def test_an_image_is_shrunk_to_the_pixels_of_the_recipe(folder: Path, tmp_path: 
         assert torch.equal(processor.encoder()(sample).extras["image_grid_thw"], grid)
         sizes[pixels] = int(grid.prod()) * saved.patch_size**2
     assert 0 < sizes[256] <= 256 < sizes[512] <= 512 < sizes[None]
+
+
+@pytest.mark.parametrize("pad", [None, "<image_pad>", 10_000])
+def test_a_pad_token_is_in_the_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pad: str | int | None
+) -> None:
+    """The published one may be missing, that of images, or outside of it."""
+    folder = tmp_path / "qwen3_vl"
+    MAKERS["qwen3_vl"](folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["pad_token"] = pad if isinstance(pad, str) else None
+    settings["eos_token"] = None if pad is None else settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    processor = FamilyProcessor.load("model.pretrained", str(folder), 1024)
+    assert 0 <= processor.pad_token_id < len(processor.tokenizer)
