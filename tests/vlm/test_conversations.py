@@ -275,7 +275,7 @@ def family_model(
         template = read_template(request.param)
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     processor = FamilyProcessor.load("model.pretrained", str(folder), 100_000)
-    return request.param, AutoProcessor.from_pretrained(folder), processor.encoder(train=True)
+    return request.param, AutoProcessor.from_pretrained(folder), processor.encoder()
 
 
 def check_special(sample: Sample, encoder: Encoder, processor: Any) -> None:
