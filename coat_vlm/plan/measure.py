@@ -67,25 +67,19 @@ class StageCase:
     """A measured stage."""
 
     name: StageName
-    recipe: Recipe
-    """The recipe, with shapes in place of names of published models."""
-    stage: StageConfig
-    """The stage, with the batch size of this number of ranks."""
+    recipe: Recipe  # with shapes in place of names of published models
+    stage: StageConfig  # with the batch size of this number of ranks
     meta_model: Any
     row: RowShape
-    accumulation: int
-    """Micro-batches of a step."""
+    accumulation: int  # micro-batches of a step
 
 
 class Timing(NamedTuple):
     """Measured steps; the same on every rank, except ``entries``."""
 
-    ms: float
-    """Median time of a step on the slowest GPU."""
-    peak_gb: float | None
-    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
-    entries: list[dict[str, Any]]
-    """Entries of metrics.jsonl of all steps, including the warm-up."""
+    ms: float  # median time of a step on the slowest GPU
+    peak_gb: float | None  # most memory allocated on one GPU, in 10^9 bytes; None on a CPU
+    entries: list[dict[str, Any]]  # of metrics.jsonl, including the warm-up
 
 
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:

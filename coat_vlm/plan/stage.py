@@ -47,9 +47,8 @@ from coat_vlm.train.open_sources import access_of, open_sources
 
 MARGIN = 1.03
 """Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md). The
-CUDA context and kernels, workspaces of cuBLAS and NCCL, and fragmentation take what a GPU has
-beyond the size with which it is sold: an H100 of 80 GB has 85.0e9 bytes, an H200 of 141 GB
-150.1e9."""
+CUDA context, workspaces and fragmentation take what a GPU has beyond the size with which it is
+sold: an H100 of 80 GB has 85.0e9 bytes, an H200 of 141 GB 150.1e9."""
 
 SOLD = 0.94
 """Size with which a GPU is sold, over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
@@ -65,28 +64,22 @@ class StagePlan:
     """The memory that one stage needs."""
 
     name: StageName
-    recipe: Recipe
-    """The recipe, with shapes in place of names of published models."""
+    recipe: Recipe  # with shapes in place of names of published models
     stage: StageConfig
     ranks: int
-    gpu_bytes: float
-    """Memory of a GPU as it is sold: 80e9 for one of 80 GB."""
+    gpu_bytes: float  # of a GPU as it is sold: 80e9 for one of 80 GB
     tokens: int  # of a row
     images: int  # of a row, in tiles
-    images_reason: str
-    """Source of the number of images, as text."""
-    assumed: str
-    """Assumption about the model, as text, or empty."""
+    images_reason: str  # source of the number of images, as text
+    assumed: str  # assumption about the model, as text, or empty
     patches: int  # of an image in the tower
     model: CoatVlm  # converted, on meta
     vocab_size: int | None
     fp8: Fp8Config | None  # resolved
     optimizer: type[torch.optim.Optimizer]
     sizes: Sizes
-    traced: list[Activations]
-    """Activations of micro-batches of 1, 2 and 4 times the recipe's rows."""
-    graphs: CudaGraphs
-    """``fp8.cuda_graphs`` of the stage: False where graphs are not supported."""
+    traced: list[Activations]  # micro-batches of 1, 2 and 4 times the recipe's rows
+    graphs: CudaGraphs  # fp8.cuda_graphs; False where graphs are not supported
     graph_blocks: dict[str, tuple[int, int]]
     """Part of the model -> number of its FP8 blocks that may be captured, and their parameters."""
 

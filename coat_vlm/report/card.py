@@ -17,8 +17,7 @@ from coat_vlm.report.run_folder import RunFolder, read_run_folder
 from coat_vlm.report.stages import build_stage_columns, format_count, list_header_facts
 from coat_vlm.train.steady_rates import add_up
 
-CARD = "README.md"
-"""File in a model folder, which the Hub shows."""
+CARD = "README.md"  # of a model folder, which the Hub shows
 _PUBLISHED = "published"  # layout of a run of model.pretrained
 _LIBRARIES = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers") | {"vila": "vila"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -43,10 +42,7 @@ _LOADING = {
 def build_card(source: Path, layout: str, weights: str | None = None) -> str:
     """Build the text of a card, for the ``layout`` and ``weights`` of the exported folder.
 
-    ``source`` is ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``.
-
-    Raises:
-        ValueError: the source is not in a run folder, or its recipe.yaml is damaged.
+    ``source`` is ``RUN/<stage>/model`` or ``RUN/<stage>/checkpoints/step-...``, else ValueError.
     """
     source = source.resolve()
     is_model = source.name == "model"

@@ -9,8 +9,7 @@ from coat_data.sample import Media
 from coat_data.tools.html_page import data_address, sample_evenly
 
 CARDS_PER_SET = 12
-LONGEST_SIDE = 256
-"""Maximum side in pixels; larger images are resized before they are embedded."""
+LONGEST_SIDE = 256  # pixels of embedded images
 MEDIA_PER_CARD = 4
 _PROBLEMS = {
     "unparsed": "n_unparsed",
@@ -22,8 +21,6 @@ _PROBLEMS = {
     "random": "n_random_fallback",
 }
 """Kind of answer and its number in report.json."""
-_Z = 1.96
-"""Standard normal quantile of a 95% interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +33,9 @@ class EvaluationRow:
     chance: float | None
     majority: float | None
     required: float | None
-    n: int | None = None
-    """Number of questions behind the value."""
-    interval: tuple[float, float] | None = None
-    """95% interval of the value over the choice of questions."""
-    problems: str = ""
-    """Numbers of unparsed, empty, missing and other answers that count as wrong."""
+    n: int | None = None  # questions behind the value
+    interval: tuple[float, float] | None = None  # 95%, over the choice of questions
+    problems: str = ""  # numbers of unparsed, empty, missing and other answers
 
     @property
     def verdict(self) -> str:
@@ -89,7 +83,11 @@ def build_evaluation_rows(
                     required=require.get(metric),
                     n=count_questions(report, metric),
                     interval=find_interval(values, report, metric),
-                    problems=", ".join(f"{n} {kind}" for kind, n in count_problems(report).items()),
+                    problems=", ".join(
+                        f"{report[key]} {kind}"
+                        for kind, key in _PROBLEMS.items()
+                        if report.get(key)
+                    ),
                 )
             )
     return rows
@@ -98,9 +96,7 @@ def build_evaluation_rows(
 def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | None:
     """Return the ``chance`` or ``majority`` baseline of a metric, or None.
 
-    The baselines of accuracy are named ``chance`` and ``majority``; those of ``f1`` are named
-    ``f1_chance`` and ``f1_majority``. Names of categories are prefixes: ``colour.chance`` is a
-    baseline of ``colour.accuracy``.
+    ``colour.chance`` is one of ``colour.accuracy``, ``f1_chance`` of ``f1``.
     """
     category, dot, own = metric.rpartition(".")
     return values.get(f"{category}{dot}{kind if own == 'accuracy' else f'{own}_{kind}'}")
@@ -119,13 +115,7 @@ def find_interval(
     value, error = values.get(metric), (report.get("standard_errors") or {}).get(metric)
     if value is None or error is None:
         return None
-    return max(0.0, value - _Z * error), min(100.0, value + _Z * error)
-
-
-def count_problems(report: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of answers that could not be scored as the model gave them, by kind."""
-    counts = {kind: int(report.get(key) or 0) for kind, key in _PROBLEMS.items()}
-    return {kind: number for kind, number in counts.items() if number}
+    return max(0.0, value - 1.96 * error), min(100.0, value + 1.96 * error)
 
 
 def format_percent(value: float | None) -> str:

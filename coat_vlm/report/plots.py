@@ -1,7 +1,6 @@
 """Plots the training curves of one stage as SVG images in ``data:`` addresses.
 
-The background is transparent and the axes are medium gray, so the curves are legible on light and
-dark pages. Only matplotlib's object interface is used: no global figure, no global style.
+The background is transparent and the axes are medium gray, for light and dark pages.
 """
 
 import base64
@@ -22,15 +21,12 @@ from coat_vlm.report.run_folder import StageLog
 
 GREY = "#808691"
 COLORS = ("#3b82f6", "#e07b39", "#2e9e6b", "#a066d3", "#d6455d", "#8a7a2f")
-MAX_POINTS = 1200
-"""Longer series are averaged over consecutive steps, to limit the size of the file."""
-SMOOTHING_SHARE = 50
-"""The window of the moving average is 1/50 of the stage."""
+MAX_POINTS = 1200  # longer series are averaged over consecutive steps
+SMOOTHING_SHARE = 50  # the window of the moving average is 1/50 of the stage
 
 
 Draw = Callable[[Axes, StageLog], None]
-Value = Callable[[Mapping[str, Any]], float | None]
-"""Function that reads one number from a row of metrics.jsonl."""
+Value = Callable[[Mapping[str, Any]], float | None]  # of an entry of metrics.jsonl
 
 
 def plot_stage(stage: StageLog) -> list[tuple[str, str]]:
@@ -60,7 +56,6 @@ def _draw_loss(axes: Axes, stage: StageLog) -> None:
 
 
 def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
-    """Draw the headline metric of every set."""
     sets = dict.fromkeys(name for row in stage.evaluations for name in row["headline"])
     last = stage.evaluations[-1]["headline"]
     curves = {f"{name} {last.get(name, '')}": _headline_of(name) for name in sets}
@@ -99,7 +94,6 @@ def _plot_points(
     curves: Mapping[str, Value],
     colors: Sequence[str],
 ) -> None:
-    """Plot labeled curves of few values with markers, and the legend."""
     for (label, value), color in zip(curves.items(), cycle(colors), strict=False):
         axes.plot(*_series(rows, value), "o-", color=color, markersize=4, linewidth=1, label=label)
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)

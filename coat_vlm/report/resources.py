@@ -34,8 +34,7 @@ def build_data_rows(run: RunFolder) -> list[tuple[str, ...]]:
             share, passes = source.get("samples"), source.get("passes")
             epochs = used / samples * passes if samples and passes else None
             row = (
-                stage.name,
-                name,
+                *(stage.name, name),
                 _shown(source.get("rows"), "{:,}"),
                 _shown(epochs, "{:.2f}"),
                 _shown(share and 100 * share / samples, "{:.1f}"),

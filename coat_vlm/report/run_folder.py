@@ -23,19 +23,15 @@ class StageLog:
     """The entries of one stage in metrics.jsonl, each kind in order of its steps."""
 
     name: str
-    start: dict[str, Any] = field(default_factory=dict)
-    """The last entry of a start: trainable parameters, devices, versions."""
+    start: dict[str, Any] = field(default_factory=dict)  # the last one
     end: dict[str, Any] | None = None
     """None while the stage runs, and after a crash."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """A step repeated after a resume counts once."""
     validations: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations in training (``eval_every``)."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # in training
     fp8: list[dict[str, Any]] = field(default_factory=list)
-    """Measurements of FP8 blocks."""
-    monitor: list[dict[str, Any]] = field(default_factory=list)
-    """Comparisons of FP8 blocks with BF16."""
+    monitor: list[dict[str, Any]] = field(default_factory=list)  # FP8 blocks against BF16
     saves: list[dict[str, Any]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     """The first steps after a start or a resume."""
@@ -73,11 +69,9 @@ class RunFolder:
     stages: list[StageLog]
     eval_json: dict[str, Any]
     reports: dict[str, dict[str, Any]]
-    training: dict[str, Any]
-    """training.json of the last existing model folder."""
+    training: dict[str, Any]  # training.json of the last existing model folder
     missing: list[str]
     running: bool = False
-    """Whether a process trains in the folder now."""
 
 
 def read_run_folder(folder: Path) -> RunFolder:

@@ -7,8 +7,7 @@ from coat_vlm.config import MODULES
 from coat_vlm.report.run_folder import RunFolder, StageLog
 from coat_vlm.train.steady_rates import add_up
 
-Facts = list[tuple[str, str]]
-"""Label and text of each fact."""
+Facts = list[tuple[str, str]]  # label, text
 
 
 def list_header_facts(run: RunFolder) -> Facts:
@@ -52,12 +51,9 @@ def format_duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{whole // 3600} h {minutes % 60:02d} min"
-    )
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def format_count(number: float) -> str:

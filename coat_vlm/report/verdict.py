@@ -8,11 +8,9 @@ from coat_vlm.report.evaluation import EvaluationRow
 from coat_vlm.report.run_folder import RunFolder, StageLog
 from coat_vlm.train.steady_rates import average_rates
 
-WAIT_LIMIT = 0.2
-"""Share of the time spent waiting for data from which the report says so."""
+WAIT_LIMIT = 0.2  # share of the time spent waiting for data from which the report says so
 
-Notes = list[tuple[str, str]]
-"""Texts, each with the anchor of the section that shows more, or ``""``."""
+Notes = list[tuple[str, str]]  # text, and the anchor of the section that shows more or ""
 
 
 def judge(run: RunFolder, results: Sequence[EvaluationRow]) -> tuple[str, Notes]:
