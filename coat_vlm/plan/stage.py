@@ -39,8 +39,7 @@ from coat_vlm.plan.zero import (
 from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.model_setup import (
     build_planned_model,
-    refuse_pairs,
-    require_composed,
+    refuse_unmeasured,
     select_stages,
 )
 from coat_vlm.train.open_sources import access_of, open_sources
@@ -201,7 +200,8 @@ def plan_recipe(
     ``gpu_bytes``: nominal memory of each GPU. ``images``: tiles per row, by default counted in the
     data.
     """
-    require_composed(recipe, "coat-vlm plan")
+    chosen = select_stages(recipe, only_stage)
+    refuse_unmeasured(recipe, chosen, "coat-vlm plan")
     assumed = ""
     if recipe.init_from is not None and not Path(recipe.init_from).exists():
         assumed = (
@@ -210,10 +210,8 @@ def plan_recipe(
         )
         recipe = dataclasses.replace(recipe, init_from=None)
     recipe = use_published_shapes(recipe)
-    chosen = select_stages(recipe, only_stage)
     for name in chosen:
         stage = recipe.stages[name]
-        refuse_pairs(name, stage, "coat-vlm plan")
         replicas = stage.count_replicas(ranks)
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
     vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)

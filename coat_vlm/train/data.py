@@ -54,7 +54,6 @@ class StageData:
     sources: list[SourceConfig]
     """The training sources; a list of sources is expanded into its entries."""
     warnings: list[str]
-    """Warnings about the sources, to be printed."""
     shares: list[SourceShare]
     """Rows and samples per epoch of each source."""
     epoch_size: int
@@ -66,7 +65,6 @@ class StageData:
     verified_rows: int
     """Number of rows whose label mask was verified."""
     packing: PackingEstimate | None
-    """What packing makes of an epoch."""
     row_tokens: int | None
     """Token budget of a packed row; None without packing."""
     unpadded: bool
@@ -107,14 +105,9 @@ def open_data(
 ) -> StageData:
     """Open the stage's sources and verify the label masks of the first rows.
 
-    Args:
-        check: called with the training sources and their rows before these are measured or split.
-        flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
-        unpad: pack micro-batches that would be padded much.
-
-    Raises:
-        DataError: a source is missing or cannot be read, or a label mask is wrong.
-        ValueError: a source has no rows, or the batch sizes or ``balance`` do not fit.
+    ``check`` is called with the training sources and their rows before these are measured or split.
+    ``unpad`` packs micro-batches that would be padded much. Raises DataError if a source cannot be
+    read or a label mask is wrong, ValueError if batch sizes or ``balance`` do not fit.
     """
     stage = recipe.stages[name]
     access = access_of(recipe)
@@ -318,11 +311,9 @@ def _load_or_compute(
 ) -> list[np.ndarray]:
     """Load an array per dataset from a file (.npz), or compute and save them on all ranks.
 
-    Args:
-        state: returns what the arrays depend on; called on the main process only, since
-            modification times may differ between nodes.
-        compute: yields arrays for the given rows in order, each with its number of rows.
-        join: merges the arrays of all ranks; rank r computes rows r, r + world.size, ...
+    ``state`` returns what the arrays depend on; only on the main process, since modification times
+    may differ between nodes. ``compute`` yields arrays for the given rows in order, each with its
+    number of rows. ``join`` merges the ranks' arrays; rank r computes rows r, r + world.size, ...
     """
     key, saved = world.run_on_rank0(lambda: _load(path, json.dumps(state()), len(datasets)))
     if saved is not None:

@@ -4,6 +4,7 @@ Nothing here needs DeepSpeed: the checks before training and ``coat-vlm plan`` u
 starting an engine.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -158,30 +159,19 @@ def prepare_model(
     return arithmetic.apply(model)
 
 
-def require_composed(recipe: Recipe, command: str) -> None:
-    """Raise ValueError if a command does not support the recipe's model or its NF4 weights."""
-    for name, stage in recipe.stages.items():
+def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName], command: str) -> None:
+    """Raise ValueError if a command does not know the memory and speed of the recipe's stages."""
+    reasons = [f"model.pretrained={recipe.model.pretrained!r}"] if recipe.model.pretrained else []
+    for name in names:
+        stage = recipe.stages[name]
         if stage.lora is not None and stage.lora.quantize is not None:
-            raise ValueError(
-                f"{command} does not know the memory and speed of stages.{name}.lora.quantize: "
-                f"{stage.lora.quantize}; train a few steps and read peak_memory_mb and "
-                "tokens_per_s in metrics.jsonl"
-            )
-    if recipe.model.pretrained is not None:
+            reasons.append(f"stages.{name}.lora.quantize={stage.lora.quantize}")
+        if stage.dpo is not None:
+            reasons.append(f"the pairs and the reference model of stages.{name}")
+    if reasons:
         raise ValueError(
-            f"{command} supports models composed of model.vision and model.language, not "
-            f"model.pretrained={recipe.model.pretrained!r}: train a few steps and read "
-            "peak_memory_mb and tokens_per_s in metrics.jsonl"
-        )
-
-
-def refuse_pairs(name: StageName, stage: StageConfig, command: str) -> None:
-    """Raise ValueError if a command does not know the loss on preference pairs."""
-    if stage.dpo is not None:
-        raise ValueError(
-            f"stages.{name}: {command} knows neither the reference model nor pairs of rows; choose "
-            "another stage with --stage, or train a few steps and read peak_memory_mb and "
-            "tokens_per_s in metrics.jsonl"
+            f"{command} does not know the memory and speed of {reasons[0]}; train a few steps and "
+            "read peak_memory_mb and tokens_per_s in metrics.jsonl"
         )
 
 

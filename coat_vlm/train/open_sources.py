@@ -56,9 +56,8 @@ def open_sources(
     Its ``weight`` is distributed in proportion to the entries' weights or numbers of samples. With
     ``select``, and in another list, a list stays one source.
 
-    Raises:
-        DataError: see :func:`open_source`; also of mistakes in a list.
-        ValueError: see :func:`open_source`; also of contradicting weights and of equal names.
+    Raises what :func:`open_source` raises; also for mistakes in a list, contradicting weights and
+    equal names.
     """
     configs: list[SourceConfig] = []
     datasets: list[Rows] = []
@@ -186,13 +185,9 @@ def open_source(
 ) -> Rows:
     """Open the selected rows of one source; a list is read as one source.
 
-    Args:
-        field_map: the reader's field names -> the file's column names (LlamaFactory).
-        without_weights: ignore the weights of a list, to read every row once.
-
-    Raises:
-        DataError: the source cannot be read, or ``exclude`` belongs to another source.
-        ValueError: the format does not exist, or ``select`` and ``exclude`` do not fit.
+    ``field_map``: the reader's field names -> the file's column names (LlamaFactory).
+    ``without_weights`` ignores the weights of a list, to read every row once. Raises DataError if
+    the source cannot be read, ValueError if ``format``, ``select`` or ``exclude`` do not fit.
     """
     dataset = SampleDataset(
         source.path,

@@ -95,12 +95,8 @@ def run_recipe(
         subsets: the questions of ``eval_every``
             (:func:`coat_eval.runner.make_eval_subsets`).
 
-    Raises:
-        ValueError: the recipe, a checkpoint or the run folder does not fit, or training failed.
-        LockError: another process uses the run folder, or took it over.
-        SystemExit: a signal stopped the run.
-        DataError: the data is bad.
-        OSError: a file could not be saved.
+    Raises ValueError if the recipe, a checkpoint or the run folder does not fit, or training
+    failed; LockError, DataError, OSError; SystemExit if a signal stopped the run.
     """
     if recipe.eval_every and not subsets:
         raise ValueError(

@@ -28,7 +28,7 @@ from coat_vlm.plan.measure import (
     make_batch,
     open_case,
 )
-from coat_vlm.train.model_setup import refuse_pairs, require_composed, select_stages, set_train_mode
+from coat_vlm.train.model_setup import refuse_unmeasured, select_stages, set_train_mode
 from harness import Result
 from step import NAMES, Passes
 
@@ -180,8 +180,7 @@ def main(args: argparse.Namespace) -> None:
     name, *others = select_stages(recipe, args.stage)
     if others:
         raise ValueError(f"--stage: give one of the stages, {' or '.join(recipe.stages)}")
-    require_composed(recipe, "long.py")
-    refuse_pairs(name, recipe.stages[name], "long.py")
+    refuse_unmeasured(recipe, [name], "long.py")
 
     with join_world() as world:
 

@@ -342,7 +342,10 @@ def test_what_needs_a_composed_model(
     recipe = make_recipe(tiny_data, source, tmp_path / "run")
     path = tiny_run.write_recipe(recipe, tmp_path / "recipe.yaml")
     assert main(["plan", str(path)]) == 2
-    assert "coat-vlm plan supports models composed of" in capsys.readouterr().err
+    assert (
+        "coat-vlm plan does not know the memory and speed of model.pretrained"
+        in capsys.readouterr().err
+    )
     for option, value in (("--format", "llava"), ("--weights", "fp8")):
         assert (
             main(["export", "--model", str(source), "--to", str(tmp_path / "a"), option, value])
