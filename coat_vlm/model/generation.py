@@ -13,6 +13,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.projector import list_image_sizes
 
 _LAYOUT = ("image_grids", "frame_groups")
+_MEDIA = ("pixel_values", *_LAYOUT)
 
 
 def count_images(images: torch.Tensor | None) -> int:
@@ -29,9 +30,6 @@ class ImageGenerationMixin(GenerationMixin):
         self,
         input_ids: torch.LongTensor,
         *args: Any,
-        pixel_values: torch.Tensor | None = None,
-        image_grids: torch.Tensor | None = None,
-        frame_groups: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,  # by this name `generate` knows that it may
         is_first_iteration: bool | None = False,
         **kwargs: Any,
@@ -41,6 +39,7 @@ class ImageGenerationMixin(GenerationMixin):
         If the cache of an earlier call has some of the images, the step has the others.
         """
         kwargs.pop("image_positions", None)  # invalid after rows are repeated
+        media: dict[str, Any] = {name: kwargs.pop(name, None) for name in _MEDIA}
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             *args,
@@ -51,10 +50,8 @@ class ImageGenerationMixin(GenerationMixin):
         cache = kwargs.get("past_key_values")
         first = is_first_iteration or cache is None or cache.get_seq_length() == 0
         if first or not kwargs.get("use_cache", True):
-            media: dict[str, torch.Tensor | None] = {"pixel_values": pixel_values}
-            media |= {"image_grids": image_grids, "frame_groups": frame_groups}
             shown = 0 if inputs["input_ids"] is None else inputs["input_ids"].shape[1]
-            if count_images(pixel_values) and shown < input_ids.shape[1]:
+            if count_images(media["pixel_values"]) and shown < input_ids.shape[1]:
                 media = self._keep_last_images(input_ids, shown, media)
             inputs |= media
         return inputs
@@ -102,7 +99,7 @@ class ImageGenerationMixin(GenerationMixin):
         **model_kwargs: Any,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
         # transformers would repeat each image; all images of a row must be repeated together.
-        media = {name: model_kwargs.pop(name, None) for name in ("pixel_values", *_LAYOUT)}
+        media = {name: model_kwargs.pop(name, None) for name in _MEDIA}
         if count_images(media["pixel_values"]) and expand_size > 1:
             assert input_ids is not None
             for name, rows in self._split_media(input_ids, media).items():

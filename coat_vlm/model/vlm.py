@@ -393,16 +393,13 @@ class Backbone:
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        image_grids: torch.Tensor | None = None,
-        frame_groups: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        image_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return ``last_hidden_state`` (B, T, H); arguments as of :meth:`CoatVlm.forward`."""
         model = self._model
-        media = (pixel_values, image_grids, frame_groups, image_positions)
+        names = ("pixel_values", "image_grids", "frame_groups", "image_positions")
+        media = [kwargs.pop(name, None) for name in names]
         hidden = model._embed_inputs(input_ids, inputs_embeds, *media)
         if kwargs.get("use_cache") is False:
             attention_mask = mask_for_loss(attention_mask, model.language_model)
