@@ -64,7 +64,7 @@ class BadSamples:
                         "step": step,
                         "source": source.name,
                         "file": source.path,
-                        "row": sample.row,
+                        "row": sample.row + 1,
                         "where": sample.where,
                         "problem": sample.problem,
                         "position": sample.position,

@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return escaped.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def row_name(file: str, row: int) -> str:
+    """Return ``file:row`` for messages: ``row`` counts from 0, people count from 1."""
+    return f"{file}:{row + 1}"
+
+
 class DataError(ValueError):
     """A problem with the user's data: its place, the problem, and a remedy."""
 
@@ -157,7 +162,7 @@ class Sample:
     source: str = ""
     """File that the row was read from."""
     row: int = 0
-    """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
+    """Row in that file, counted from 0 (JSONL: line - 1; CSV: record, the header included)."""
     continues: bool = False
     """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
     without an end token (:mod:`coat_data.load.documents`)."""
@@ -181,8 +186,8 @@ class Sample:
 
     @property
     def where(self) -> str:
-        """``file:row`` for messages."""
-        return f"{self.source}:{self.row}"
+        """``file:row`` for messages, counted from 1."""
+        return row_name(self.source, self.row)
 
     def check(self) -> "Sample":
         """Return self, or raise :class:`DataError` naming the first rule that does not hold.

@@ -68,7 +68,7 @@ def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None
 def test_wrong_boxes_are_named(
     tmp_path: Path, boxes: list[Any], objects: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:0.*{problem}"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1.*{problem}"):
         answer(tmp_path, swift(boxes, **objects))
 
 

@@ -99,7 +99,7 @@ def test_texts_by_content(tmp_path: Path) -> None:
             "One.", "Two.",
         ]  # fmt: skip
         assert dataset[0].is_document
-    assert dataset[1].where.endswith("b.txt:0")
+    assert dataset[1].where.endswith("b.txt:1")
 
 
 def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer: Any) -> None:
@@ -112,7 +112,7 @@ def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer:
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     dataset = SampleDataset(path)
-    assert row_kinds(dataset) == RowKinds(3, 12, dropped_question=f"{path}:31")
+    assert row_kinds(dataset) == RowKinds(3, 12, dropped_question=f"{path}:32")
     found = np.concatenate(list(split_rows(dataset, encoder, range(198, 202))))
     assert sorted(Counter(found[:, 0].tolist()).values()) == [1, 1, *[len(found) // 2 - 1] * 2]
     path.write_text("\n".join(map(json.dumps, rows[:200])))
@@ -125,10 +125,10 @@ def test_texts_that_are_wrong(tmp_path: Path) -> None:
     )
     dataset = SampleDataset(tmp_path / "a.jsonl")
     for row, message in ((1, "text is empty"), (2, "there is no text"), (3, "not a string")):
-        with pytest.raises(DataError, match=rf"a.jsonl:{row}: .*{message}"):
+        with pytest.raises(DataError, match=rf"a.jsonl:{row + 1}: .*{message}"):
             dataset[row]
     (tmp_path / "b.txt").write_bytes(b"One \xff")
-    with pytest.raises(DataError, match=r"b.txt:0: is not UTF-8"):
+    with pytest.raises(DataError, match=r"b.txt:1: is not UTF-8"):
         SampleDataset(tmp_path / "b.txt", format="documents")[0]
 
 
@@ -141,7 +141,7 @@ def test_media_are_refused_without_a_tower(make_tokenizer: Any) -> None:
     assert not sample.is_document
     for use in (encoder, encoder.measure, encoder.layout):
         with pytest.raises(
-            DataError, match=r"rows.json:7: shows 1 images or videos, and the model"
+            DataError, match=r"rows.json:8: shows 1 images or videos, and the model"
         ):
             use(sample)
 

@@ -190,9 +190,9 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
         assert (a == b).all()
     assert here[0][5].tolist() == [0, 0]
     assert here[1][1].tolist() == [1 + 201 * 7 % 12, 0]
-    with pytest.raises(DataError, match=r"100\.json:5: no answer"):
+    with pytest.raises(DataError, match=r"100\.json:6: no answer"):
         list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
-    with pytest.raises(DataError, match=r"100\.json:1: 2 images are more than packing.images=1"):
+    with pytest.raises(DataError, match=r"100\.json:2: 2 images are more than packing.images=1"):
         list(measure_rows(sources[0], talk.measure, range(40), max_images=1))
 
 

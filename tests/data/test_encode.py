@@ -208,7 +208,7 @@ def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):
     conversation = sample((Part("image"), Part("image"), Part("image")), "a", media=media)
     length = len(encoder_of(tokenizer, "chatml")(conversation).input_ids)
     assert len(encoder_of(tokenizer, "chatml", max_length=length)(conversation).input_ids) == length
-    with pytest.raises(DataError, match=rf"rows\.json:7: {length} tokens \(3 images of 4 .* 12, "):
+    with pytest.raises(DataError, match=rf"rows\.json:8: {length} tokens \(3 images of 4 .* 12, "):
         encoder_of(tokenizer, "chatml", max_length=length - 1)(conversation)
 
 
@@ -225,7 +225,7 @@ def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):
     ],
 )
 def test_data_errors_name_the_row(make_tokenizer, conversation: Sample, problem: str):
-    with pytest.raises(DataError, match=rf"rows\.json:7.*{problem}"):
+    with pytest.raises(DataError, match=rf"rows\.json:8.*{problem}"):
         encoder_of(make_tokenizer("qwen2"), "chatml")(conversation)
 
 
@@ -239,7 +239,7 @@ def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
     row = sample("What?", "A dog.", system="Be kind.")
     for one in (row, replace(row, rejected="A cat.")):
         for read in (encode, encode.measure, encode.layout, encode.prompt):
-            with pytest.raises(DataError, match=r"rows\.json:7: the chat template .*: no system"):
+            with pytest.raises(DataError, match=r"rows\.json:8: the chat template .*: no system"):
                 read(one)
     encode(sample("What?", "A dog."))
     tokenizer.chat_template = jinja.replace("<|im_end|>", "!")

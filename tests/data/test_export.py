@@ -95,7 +95,7 @@ def test_a_text_that_looks_like_a_placeholder_is_left_out_of_llava(tmp_path: Pat
     summary = export(source, tmp_path / "out", "llava")
     assert (summary.rows, summary.left_out) == (1, 2)
     listed = (tmp_path / "out/left_out.jsonl").read_text().splitlines()
-    assert [json.loads(line)["where"] for line in listed] == [f"{source}:0", f"{source}:1"]
+    assert [json.loads(line)["where"] for line in listed] == [f"{source}:1", f"{source}:2"]
     assert same(SampleDataset(summary.path)[0]) == same(good)
 
 

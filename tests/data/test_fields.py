@@ -56,7 +56,7 @@ def test_images_beside_a_text_are_shown(tmp_path: Path, row: dict[str, Any]) -> 
 def test_a_field_that_is_not_read_is_refused_by_name(
     tmp_path: Path, row: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:0.*\b{field} looks like") as caught:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1.*\b{field} looks like") as caught:
         read(tmp_path, row)
     assert f"ignore_fields: [{field}]" in caught.value.remedy
     assert (
@@ -112,9 +112,9 @@ def test_quoted_placeholders_and_media_without_one_are_noted(tmp_path: Path) -> 
     assert summary.fields["rows"].lines("rows") == [
         "rows: fields used: conversations, image (2 of 3 rows); ignored: model (1 of 3 rows)",
         "rows: in 1 of 3 rows a placeholder such as <image> without a medium is read as text; "
-        f"first {path}:0",
-        "rows: in 1 of 3 rows media without a placeholder are shown before the first question; "
         f"first {path}:1",
+        "rows: in 1 of 3 rows media without a placeholder are shown before the first question; "
+        f"first {path}:2",
     ]
     config = SourceConfig(name="chat", path=str(path))
     warnings = find_row_warnings([config], [open_source(config, 0)])

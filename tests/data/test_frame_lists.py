@@ -84,7 +84,7 @@ def test_a_part_of_frames_with_a_rate(tmp_path: Path) -> None:
     assert shown(read(media, sampling="fps", fps=1.0)) == [3, 5, 7]
     with pytest.raises(DataError, match="the list of frames has no times"):
         read(SampleDataset(jsonl(tmp_path / "rows.jsonl", qwen(NAMES, start=1.5)))[0].media[0])
-    with pytest.raises(DataError, match=r"rows\.jsonl:0: .*fps is 0"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*fps is 0"):
         SampleDataset(jsonl(tmp_path / "rows.jsonl", qwen(NAMES, sample_fps=0)))[0]
 
 
@@ -101,5 +101,5 @@ def test_frame_lists_are_ingested_and_exported(tmp_path: Path) -> None:
         written = SampleDataset(export(tmp_path / "stored", tmp_path / to, to).path)
         assert [shown(read(written[row].media[0])) for row in (0, 1)] == wanted
         assert (written[0].media[0].fps, written[0].media[0].end) == (2.0, 3.0)
-    with pytest.raises(DataError, match=r"rows\.jsonl:0: .*is the first of 12 frames of a video"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*is the first of 12 frames of a video"):
         ingest(path, tmp_path / "embedded", embed_media=True)

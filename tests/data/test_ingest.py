@@ -105,7 +105,7 @@ def test_bad_rows_stop_the_ingest_and_are_named(source: Path) -> None:
             run(source, max_bad_samples=allowed)
         message = str(caught.value)
         assert f"4 of 10 rows are bad, {allowed} allowed" in message
-        for row, problem in ((1, "1.png"), (2, "absent.png"), (4, "2 <image>"), (6, "empty")):
+        for row, problem in ((2, "1.png"), (3, "absent.png"), (5, "2 <image>"), (7, "empty")):
             line = next(line for line in message.split("\n") if f"{source}:{row}" in line)
             assert problem in line
             assert " -> " in line
@@ -118,11 +118,11 @@ def test_allowed_bad_rows_are_left_out_and_listed(source: Path) -> None:
     out, manifest = run(source, max_bad_samples=4)
     assert (manifest.rows, manifest.bad_samples) == (6, 4)
     listed = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
-    assert [row["where"].split(":")[1] for row in listed] == ["1", "2", "4", "6"]
+    assert [row["where"].split(":")[1] for row in listed] == ["2", "3", "5", "7"]
     assert all(row["problem"] and row["remedy"] for row in listed)
     kept = [*SampleDataset(out)]
     assert [sample.id for sample in kept] == ["0", "3", "5", "7", "8", "9"]
-    assert kept[2].where == f"{source}:5"  # the row of the source, not of the folder
+    assert kept[2].where == f"{source}:6"  # the row of the source, not of the folder
 
 
 def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:

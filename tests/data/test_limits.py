@@ -80,7 +80,7 @@ def test_compressed_json_is_read_by_number(tmp_path: Path, kind: str, form: str)
     path.write_bytes(packed(kind, text.encode()))
     dataset = SampleDataset(path)
     assert [dataset[n].id for n in (0, 1999, 7)] == ["0", "1999", "7"]
-    assert dataset[5].where == f"{path}:5"
+    assert dataset[5].where == f"{path}:6"
     assert dataset.media_root == tmp_path
     assert dataset.paths == (path,)
     path.write_bytes(packed(kind, text.replace('"7"', '"x"').encode()))
@@ -102,7 +102,7 @@ def test_a_compressed_file_is_read_as_the_file_in_it(tmp_path: Path, tar: Tar) -
     for name in ("b.tar.zst", "b.tgz"):
         dataset = SampleDataset(tmp_path / name)
         assert dataset[2].media[0].data == b"2"
-        assert dataset[2].where == f"{tmp_path / name}:2"
+        assert dataset[2].where == f"{tmp_path / name}:3"
 
 
 def video(path: Path, width: int, height: int, num_frames: int, codec: str = "libx264") -> Path:

@@ -52,7 +52,7 @@ def source(tmp_path: Path) -> Path:
 def test_every_bad_row_is_named_with_a_remedy(source: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["data", "lint", str(source)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    words = {1: "2 <image>", 3: "absent.png: no such file", 4: "text.png", 5: "is empty", 6: "JSON"}
+    words = {2: "2 <image>", 4: "absent.png: no such file", 5: "text.png", 6: "is empty", 7: "JSON"}
     for line, (row, problem) in zip(lines, words.items(), strict=False):
         assert line.startswith(f"{source}:{row}: ")
         assert problem in line
@@ -61,9 +61,9 @@ def test_every_bad_row_is_named_with_a_remedy(source: Path, capsys: pytest.Captu
     assert lines[6].startswith("a: in 4 of 6 rows media without a placeholder")
     assert lines[7:] == [f"{source}: 8 rows, 5 problems (read as llava)"]
     summary, found = problems(source, check_media="none")
-    assert [error.where for error in found] == [f"{source}:1", f"{source}:6"]
+    assert [error.where for error in found] == [f"{source}:2", f"{source}:7"]
     _, found = problems(source, check_media="decode")
-    assert [error.where.split(":")[1] for error in found] == ["1", "3", "4", "5", "6", "7"]
+    assert [error.where.split(":")[1] for error in found] == ["2", "4", "5", "6", "7", "8"]
     source.write_text(json.dumps(talk("q")))
     assert main(["data", "lint", str(source)]) == 0
     source.write_text(f'[{json.dumps(talk("q"))}, {json.dumps(talk("<image>", image=3))}, {{"c"')
@@ -84,11 +84,11 @@ def test_equal_problems_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["data", "lint", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines[:4]] == [
-        f"{path}:1", f"{path}:2", f"{path}:3", f"{path}:40"
+        f"{path}:2", f"{path}:3", f"{path}:4", f"{path}:41"
     ]  # fmt: skip
     assert lines[4] == (
         f"180 rows in one file have this problem: {lines[0]} "
-        "(rows 1-9, 11-19, 21-29, 31-39, 41-49, 51-59, 61-69, 71-79, ...)"
+        "(rows 2-10, 12-20, 22-30, 32-40, 42-50, 52-60, 62-70, 72-80, ...)"
     )
     assert lines[-1] == f"{path}: 200 rows, 181 problems (read as llava)"
 

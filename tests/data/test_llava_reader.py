@@ -41,7 +41,7 @@ def parts(row: Any, turn: int = 0) -> list[str]:
 def refused(row: Any, *words: str) -> None:
     with pytest.raises(DataError) as caught:
         read(row)
-    assert caught.value.where == "file.json:7"
+    assert caught.value.where == "file.json:8"
     for word in words:
         assert word in str(caught.value)
 
@@ -188,23 +188,24 @@ def test_an_array_that_breaks_off_keeps_its_rows(
 
 
 @pytest.mark.parametrize(
-    ("text", "bad", "line"),
+    ("text", "bad", "line", "problem"),
     [
-        ('{"a": 1}\n\n{"a"\n{"a": 3}\n', 1, "line 3"),
-        ('{"a": 1}\n' + "[" * 100_000, 1, "recursion"),
-        ('{"a": ' + "9" * 10_000 + "}", 0, "digits"),
-        ("id,image\n1,a.jpg", 0, "line 1"),
+        ('{"a": 1}\n\n{"a"\n{"a": 3}\n', 1, 3, "line 3"),
+        ('{"a": 1}\n' + "[" * 100_000, 1, 2, "recursion"),
+        ('{"a": ' + "9" * 10_000 + "}", 0, 1, "digits"),
+        ("id,image\n1,a.jpg", 0, 1, "line 1"),
     ],
 )
 def test_a_line_that_does_not_parse_is_one_bad_row(
-    tmp_path: Path, text: str, bad: int, line: str
+    tmp_path: Path, text: str, bad: int, line: int, problem: str
 ) -> None:
+    """Rows were counted from 0, without blank lines."""
     path = write(tmp_path / "a.json", text)
     rows = JsonRows([path])
     errors = [row for row in rows.stream() if isinstance(row, DataError)]
-    assert errors[0].where == f"{path}:{bad}"
-    assert line in errors[0].problem
-    with pytest.raises(DataError, match=line):
+    assert errors[0].where == f"{path}:{line}"
+    assert problem in errors[0].problem
+    with pytest.raises(DataError, match=problem):
         rows[bad]
 
 

@@ -87,7 +87,7 @@ def test_a_bad_row_is_raised_as_it_is(sources: list[SampleDataset], num_workers:
     with pytest.raises(DataError) as caught:
         list(islice(steps, 12))
     error = caught.value
-    assert error.where.endswith(f"200.json:{bad - 200}: {bad}.png")
+    assert error.where.endswith(f"200.json:{bad - 199}: {bad}.png")
     assert (error.problem, error.remedy) == ("no such file", "fix the path")
     assert "Traceback" not in str(error)
 
@@ -124,8 +124,9 @@ def test_a_bad_row_of_a_selection_is_listed_as_the_files(sources: list[SampleDat
     train = loader(chosen, NumberEncoder({106, 203}), mixture=mixture, replace_bad=True)
     bad = [bad for step in islice(train.steps(SamplerState()), 5) for m in step for bad in m.bad]
     assert {(item.source, item.row) for item in bad} == {(0, 6), (1, 3)}
-    assert all(item.where.endswith(f".json:{item.row}: {100 * (item.source + 1) + item.row}.png")
-               for item in bad)  # fmt: skip
+    for item in bad:
+        image = f"{100 * (item.source + 1) + item.row}.png"
+        assert item.where.endswith(f".json:{item.row + 1}: {image}")
 
 
 class StoppingEncoder(NumberEncoder):
@@ -156,7 +157,7 @@ def test_a_worker_that_stops_is_an_error_that_names_its_rows(
         for _ in stuck.steps(SamplerState()):
             pass
     assert problem in error.value.problem
-    assert f"source 200 ({sources[1].paths[0]}), row 5" in error.value.where
+    assert f"source 200 ({sources[1].paths[0]}), row 6" in error.value.where
     assert not multiprocessing.active_children()
 
 

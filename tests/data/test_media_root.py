@@ -34,7 +34,7 @@ def refused(root: Path, media: dict[str, Any], words: str, **options: Any) -> No
     path.write_text(json.dumps([talk(**media)]))
     with pytest.raises(DataError, match=words) as caught:
         SampleDataset(path, **options)[0]
-    assert caught.value.where == f"{path}:0"
+    assert caught.value.where == f"{path}:1"
 
 
 def test_paths_stay_below_the_root(secret: Path) -> None:

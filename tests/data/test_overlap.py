@@ -102,7 +102,7 @@ def test_copies_are_listed_and_left_out_by_exclude(
         assert "1 rows could not be read" in printed
         assert "20 questions are too short to be found by their text" in printed
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [entry["row"] for entry in found] == list(range(bad))
+    assert [entry["row"] for entry in found] == list(range(1, bad + 1))
     assert [entry["text"] for entry in found] == [False] * 7 + [True]
     assert found[1]["questions"] == [f"{benchmark}/questions.jsonl:3"]
 

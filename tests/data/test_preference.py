@@ -98,7 +98,7 @@ def test_the_last_answer_alone_is_supervised(tmp_path: Path) -> None:
     assert answers == [("Look.", False), ("Red.", True)]
     assert sample.rejected == "Blue."
     whole["rejected"] = [said("system", "Be long."), *before, *ANSWERS["rejected"]]
-    with pytest.raises(DataError, match=r"pairs.jsonl:0: the conversations of chosen and rejected"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: the conversations of chosen and rejected"):
         read(tmp_path, {"image": "a.png", **whole})
 
 
@@ -128,7 +128,7 @@ def test_a_row_without_a_pair_is_an_error(
 ) -> None:
     good = ROWS["RLAIF-V"]
     path = write(tmp_path, good, {**good, **change}, good)
-    with pytest.raises(DataError, match=rf"pairs\.jsonl:1: .*{problem}.* -> "):
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:2: .*{problem}.* -> "):
         SampleDataset(path)[1]
     assert main(["data", "lint", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -52,7 +52,7 @@ def test_gqa_is_an_object_of_questions(tmp_path: Path) -> None:
     assert (dataset.format, len(dataset), dataset[1].id) == ("vqa", 2, "07333408")
     assert shown(dataset[0]) == ["user: [2354786.jpg]\nIs the sky dark?" + SHORT, "assistant: yes"]
     bad = {"1": {**GQA["02930152"], "answer": None}, "2": GQA["07333408"]}
-    with pytest.raises(DataError, match=r"questions\.json:0: answer is null"):
+    with pytest.raises(DataError, match=r"questions\.json:1: answer is null"):
         SampleDataset(dump(path, bad), tmp_path)[0]
 
 
@@ -142,7 +142,7 @@ def test_obelics_keeps_the_order_of_images_and_texts(tmp_path: Path) -> None:
     assert [part.kind for part in dataset[0].turns[1].parts].count("image") == 2
 
     path = dump(tmp_path / "pages.json", [row, {**row, "images": [None] * 5}])
-    with pytest.raises(DataError, match=r":1: images\[1\] and texts\[1\] are both null or miss"):
+    with pytest.raises(DataError, match=r":2: images\[1\] and texts\[1\] are both null or miss"):
         SampleDataset(path)[1]
 
 

@@ -79,7 +79,7 @@ def test_messages_with_parts_as_openai_and_trl_have_them(tmp_path: Path) -> None
         str(tmp_path / "c.png"),
     )
     row["images"] = []
-    with pytest.raises(DataError, match=r"a\.jsonl:0: the messages show more images"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the messages show more images"):
         SampleDataset(jsonl(tmp_path / "a.jsonl", row))[0]
     split = {"prompt": [CHAT[0], {"role": "user", "content": "Hi"}], "completion": "Yes."}
     assert only(jsonl(tmp_path / "b.jsonl", split)) == [
@@ -129,7 +129,7 @@ def test_the_cauldron_and_onevision_parquet(tmp_path: Path) -> None:
         pq.write_table(pyarrow.table(table), folder / f"train-{number:05d}-of-00002.parquet")
     dataset = SampleDataset(folder)
     assert (len(dataset), dataset.format) == (2, "cauldron")
-    assert dataset[1].where == f"{folder}/train-00001-of-00002.parquet:0"
+    assert dataset[1].where == f"{folder}/train-00001-of-00002.parquet:1"
     assert [media.data for media in dataset[1].media] == [RED, BLUE]
     assert [part.kind for part in dataset[1].turns[0].parts] == ["image", "text", "image", "text"]
     assert [turn.text for turn in dataset[1].turns] == [
@@ -192,7 +192,7 @@ def test_caption_pairs_in_tars(tar: Tar, tmp_path: Path) -> None:
         ["user: [y.1.mp4]", "assistant: Clip"],
     ]
     assert dataset[0].media[0].data == first["x/0001.jpg"]
-    assert dataset[2].where == f"{tmp_path}/shard-001.tar:0"
+    assert dataset[2].where == f"{tmp_path}/shard-001.tar:1"
     assert dataset[2].media[0].kind == "video"
     assert list(SampleDataset(tmp_path).stream()) == list(dataset.stream())
 

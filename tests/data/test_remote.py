@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_files_on_disk(folder: Path, serve: Any, kind: str
         remote = SampleDataset(f"{start}/{pattern}")
         assert list(map(content, remote.stream())) == expected
         assert content(remote[7]) == expected[7]
-        assert remote[7].where == f"{start}/s-0.{kind}:7"
+        assert remote[7].where == f"{start}/s-0.{kind}:8"
     assert len(SampleDataset(f"memory://data/*.{kind}")) == len(expected) == sum(SIZES)
 
 
@@ -81,7 +81,7 @@ def test_a_file_is_downloaded_once_and_again_if_it_changes(
     (copy,) = datasets[0].paths
     assert copy.is_relative_to(cache)
     assert copy.name == "a.jsonl"
-    assert datasets[0][3].where == f"{url}:3"
+    assert datasets[0][3].where == f"{url}:4"
     path.write_bytes(lines(10))
     assert len(SampleDataset(url)) == 10
     assert len(datasets[0]) == 15

@@ -114,13 +114,13 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     assert (summary.rows, summary.bad) == (6, 5)
     assert summary.unreachable == sum(isinstance(one, UnreachableError) for one in problems) >= 1
     assert [problem.where for problem in problems] == [
-        f"{path}:{number}: {name}" for number, name in enumerate(names) if number
+        f"{path}:{number + 1}: {name}" for number, name in enumerate(names) if number
     ]
     for problem, words in zip(
         problems, ("404", "refused", "cannot identify", "", "nonnumeric port"), strict=True
     ):
         assert words in problem.problem
-    with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: http.*none\.jpg: cannot be read: .*404"):
         ingest(path, tmp_path / "out", media_root=url)
 
 
@@ -143,7 +143,7 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     dead = serve(folder)
     dead.close()
     path = jsonl(tmp_path / "b.jsonl", *rows, talk(image=f"{dead.url}/large.jpg"))
-    with pytest.raises(UnreachableError, match=r"b\.jsonl:3: http.*refused.*start again"):
+    with pytest.raises(UnreachableError, match=r"b\.jsonl:4: http.*refused.*start again"):
         list(measure_rows(SampleDataset(path, dead.url), encoder.measure, range(4), **options))
 
 
@@ -206,7 +206,7 @@ def test_rows_reach_no_address_that_is_not_public(tmp_path: Path, host: str) -> 
     problems: list[DataError] = []
     lint(path, problems.append)
     (problem,) = problems
-    assert problem.where.startswith(f"{path}:0: http://")
+    assert problem.where.startswith(f"{path}:1: http://")
     assert "which is not public" in problem.problem
 
 
@@ -295,7 +295,7 @@ def test_the_network_can_be_denied(
     command = ["data", "lint", path, "--media-root", url, "--check-media", "decode"]
     assert main(command) == 0
     assert main([*command, "--network", "deny"]) == 1
-    assert f"{path}:0: {url}/turned.jpg: addresses are not read" in capsys.readouterr().out
+    assert f"{path}:1: {url}/turned.jpg: addresses are not read" in capsys.readouterr().out
     assert main([*command, "--limits", "remote_bytes=50"]) == 1
     assert main([*command, "--limits", "no_such=50"]) == 2
     assert "choose NAME=NUMBER from archive_bytes" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_a_quarantine_file_excludes_the_rows_of_its_source(tmp_path: Path) -> No
         {"source": "a", "file": "a.json", "row": 3},
         {"source": "a", "file": "a.json", "row": 8},
     )
-    assert read_excluded_rows(path, "a", "data/a.json", 9) == {3, 8}
+    assert read_excluded_rows(path, "a", "data/a.json", 9) == {2, 7}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_quarantine_file_excludes_the_rows_of_its_source(tmp_path: Path) -> No
             {"source": "b", "file": "b.json", "row": 5},
             r"lists no row of source 'a' \(a.json\), only of 'b'",
         ),
-        ({"source": "a", "file": "x.json", "row": 5}, r"jsonl:0: row 5 of x.json is not of source"),
-        ("{cut", r"jsonl:0: not a line of bad_samples.jsonl \(JSONDecodeError"),
+        ({"source": "a", "file": "x.json", "row": 6}, r"jsonl:1: row 6 of x.json is not of source"),
+        ("{cut", r"jsonl:1: not a line of bad_samples.jsonl \(JSONDecodeError"),
     ],
 )
 def test_a_list_of_something_else_is_refused(tmp_path: Path, row: Any, message: str) -> None:

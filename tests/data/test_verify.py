@@ -66,7 +66,7 @@ def test_a_wrong_mask_is_named_with_its_row(
     ids, labels = encoder.layout(conversation())
     check_labels(conversation(), ids, labels, encoder)
     breaks(ids, labels, encoder)
-    with pytest.raises(DataError, match=r"rows\.json:7: the label mask is wrong: .*" + message):
+    with pytest.raises(DataError, match=r"rows\.json:8: the label mask is wrong: .*" + message):
         check_labels(conversation(), ids, labels, encoder)
 
 
@@ -89,11 +89,11 @@ def test_the_first_rows_of_every_source_are_checked(
 
     def broken(sample: Sample) -> tuple[list[int], list[int]]:
         ids, labels = original(sample)
-        if sample.where.endswith("b.json:2"):
+        if sample.where.endswith("b.json:3"):
             end_not_trained(ids, labels, encoder)
         return ids, labels
 
     monkeypatch.setattr(encoder, "layout", broken)
     assert verify_rows(sources, encoder, rows_per_source=2) == 2
-    with pytest.raises(DataError, match=r"b\.json:2: the label mask is wrong"):
+    with pytest.raises(DataError, match=r"b\.json:3: the label mask is wrong"):
         verify_rows(sources, encoder, rows_per_source=3)

@@ -72,7 +72,7 @@ def test_lint_and_stats_say_the_same_in_the_same_order(
     # The damage follows the rows of its file and precedes those of the next one.
     assert "is not JSON" in problems[cut[-1]]
     assert "none.json" in problems[cut[-1] + 1]
-    assert problems[-1].startswith(f"{source.parent}/a.json:650: ")
+    assert problems[-1].startswith(f"{source.parent}/a.json:651: ")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -116,7 +116,7 @@ def test_an_unexpected_error_names_file_and_row(
             raise ZeroDivisionError("of a decoder")
 
     monkeypatch.setattr(lint_tool, "image_size", fail)
-    with pytest.raises(RuntimeError, match=r"a\.json:3: ZeroDivisionError: of a decoder"):
+    with pytest.raises(RuntimeError, match=r"a\.json:4: ZeroDivisionError: of a decoder"):
         lint(source.parent / "a.json", lambda _: None, workers=2)
 
 
@@ -125,7 +125,7 @@ def test_a_killed_worker_names_its_rows(source: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(lint_tool, "image_size", die)
-    with pytest.raises(DataError, match=r"a\.json\), row 0 to 255: a worker process was killed"):
+    with pytest.raises(DataError, match=r"a\.json\), row 1 to 256: a worker process was killed"):
         lint(source.parent / "a.json", lambda _: None, workers=2)
 
 

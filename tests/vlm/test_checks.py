@@ -100,7 +100,7 @@ def test_a_good_recipe_has_no_problems(recipe_path: Path) -> None:
         (
             ["stages.sft.data.0.media_root=null"],
             "stages.sft chat: 16 of 16 inspected rows are bad:*16 rows in one file have this "
-            "problem: *chat.json:0: *0.png: no such file -> *",
+            "problem: *chat.json:1: *0.png: no such file -> *",
         ),
         (["stages.sft.batch_size=9"], "stages.sft: batch_size=9 is not a multiple of"),
         (["model.max_length=20"], "stages.sft chat: 16 of 16 *tokens* more than max_length=20"),

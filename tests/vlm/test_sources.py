@@ -72,7 +72,7 @@ def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_pat
     assert [int(rows[index].id) for index in range(len(rows))] == [0, 1, 2, 4]
     with pytest.raises(DataError, match=r"lists no row of source 'c' .*, only of 'a', 'b'"):
         open_source(SourceConfig(name="c", path=str(file), exclude=listed), seed=0)
-    (tmp_path / "one.jsonl").write_text('{"source": "a", "file": "a.json", "row": 0}\n')
+    (tmp_path / "one.jsonl").write_text('{"source": "a", "file": "a.json", "row": 1}\n')
     nothing: dict[str, Any] = {"exclude": str(tmp_path / "one.jsonl"), "select": "first 1"}
     with pytest.raises(ValueError, match=r"a: .*one\.jsonl excludes all selected rows"):
         open_source(SourceConfig(**chosen, **nothing), seed=0)
@@ -218,9 +218,9 @@ def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Pa
     rewind(path, "sft", 2)
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["stage"], row["row"]) for row in listed] == [
-        ("sft", 1),
         ("sft", 2),
-        ("pretrain", 9),
+        ("sft", 3),
+        ("pretrain", 10),
     ]
     again = log_of(tmp_path, max_bad_samples=9, total=2)
     assert again.entry(counts(0, 0), met(10, 10))["bad_by_source"] == {
@@ -280,7 +280,7 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
         return open_data(recipe, "sft", tmp_path / "run", processor, ALONE).warnings
 
     both = "mixed: 1 of 3 inspected rows are documents"
-    dropped = "{}: template plain drops the users' turns, and {}:0 has no image or video"
+    dropped = "{}: template plain drops the users' turns, and {}:1 has no image or video"
     uncut = "{}: contains documents, which template vicuna_v1 trains as chat answers"
     expected = {
         "plain": [dropped.format("chat", file), both, dropped.format("mixed", mixed)],

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coat_data.containers.rows import IndexedFiles
-from coat_data.sample import DataError
+from coat_data.containers.rows import NO_ROW, IndexedFiles
+from coat_data.sample import DataError, row_name
 
 _BOM = "\ufeff"
 
@@ -24,7 +24,7 @@ class CsvRows(IndexedFiles):
             raise DataError(str(path), "the file is empty", "write a header line and rows")
         self._header_end = header[1]
         with path.open("rb") as stream:
-            self.columns = self._record(stream.read(header[1]), f"{path}:0")
+            self.columns = self._record(stream.read(header[1]), row_name(str(path), 0))
         self.columns[0] = self.columns[0].removeprefix(_BOM)
         if len(set(self.columns)) < len(self.columns):
             raise DataError(
@@ -52,8 +52,9 @@ class CsvRows(IndexedFiles):
             raise DataError(where, f"is not CSV: {error}", "fix it") from error
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield start and end of the records behind the header."""
-        return (span for span in self._records(path) if span[0] >= self._header_end)
+        """Yield start and end of the records; the header is none."""
+        for start, end in self._records(path):
+            yield start, end if start >= self._header_end else NO_ROW
 
     def _records(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield start and end of every non-blank record."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coat_data.containers.rows import IndexedFiles, locate
+from coat_data.containers.rows import NO_ROW, IndexedFiles, locate
 from coat_data.sample import DataError
 
 MAX_ROW_BYTES = 256 << 20
@@ -32,7 +32,7 @@ _NEAR_END = 16
 
 
 class JsonRows(IndexedFiles):
-    """The rows of JSON or JSONL files; blank lines are skipped and not counted."""
+    """The rows of JSON or JSONL files; blank lines are skipped."""
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield the rows; a DataError ends a damaged array."""
@@ -81,9 +81,10 @@ def _row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[i
     """Yield start and end of every element of an array or object, or of every non-blank line."""
     if stream.peek(len(BOM)).startswith(BOM):
         stream.read(len(BOM))
+    start = stream.tell()
     while (head := stream.peek(1)) and head.isspace():
         stream.read(len(head))
-    start, first = stream.tell(), head.lstrip()[:1]
+    first = head.lstrip()[:1]
     is_object = first == b"{" and _holds_rows(Window(stream, where))
     stream.seek(start)
     if first == b"[" or is_object:
@@ -95,6 +96,8 @@ def _row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[i
             raise DataError(where, problem, _REMEDY)
         if not line.isspace():
             yield start, start + len(line.rstrip(b"\r\n"))
+        else:
+            yield start, NO_ROW
         start += len(line)
 
 

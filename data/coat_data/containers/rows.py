@@ -2,6 +2,7 @@
 
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coat_data.sample import DataError
+from coat_data.sample import DataError, row_name
 
+NO_ROW = -1
 _MAX_OPEN = 64  # maximum number of open files of a source per process
 
 
@@ -52,8 +54,8 @@ class Rows:
         raise NotImplementedError
 
     def where(self, index: int) -> str:
-        """Return ``file:row`` for messages."""
-        return "{}:{}".format(*self.place(index))
+        """Return ``file:row`` for messages, counted from 1."""
+        return row_name(*self.place(index))
 
     def name(self, path: Path) -> str:
         """Return the name of a file for messages."""
@@ -69,6 +71,8 @@ def locate(ends: NDArray[np.int64], index: int) -> tuple[int, int]:
 class _Index(NamedTuple):
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
+    skipped: list[int]
+    """Row that follows each line that is no row."""
     damage: DataError | None
 
 
@@ -101,6 +105,7 @@ class IndexedFiles(Rows):
             columns[0] if len(columns) == 1 else np.concatenate(columns)
             for columns in ([i.starts for i in indices], [i.ends for i in indices])
         )
+        self._skipped = [index.skipped for index in indices]
         self._file_ends = np.cumsum([len(index.starts) for index in indices], dtype=np.int64)
 
     def _index(self, path: Path, state: tuple[int, int]) -> _Index:
@@ -108,19 +113,26 @@ class IndexedFiles(Rows):
         if self.reuses_index and key in _SCANNED:
             return _SCANNED[key]
         starts, ends, damage = array("q"), array("q"), None
+        skipped: list[int] = []
         try:
             for start, end in self.spans(path):
+                if end == NO_ROW:
+                    skipped.append(len(starts))
+                    continue
                 starts.append(start)
                 ends.append(end)
         except DataError as error:
             damage = error
-        index = _Index(np.array(starts, np.int64), np.array(ends, np.int64), damage)
+        index = _Index(np.array(starts, np.int64), np.array(ends, np.int64), skipped, damage)
         if self.reuses_index:
             _SCANNED[key] = index
         return index
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yield start and stop byte of each row of a file; a DataError ends the file."""
+        """Yield start and stop byte of each row of a file; a DataError ends the file.
+
+        The stop is :data:`NO_ROW` for a line, such as a blank one, that is counted but is no row.
+        """
         raise NotImplementedError
 
     def parse(self, data: bytes, index: int) -> Any:
@@ -134,9 +146,9 @@ class IndexedFiles(Rows):
         return self.parse(self._read(index), index)
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the file of a row, and the row in it."""
+        """Return the file of a row, and the row in it; lines that are no rows count."""
         number, row = locate(self._file_ends, index)
-        return self.name(self.files[number]), row
+        return self.name(self.files[number]), row + bisect_right(self._skipped[number], row)
 
     def _read(self, index: int) -> bytes:
         number, _ = locate(self._file_ends, index)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from coat_data.mixture.sampler import Stream, generator
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError, Sample, row_name
 
 ANY_SOURCE = ""
 """Stands for the source of listed rows that name only their file."""
@@ -55,7 +55,7 @@ def describe_row(dataset: Rows, index: int) -> str:
     whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
     paths = getattr(whole, "paths", ())
     file = f" ({paths[0]})" if paths else ""
-    return f"source {dataset.name}{file}, row {original_row(dataset, index)}"
+    return f"source {dataset.name}{file}, row {original_row(dataset, index) + 1}"
 
 
 def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarray:
@@ -117,9 +117,11 @@ def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int
     excluded = [*listed.get(source, []), *of_file]
     for number, name, row in excluded:
         if Path(name).name != Path(file).name or not 0 <= row < size:
-            problem = f"row {row} of {name} is not of source {source!r}, {file} with {size} rows"
+            problem = (
+                f"row {row + 1} of {name} is not of source {source!r}, {file} with {size} rows"
+            )
             remedy = "use the list of a run on this file, or remove exclude"
-            raise DataError(f"{path}:{number}", problem, remedy)
+            raise DataError(row_name(str(path), number), problem, remedy)
     return {row for _, _, row in excluded}
 
 
@@ -155,10 +157,10 @@ def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
             rows = found.setdefault(str(entry.get("source", ANY_SOURCE)), [])
             name = Path(entry["file"]).name if "source" in entry else str(entry["file"])
             if not entry.get("transient"):
-                rows.append((number, name, int(entry["row"])))
+                rows.append((number, name, int(entry["row"]) - 1))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{path}:{number}",
+                row_name(str(path), number),
                 f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
                 "each line is a JSON object with file and row, and with source if a run wrote it",
             ) from error

@@ -14,13 +14,13 @@ from coat_data.readers import (
     webdataset,
 )
 from coat_data.readers.reader import Place, Reader
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Media, Part, Sample, Turn, row_name
 
 
 def _stored(row: Any, place: Place) -> Sample:
     if not isinstance(row, Record):
         raise place.error("the row is no stored sample", "give an ingested folder")
-    where = f"{place.source}:{row['row']}"
+    where = row_name(place.source, row["row"])
     media = [dict(entry) for entry in row["media"]]
     for entry in media:
         # With stored bytes the path is only a name; nothing is opened.

@@ -11,7 +11,7 @@ from coat_data.media.root import MediaRoot
 from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
 from coat_data.readers.preference import REJECTED, add_rejected, is_pair, split_pair, with_chosen
-from coat_data.sample import DataError, Media, Reading, Sample, Turn
+from coat_data.sample import DataError, Media, Reading, Sample, Turn, row_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class Place:
 
     @property
     def where(self) -> str:
-        """``file:row`` for messages."""
-        return f"{self.source}:{self.row}"
+        """``file:row`` for messages, counted from 1."""
+        return row_name(self.source, self.row)
 
     def sample(self, name: str, turns: Sequence[Turn], media: Sequence[Media] = ()) -> Sample:
         """Return the checked sample of the row, with ``name`` as its id."""

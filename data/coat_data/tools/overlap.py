@@ -277,7 +277,7 @@ def _find_chunk(benchmarks: Benchmarks, samples: Chunk) -> list[dict[str, Match]
 def _to_line(file: str, row: int, benchmark: str, match: Match) -> str:
     entry: Mapping[str, object] = {
         "file": file,
-        "row": row,
+        "row": row + 1,
         "benchmark": benchmark,
         "images": match.images,
         "text": match.text,

@@ -55,7 +55,7 @@ def map_chunks(
             return _apply(work, dataset.read_range(part))
 
         def describe(part: range) -> str:
-            return f"{describe_row(dataset, part.start)} to {part.stop - 1}"
+            return f"{describe_row(dataset, part.start)} to {part.stop}"
 
         results = in_workers(read, ranges, workers if workers > 1 else 0, describe=describe)
         for part, result in zip(ranges, results, strict=True):
