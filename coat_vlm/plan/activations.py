@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from coat_vlm.config import MODULES, Recipe, VideoConfig
+from coat_vlm.config import MODULES
 from coat_vlm.fp8 import reused_weights
 from coat_vlm.fp8.weights import list_stored, saved_bytes
 from coat_vlm.model.loss import IGNORE_INDEX
@@ -313,38 +313,3 @@ def _free_gradients(
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         yield
         finished.append((elements, memory.peak))
-
-
-TIME_TOKENS = 10
-"""Tokens assumed for a time such as ``<1023.5 seconds>``; Qwen's tokenizer needs 9."""
-
-
-class FramesPlan(NamedTuple):
-    """The activations of a micro-batch of full rows with many frames, and with half as many."""
-
-    most: int
-    """Frames per row whose tokens fit."""
-    group_tokens: int
-    """Tokens of a group of frames, its time included."""
-    full: Activations
-    half: Activations
-
-
-def trace_frames(
-    model: CoatVlm, recipe: Recipe, tokens: int, micro_batch: int
-) -> FramesPlan | None:
-    """Trace full rows of frames; None for a recipe without videos, or if no two frames fit."""
-    video = recipe.model.video
-    if video == VideoConfig() or model.vision_tower is None:
-        return None
-    pool = video.pool_frames or 1
-    group_tokens = model.config.tokens_per_image + (TIME_TOKENS if video.time_tokens else 0)
-    most = pool * ((tokens - 1) // group_tokens)
-    if most < 2:
-        return None
-    reuse = recipe.fp8 is not None and recipe.fp8.weights == "cache"
-    full, half = (
-        trace(model, micro_batch, tokens, frames, pool_frames=pool, reuse_weights=reuse)
-        for frames in (most, most // 2)
-    )
-    return FramesPlan(most, group_tokens, full, half)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +25,7 @@ from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad, choose_rows
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import Activations, FramesPlan, trace, trace_frames
+from coat_vlm.plan.activations import Activations, trace
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
@@ -81,11 +81,6 @@ class StagePlan:
     graphs: CudaGraphs  # fp8.cuda_graphs; False where graphs are not supported
     graph_blocks: dict[str, tuple[int, int]]
     """Part of the model -> number of its FP8 blocks that may be captured, and their parameters."""
-
-    @cached_property
-    def frames(self) -> FramesPlan | None:
-        """Rows full of frames; None without video settings."""
-        return trace_frames(self.model, self.recipe, self.tokens, self.stage.micro_batch_size)
 
     @property
     def activations(self) -> Activations:
@@ -163,19 +158,6 @@ class StagePlan:
     def _accumulates(self, micro_batch: int) -> bool:
         """Return whether a step has several micro-batches."""
         return self.stage.batch_size > micro_batch * self.replicas
-
-    def largest_frames(self) -> int:
-        """Find the largest number of frames per row that fits, in tokens and memory, or 0."""
-        assert self.frames is not None
-        most, _, full, half = self.frames
-        zero_stage, size = self.recipe.zero_stage, self.stage.micro_batch_size
-        for frames in range(most, 0, -1):
-            # Memory at a fixed length of the row is linear in the number of frames.
-            activations = half.extrapolate(full, (frames - most // 2) / (most - most // 2))
-            memory = self.estimate_memory(zero_stage, size, activations=activations)
-            if memory.peak <= self.usable_bytes:
-                return frames
-        return 0
 
     def largest_micro_batch(self, zero_stage: ZeroStage) -> int:
         """Find the largest micro-batch that fits, up to the rank's part of the batch, or 0."""

@@ -142,7 +142,6 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     return "\n".join(
         [
             f"stage {plan.name}: {advice(plan)}",
-            *_frames(plan),
             f"  {sizes.parameters:,} parameters, {sizes.trained:,} trained; {settings}",
             *([f"  assumed: {plan.assumed}"] if plan.assumed else []),
             f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
@@ -168,21 +167,6 @@ def _table(plan: StagePlan) -> list[str]:
         _row("fits", ["yes" if m.peak <= plan.usable_bytes else "no" for m in memory.values()]),
         _row("largest micro-batch", [str(plan.largest_micro_batch(zero)) for zero in memory]),
         f"  activations by part, GB: {parts}",
-    ]
-
-
-def _frames(plan: StagePlan) -> list[str]:
-    """State the largest number of frames in a row of the recipe's length."""
-    if plan.frames is None:
-        return []
-    most, groups = plan.largest_frames(), f"{plan.frames.group_tokens} tokens"
-    if (pool := plan.recipe.model.video.pool_frames or 1) > 1:
-        groups += f" per {pool} frames"
-    limit = "the row's length" if most == plan.frames.most else "memory"
-    return [
-        f"  videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
-        f"{plan.recipe.zero_stage}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), "
-        f"because of {limit}."
     ]
 
 
