@@ -1,5 +1,6 @@
 """Videos as lists of frames (qwen-vl-utils), sampled by number or, with a rate, by time."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.sampling import VideoSettings
-from coat_data.media.video import Clip, VideoReader
+from coat_data.media.video import Clip, VideoReader, read_frames
 from coat_data.sample import DataError, Media
 from coat_data.tools.export import export
 from coat_data.tools.ingest import ingest
@@ -82,6 +83,8 @@ def test_a_part_of_frames_with_a_rate(tmp_path: Path) -> None:
     media = SampleDataset(jsonl(tmp_path / "rows.jsonl", row))[0].media[0]
     assert shown(read(media, sampling="all", max_frames=20)) == [3, 4, 5, 6, 7]
     assert shown(read(media, sampling="fps", fps=1.0)) == [3, 5, 7]
+    between = dataclasses.replace(media, start=1.6, end=1.9)
+    assert shown(read(between, sampling="all", max_frames=20)) == [3]
     with pytest.raises(DataError, match="the list of frames has no times"):
         read(SampleDataset(jsonl(tmp_path / "rows.jsonl", qwen(NAMES, start=1.5)))[0].media[0])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*fps is 0"):
@@ -103,3 +106,13 @@ def test_frame_lists_are_ingested_and_exported(tmp_path: Path) -> None:
         assert (written[0].media[0].fps, written[0].media[0].end) == (2.0, 3.0)
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*is the first of 12 frames of a video"):
         ingest(path, tmp_path / "embedded", embed_media=True)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.png"])
+def test_an_animation_as_a_video_is_no_list_of_one_frame(tmp_path: Path, name: str) -> None:
+    images = [Image.new("RGB", (8, 8), (20 * number, 0, 0)) for number in range(8)]
+    images[0].save(tmp_path / name, save_all=True, append_images=images[1:], duration=100)
+    for row in (llava(video=name), llava(videos=[name]), qwen(name)):
+        media = SampleDataset(jsonl(tmp_path / "rows.jsonl", row))[0].media[0]
+        frames = read_frames(media, 8)
+        assert [round(np.asarray(frame)[0, 0, 0] / 20) for frame in frames] == list(range(8))

@@ -89,16 +89,24 @@ def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(seeks) == (0 if "long_groups" in name else 4)  # keyframes 25 s apart: none to reach
 
 
-def test_rotation_is_applied(tmp_path: Path):
-    """The display matrix of the track header, written by hand: a quarter turn counterclockwise."""
+@pytest.mark.parametrize(("a", "b", "c", "d"), [(0, -1, 1, 0), (-1, 0, 0, 1), (0, 1, 1, 0)])
+def test_the_display_matrix_is_applied(tmp_path: Path, a: int, b: int, c: int, d: int):
+    """Written by hand into the track header: turned, mirrored, and both.
+
+    A pixel at (x, y) is shown at (a x + c y, b x + d y) (ISO/IEC 14496-12, 6.2.2).
+    """
     path = make_clip(tmp_path / "a.mp4", 5)
     _, every = all_frames(path)
     data = bytearray(path.read_bytes())
     start = data.index(b"tkhd") + 44  # type, flags, five fields of 4 bytes, 16 bytes
-    fields = [0, -1 << 16, 0, 1 << 16, 0, 0, 0, 0, 1 << 30]
+    fields = [a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30]
     data[start : start + 36] = b"".join(field.to_bytes(4, "big", signed=True) for field in fields)
     path.write_bytes(data)
-    expected = np.rot90(np.asarray(every[2]))
+    stored = np.asarray(every[2])
+    y, x = np.mgrid[: stored.shape[0], : stored.shape[1]]
+    right, down = a * x + c * y, b * x + d * y
+    expected = np.empty((np.ptp(down) + 1, np.ptp(right) + 1, 3), np.uint8)
+    expected[down - down.min(), right - right.min()] = stored
     assert np.array_equal(np.asarray(read(path, 1)[0]), expected)
 
 
@@ -133,6 +141,25 @@ def test_clip_without_times(tmp_path: Path):
         every = [frame.to_image() for frame in container.decode(video=0)]
     assert numbers_of(read(path, 4), every) == [2, 7, 12, 17]
     assert numbers_of(read(path, 64), every) == list(range(20))
+    media = Media(kind="video", path=str(path))
+    reader = VideoReader(VideoSettings(sampling="fps", fps=0.5, max_frames=4))
+    clip = reader.read(media)
+    assert numbers_of(clip.frames, every) == [2, 7, 12, 17]
+    assert (clip.times_s, clip.duration_s) == (None, None)
+    assert reader.plan(media) == (4, None)
+    with pytest.raises(DataError, match="the file has no times"):
+        reader.read(Media(kind="video", path=str(path), start=1.0))
+
+
+def test_durations_of_zero_in_the_header_are_unknown(tmp_path: Path):
+    path = make_clip(tmp_path / "a.mp4", 40, options={"bf": "0"})
+    _, every = all_frames(path)
+    data = bytearray(path.read_bytes())
+    for box, offset in ((b"mvhd", 20), (b"tkhd", 24), (b"mdhd", 20)):
+        place = data.index(box) + offset
+        data[place : place + 4] = bytes(4)
+    path.write_bytes(data)
+    assert numbers_of(read(path, 4), every) == [5, 15, 25, 35]
 
 
 @pytest.mark.parametrize("damage", ["missing", "text", "header", "audio"])

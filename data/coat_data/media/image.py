@@ -66,6 +66,12 @@ def image_size(
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
+def is_animated(media: Media) -> bool:
+    """Whether an image file has several frames; raises as :func:`open_image`."""
+    with _opened(media, None) as (image, _):
+        return getattr(image, "is_animated", False)
+
+
 @contextmanager
 def _opened(
     media: Media | str | os.PathLike[str], max_pixels: int | None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import av
+import numpy as np
 from av.container import InputContainer
 from av.error import ArgumentError, FFmpegError
 from av.packet import Packet
@@ -60,6 +61,8 @@ class TimeSpan:
     """Duration in seconds; the number of frames if the file has no times."""
     num_frames: int | None
     """Number of frames in the header, if any."""
+    timed: bool = True
+    """Whether the file has times."""
 
 
 class PyavVideo:
@@ -100,14 +103,15 @@ class PyavVideo:
         stream, duration = self._stream, self._container.duration
         start = float((stream.start_time or 0) * (stream.time_base or 0))
         frames = stream.frames or None
-        if stream.duration is not None and stream.time_base is not None:
+        if stream.duration and stream.time_base is not None:  # zero is unknown
             return TimeSpan(start, float(stream.duration * stream.time_base), frames)
-        if duration is not None:
+        if duration:
             return TimeSpan(start, duration / av.time_base, frames)
         times = self.packet_times()
         untimed = times == [float(number) for number in range(len(times))]
-        length = float(len(times)) if untimed else times[-1] - times[0]
-        return TimeSpan(times[0], length, len(times))
+        # The last frame is on screen for as long as the others, on average.
+        length = (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
+        return TimeSpan(times[0], length, len(times), not untimed)
 
     def packet_times(self) -> list[float]:
         """Return the start times of all frames, ascending, without decoding; or frame numbers."""
@@ -296,9 +300,17 @@ def _video_stream(container: InputContainer) -> VideoStream:
 
 
 def _upright(frame: VideoFrame) -> Image.Image:
+    """Apply the display matrix: a pixel at (x, y) is shown at (a x + c y, b x + d y)."""
     image = frame.to_image()
-    quarter_turns = round(frame.rotation / 90)
-    return image.rotate(90 * quarter_turns, expand=True) if quarter_turns else image
+    side_data: Any = frame.side_data  # a sequence, annotated as a mapping
+    matrix = next((one for one in side_data if one.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return image
+    a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()
+    if abs(b) > abs(a):  # turned by a quarter
+        image, a, d = image.transpose(Image.Transpose.TRANSPOSE), c, b
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if a < 0 else image
+    return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if d < 0 else image
 
 
 def _time(packet: Packet) -> float | None:

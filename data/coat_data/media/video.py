@@ -26,7 +26,7 @@ from PIL import Image
 from coat_data.containers.media_files import image_suffixes
 from coat_data.containers.remote_file import is_url
 from coat_data.media.decord_reader import DecordError, DecordReader
-from coat_data.media.image import open_image
+from coat_data.media.image import is_animated, open_image
 from coat_data.media.pyav_reader import PyavVideo, TimeSpan
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings, middles
@@ -46,7 +46,8 @@ class Clip:
     """Images in RGB, upright; or what they were converted to."""
     times_s: list[float] | None
     """Start time of each frame, in seconds from the video's first frame; None for a folder of
-    frames, which has no times."""
+    frames and a file without times.
+    """
     duration_s: float | None = None
     """Duration in seconds of the sampled part; None for a folder of frames."""
 
@@ -90,10 +91,12 @@ class VideoReader:
         with self._opened(media) as video:
             span = video.span()
             start, duration = _time_range(media, span)
-            times = self._times(video, start, duration)
+            times = self._times(video, span, start, duration)
             frames = self._kept(self._frames(video, media, times), media, convert)
         if not frames:
             raise _unreadable(media, "no frame could be decoded")
+        if not span.timed:
+            return Clip([image for _, image in frames], None)
         starts = [time - span.start_s for time, _ in frames]
         gaps = [after - before for before, after in pairwise(starts)]
         # A time after the last frame does not show it: the frame may stay on screen.
@@ -113,25 +116,37 @@ class VideoReader:
         with self._opened(media) as video:
             span = video.span()
             start, duration = _time_range(media, span)
-            count = self.settings.num_spans(duration)
+            count = self._num_spans(span, duration)
             frames = span.num_frames
             if frames is None and self.settings.sampling == "all":
                 frames = len(video.packet_times())
             count = count if frames is None else min(count, frames)
-            return count, middles(start - span.start_s, duration, count)
+            return count, middles(start - span.start_s, duration, count) if span.timed else None
 
     def close(self) -> None:
         """End decord's child process; the next video starts another one."""
         if self._decord is not None:
             self._decord.close()
 
-    def _times(self, video: PyavVideo, start: float, duration: float) -> list[float]:
+    def _num_spans(self, span: TimeSpan, duration: float) -> int:
+        if span.timed:
+            return self.settings.num_spans(duration)
+        return self._num_untimed_spans
+
+    @property
+    def _num_untimed_spans(self) -> int:
+        settings = self.settings
+        return settings.num_frames if settings.sampling == "uniform" else settings.max_frames
+
+    def _times(
+        self, video: PyavVideo, span: TimeSpan, start: float, duration: float
+    ) -> list[float]:
         if self.settings.sampling == "all":
             end = start + duration
             times = [time for time in video.packet_times() if start - 1e-6 <= time < end + 1e-6]
             if len(times) <= self.settings.max_frames:
                 return [time + 1e-6 for time in times]
-        return middles(start, duration, self.settings.num_spans(duration))
+        return middles(start, duration, self._num_spans(span, duration))
 
     def _frames(
         self, video: PyavVideo, media: Media, times: list[float]
@@ -153,12 +168,12 @@ class VideoReader:
     def _frame_indices(self, media: Media, num_files: int) -> tuple[list[int], list[float] | None]:
         settings, rate = self.settings, media.fps
         if rate is None:
-            spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
+            spans = self._num_untimed_spans
             return sorted({(2 * i + 1) * num_files // (2 * spans) for i in range(spans)}), None
         start, duration = _time_range(media, TimeSpan(0.0, num_files / rate, num_files))
         first, last = math.ceil(start * rate - 1e-6), math.ceil((start + duration) * rate - 1e-6)
         indices = list(range(first, last))
-        if settings.sampling != "all" or len(indices) > settings.max_frames:
+        if settings.sampling != "all" or not 0 < len(indices) <= settings.max_frames:
             times = middles(start, duration, settings.num_spans(duration))
             indices = sorted({min(int(time * rate), num_files - 1) for time in times})
         return indices, [index / rate for index in indices]
@@ -218,6 +233,8 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     if media.data is not None or media.path is None or is_url(media.path):
         return None
     folder = Path(media.path)
+    if folder.suffix.lower() in image_suffixes() and folder.is_file() and not is_animated(media):
+        return replace(media, frames=(media.path,)).frame_images()
     if not folder.is_dir():
         return None
     if media.start is not None or media.end is not None:
@@ -243,6 +260,9 @@ def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:
     end = span.duration_s if media.end is None else min(media.end, span.duration_s)
     if media.start is None and media.end is None:
         return span.start_s, span.duration_s
+    if not span.timed:
+        problem = "start and end are given in seconds, and the file has no times"
+        raise DataError(media.name, problem, "put the video into a container, such as MP4")
     if not 0 <= start < end:
         raise DataError(
             media.name,

@@ -61,7 +61,7 @@ def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
 
 def _is_frame_list(items: Sequence[Any]) -> bool:
     """Whether a list in a field of videos is one video: the paths of its frames."""
-    return bool(items) and all(
+    return len(items) > 1 and all(
         isinstance(item, str) and os.path.splitext(item)[1].lower() in image_suffixes()  # noqa: PTH122
         for item in items
     )

@@ -88,7 +88,8 @@ def media_suffix(media: Media) -> str:
     own = Path(media.path or "").suffix.lower()
     if media.kind == "video":
         is_folder = media.data is None and Path(media.path or "").is_dir()
-        return "" if is_folder else own if own in VIDEO_SUFFIXES else ".mp4"
+        known = own in VIDEO_SUFFIXES or own in image_suffixes()  # a GIF may be a video
+        return "" if is_folder else own if known else ".mp4"
     if own in image_suffixes():
         return own
     try:
