@@ -197,14 +197,6 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         merge(tmp_path)
 
 
-def test_a_run_that_answered_nothing_does_not_stand_in_the_way(tmp_path: Path):
-    resume(tmp_path, {"model": "a"})
-    merge(tmp_path)
-    assert (tmp_path / "predictions.jsonl").read_bytes() == b""
-    assert resume(tmp_path, {"model": "b"}) == set()
-    assert json.loads((tmp_path / "run.json").read_text()) == {"format_version": 1, "model": "b"}
-
-
 @pytest.mark.parametrize("name", ["gpu", "cuda:x"])
 def test_a_device_that_does_not_exist_is_told(name: str):
     with pytest.raises(ValueError, match=f"device '{name}'; allowed: cpu, cuda"):

@@ -16,7 +16,7 @@ from coat_data.sample import DataError
 from coat_eval import judge as judge_module
 from coat_eval.compare_models import compare_items
 from coat_eval.judge import HttpJudge, Judge, make_judge
-from coat_eval.scoring import format_headline, score_official
+from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
 
@@ -146,13 +146,6 @@ def test_eval_asks_the_judge_and_reports_by_different_judges_are_not_compared(
     cached = ["--judge-cache", str(missing), "--to", str(tmp_path / "third")]
     assert main([*command, "--tasks", "mmvet", *cached]) == 2  # before the model is loaded
     assert not (tmp_path / "third").exists()
-
-
-def test_without_a_judge_there_is_no_score(tmp_path: Path):
-    answers, references = mmvet_files(tmp_path)
-    report = score("mmvet", answers, references)
-    assert (report["metrics"], report["n_needs_judge"]) == ({}, 3)
-    assert "n_needs_judge" in format_headline(report)
 
 
 def test_unusable_verdicts(tmp_path: Path, server: Server):

@@ -182,14 +182,6 @@ def test_csv_and_xlsx_of_ids_and_predictions(tmp_path: Path, gqa: Path):
         read_table(tmp_path / "cut.xlsx")
 
 
-def test_a_damaged_table_names_its_line(tmp_path: Path):
-    path = tmp_path / "p.csv"
-    path.write_text('question_id,prediction\n1,yes\n2,"a, b"\n3,a,b\n')
-    with pytest.raises(DataError, match="3 cells under 2 names") as error:
-        read_table(path)
-    assert error.value.where == f"{path}:4"
-
-
 def test_xlsx_without_openpyxl_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "p.xlsx"
     pytest.importorskip("openpyxl").Workbook().save(path)

@@ -113,15 +113,6 @@ def test_repeated_ids_need_the_category(tmp_path: Path):
         score_official(POPE, [write(tmp_path / "p.jsonl", rows)], labels)
 
 
-def test_no_yes_at_all_is_zero(tmp_path: Path):
-    answers = llava_answers(tmp_path, dict.fromkeys(ANSWERS, "No"))
-    metrics = score_official(POPE, [answers], [*label_files(tmp_path), llava_questions(tmp_path)])[
-        "metrics"
-    ]
-    assert metrics["mean_f1"] == metrics["pooled.precision"] == metrics["random.yes_ratio"] == 0
-    assert metrics["pooled.accuracy"] == 50
-
-
 def test_profiles_read_a_chatty_answer_differently(tmp_path: Path):
     labeled = [
         {"question_id": i, "text": f"{i}?", "label": label, "category": "random"}

@@ -136,78 +136,71 @@ def png(path: Path) -> dict[str, Any]:
     return {"bytes": path.read_bytes(), "path": None}
 
 
+TWO_FILES = {
+    "vqav2": (
+        *("v2_OpenEnded_mscoco_val2014_questions.json", "v2_mscoco_val2014_annotations.json"),
+        "val2014/COCO_val2014_{:012d}.jpg",
+    ),
+    "textvqa": (
+        *("TextVQA_0.5.1_val.json", "TextVQA_Rosetta_OCR_v0.2_val.json"),
+        "train_images/{}.jpg",
+    ),
+}
+
+
+def pope_hub_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for split in ("random", "popular", "adversarial"):
+        rows = map(json.loads, (folder / f"coco_pope_{split}.json").read_text().splitlines())
+        found[f"Full/{split}-00000-of-00001.parquet"] = [
+            {
+                **{"question_id": str(row["question_id"]), "question": row["text"]},
+                **{"answer": row["label"], "category": split},
+                "image": png(folder / "val2014" / row["image"]),
+            }
+            for row in rows
+        ]
+    return found
+
+
 def hub_rows(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The rows of the official files as lmms-lab stores them, by file."""
+
+    def load(file: str) -> Any:
+        return json.loads((folder / file).read_text())
+
     if name == "pope":
-        found = {}
-        for split in ("random", "popular", "adversarial"):
-            rows = map(json.loads, (folder / f"coco_pope_{split}.json").read_text().splitlines())
-            found[f"Full/{split}-00000-of-00001.parquet"] = [
-                {
-                    "question_id": str(row["question_id"]),
-                    "question": row["text"],
-                    "answer": row["label"],
-                    "image": png(folder / "val2014" / row["image"]),
-                    "category": split,
-                }
-                for row in rows
-            ]
-        return found
+        return pope_hub_rows(folder)
     if name == "gqa":
-        questions = json.loads((folder / "testdev_balanced_questions.json").read_text())
-        balanced = {key: row for key, row in questions.items() if row["isBalanced"]}
-        images = [
-            {"id": row["imageId"], "image": png(folder / "images" / f"{row['imageId']}.jpg")}
-            for row in reversed(balanced.values())
-        ]
-        asked = [
-            {
-                "id": key,
-                **{name: row[name] for name in ("imageId", "question", "answer", "isBalanced")},
-            }
-            for key, row in balanced.items()
-        ]
+        questions = load("testdev_balanced_questions.json").items()
+        balanced = {key: row for key, row in questions if row["isBalanced"]}
+        names = ("imageId", "question", "answer", "isBalanced")
+        asked = [{"id": key, **{n: row[n] for n in names}} for key, row in balanced.items()]
+        shown = [row["imageId"] for row in reversed(balanced.values())]
+        images = [{"id": one, "image": png(folder / "images" / f"{one}.jpg")} for one in shown]
         return {
             "testdev_balanced_instructions/testdev-00000-of-00001.parquet": asked,
             "testdev_balanced_images/testdev-00000-of-00001.parquet": images,
         }
-    if name == "vqav2":
-        asked = json.loads((folder / "v2_OpenEnded_mscoco_val2014_questions.json").read_text())
-        said = json.loads((folder / "v2_mscoco_val2014_annotations.json").read_text())
-        rows = [
-            {
-                **one,
-                **other,
-                "image": png(folder / f"val2014/COCO_val2014_{one['image_id']:012d}.jpg"),
-            }
-            for one, other in zip(asked["questions"], said["annotations"], strict=True)
-        ]
-        return {"data/validation-00000-of-00001.parquet": rows}
-    if name == "textvqa":
-        rows = json.loads((folder / "TextVQA_0.5.1_val.json").read_text())["data"]
-        tokens = json.loads((folder / "TextVQA_Rosetta_OCR_v0.2_val.json").read_text())["data"]
-        rows = [
-            {**row, **own, "image": png(folder / "train_images" / f"{row['image_id']}.jpg")}
-            for row, own in zip(rows, tokens, strict=True)
-        ]
+    if name in TWO_FILES:
+        first, second, image = TWO_FILES[name]
+        files = [load(first).values(), load(second).values()]
+        asked, more = (next(v for v in values if isinstance(v, list)) for values in files)
+        rows = [{**one, **other} for one, other in zip(asked, more, strict=True)]
+        for row in rows:
+            row["image"] = png(folder / image.format(row["image_id"]))
         return {"data/validation-00000-of-00001.parquet": rows}
     if name == "vizwiz":
-        rows = [
-            {
-                "question_id": row["image"].removesuffix(".jpg"),
-                "image": png(folder / "val" / row["image"]),
-                "question": row["question"],
-                "answers": [one["answer"] for one in row["answers"]],
-            }
-            for row in json.loads((folder / "val.json").read_text())
-        ]
+        rows = load("val.json")
+        for row in rows:
+            row["answers"] = [one["answer"] for one in row["answers"]]
+            row["question_id"] = row["image"].removesuffix(".jpg")
+            row["image"] = png(folder / "val" / row["image"])
         return {"data/val-00000-of-00001.parquet": rows}
-    rows = json.loads((folder / "SEED-Bench.json").read_text())["questions"]
+    rows = load("SEED-Bench.json")["questions"]
     shown = [png(folder / "SEED-Bench-image" / str(row["data_id"])) for row in rows[:5]]
-    rows = [
-        {**row, "question_id": str(row["question_id"]), "image": [image]}
-        for row, image in zip(rows, [*shown, shown[0]], strict=True)
-    ]
+    for row, image in zip(rows, [*shown, shown[0]], strict=True):
+        row |= {"question_id": str(row["question_id"]), "image": [image]}
     rows[-1]["image"] = [shown[1], shown[2], shown[3]]  # frames of the video
     return {"data/test-00000-of-00001.parquet": rows}
 

@@ -151,20 +151,6 @@ def test_every_question_once_in_batches_of_similar_length(folder: Path, script: 
     assert json.loads((folder / "out" / "report.json").read_text()) == report
 
 
-def test_a_killed_run_goes_on_without_repeating_or_losing(folder: Path, script: Script):
-    script.stop_after = 2
-    with pytest.raises(KeyboardInterrupt):
-        go(folder, script)
-    assert len(ids(folder)) == 6
-    first = script.asked
-    script.asked, script.stop_after = [], None
-    report = go(folder, script)
-    assert [len(batch) for batch in script.asked] == [3, 1]
-    assert not set(chain(*first)) & set(chain(*script.asked))
-    assert sorted(ids(folder)) == [f"q{number}" for number in range(10)]
-    assert report["metrics"]["accuracy"] == 100.0
-
-
 def test_a_limit_can_be_raised_later(folder: Path, script: Script):
     assert go(folder, script, limit=4)["n"] == 4
     assert sorted(ids(folder)) == ["q0", "q1", "q2", "q3"]

@@ -114,12 +114,6 @@ def test_a_misfit_is_an_error_that_names_file_and_id_or_is_counted(
     assert found["metrics"]["accuracy"] == pytest.approx(200 / 3 if wrong else 100)
 
 
-def test_of_repeated_predictions_the_last_counts(folder: Path):
-    rows = [*GOOD, {"question_id": "0", "prediction": "no"}]
-    assert score(folder, rows, "--allow-missing") == 0
-    assert report(folder)["metrics"]["accuracy"] == pytest.approx(200 / 3)
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -66,11 +66,6 @@ def test_micro_macro_and_types_with_the_repeated_id_paired_in_order(tmp_path: Pa
     assert run(tmp_path, rows("A", "C", "B", "A", "A"))["metrics"]["image"] == 25
 
 
-def test_the_repeated_id_is_duplicate_only_the_third_time(tmp_path: Path):
-    with pytest.raises(DataError, match="a further prediction for question '49914'"):
-        run(tmp_path, [*rows("A", "C", "A", "B", "A"), {"question_id": 49914, "text": "A"}])
-
-
 def test_one_prediction_serves_every_question_of_the_repeated_id(tmp_path: Path):
     unique = rows("A", "C", "A", "A", "D")
     del unique[3]

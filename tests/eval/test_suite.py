@@ -150,13 +150,6 @@ def test_mistakes_are_told_before_anything_is_asked(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_missing_video_is_listed(out: Path):
-    rows = lines(out / "videomme" / "media_problems.jsonl")
-    assert [row["question_id"] for row in rows] == ["002-1", "002-2", "002-3"]
-    assert rows[0]["media"][0].endswith("gone.mp4")
-    assert rows[0]["problem"] == "no such file"
-
-
 @pytest.fixture(scope="module")
 def processes(
     benchmarks: Path, speaking_model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -229,17 +222,6 @@ def test_every_task_is_checked_before_the_model_is_loaded(
         (tmp_path / name).symlink_to(benchmarks / name)
     assert evaluate(tmp_path / "no_model", tmp_path, tmp_path / "out", tasks, *more) == 2
     assert message in capsys.readouterr().err
-
-
-def test_tables_of_something_else_are_not_asked(
-    benchmarks: Path, speaking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    source = benchmarks / "mmmu" / "Art" / "validation-00000-of-00001.parquet"
-    shutil.copy(source, tmp_path / "other.parquet")
-    assert evaluate(speaking_model, tmp_path, tmp_path / "out", "videomme") == 2
-    said = capsys.readouterr().err
-    assert "only other tables: other.parquet" in said
-    assert "coat-vlm data download videomme" in said
 
 
 @pytest.fixture
