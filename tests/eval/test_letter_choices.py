@@ -265,31 +265,6 @@ def test_scienceqas_prompts(tmp_path: Path):
     assert first.text == f"Hint: Read this.\nQuestion: q5?\nOptions:\n{listed}\n{SELECT}"
 
 
-def test_scienceqa_by_the_rules_of_others(tmp_path: Path):
-    rows = [
-        {
-            "index": i,
-            "question": f"q{i}?",
-            "hint": "",
-            "image": base64_image(i),
-            **FRUIT,
-            "answer": "B",
-            "category": ("Ecology", "Magnets")[i % 2],
-        }
-        for i in range(4)
-    ]
-    table = write(tmp_path / "ScienceQA_VAL.tsv", rows)
-    said = answers(tmp_path / "p.jsonl", ["B", "I choose (B)", "b", "B.no"])
-    own = score("scienceqa", said, table)["metrics"]
-    assert (own["overall"], own["image"]) == (25, 25)
-    theirs = score("scienceqa", said, table, profile=C03BC048)
-    assert theirs["metrics"]["overall"] == 75
-    assert theirs["metrics"]["category.Magnets"] == 100
-    assert theirs["follows"] == "open-compass/VLMEvalKit @c03bc048"
-    assert score("scienceqa", said, table, profile="lmms")["metrics"]["overall"] == 75
-    assert len(prompts_of(tmp_path, "scienceqa", split="val")) == 4
-
-
 def rotate(index: int, question: str, choices: list[str], right: int, **more: Any) -> list[dict]:
     rows = []
     for turn in range(len(choices)):

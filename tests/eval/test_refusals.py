@@ -46,20 +46,6 @@ QUESTION_FILES = {
             for row in pope_rows("popular")
         ],
     ),
-    "rows of lmms-lab/POPE": (
-        "pope",
-        [
-            {
-                "id": str(row["question_id"]),
-                "question_id": str(row["question_id"]),
-                "question": row["text"],
-                "answer": row["label"],
-                "image_source": "COCO_val2014_000000000042",
-                "category": "popular",
-            }
-            for row in pope_rows("popular")
-        ],
-    ),
 }
 
 
