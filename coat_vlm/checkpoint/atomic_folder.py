@@ -239,8 +239,7 @@ def remove_folder(folder: Path) -> None:
 def recover_folders(parent: Path) -> None:
     """Clean up after killed processes in ``parent``; call on one process before reading.
 
-    Deletes partially written and partially deleted folders and files, and restores a folder that
-    was renamed for a replacement that was not completed.
+    Deletes partial folders and files, and restores a folder whose replacement was not completed.
     """
     for old in parent.glob(f"{_OLD}*"):
         target = old.with_name(old.name.removeprefix(_OLD))

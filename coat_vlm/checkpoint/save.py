@@ -51,14 +51,10 @@ logger = logging.getLogger(__name__)
 class CheckpointSaver:
     """Saves the checkpoints of one stage, and deletes old ones when a new one is complete.
 
-    All ranks must call :meth:`save` and :meth:`finish` at the same steps.
-
-    Args:
-        describe: writes configuration, tokenizer and processor into a folder; called once, on the
-            main process.
-        background: write copies of the tensors in a thread; otherwise :meth:`save` waits.
-        losses: returns validation losses by step, for ``keep.best``; called in the thread.
-        check: called on the main process before it writes, renames or deletes.
+    All ranks must call :meth:`save` and :meth:`finish` at the same steps. ``describe`` writes
+    configuration, tokenizer and processor into a folder, once. ``background`` writes copies of the
+    tensors in a thread. ``losses`` returns validation losses by step, for ``keep.best``. ``check``
+    is called on the main process before it writes, renames or deletes.
     """
 
     def __init__(
@@ -87,8 +83,7 @@ class CheckpointSaver:
     def save(self, progress: Progress) -> Path:
         """Save a checkpoint between two steps; it is complete after :meth:`finish`.
 
-        First waits for the one before. Raises OSError if one of both could not be written; earlier
-        ones are unchanged.
+        First waits for the one before. Raises OSError if one of both could not be written.
         """
         self.finish()
         target = self.folder / f"step-{progress.step:08d}"

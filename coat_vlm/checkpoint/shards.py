@@ -109,7 +109,7 @@ class SavedPartition:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of the state's tensors."""
+        """Keys of all tensors of the state."""
         return self.elements | self.others
 
     def tensor(self, key: str) -> Tensor:

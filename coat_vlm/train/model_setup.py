@@ -87,10 +87,7 @@ def check_run_folder(run_dir: Path, *, continues: bool) -> None:
 
 
 def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
-    """Set ``requires_grad`` for a stage, and add LoRA adapters; once per model.
-
-    Raises ValueError if ``lora`` names a layer that does not exist.
-    """
+    """Set ``requires_grad`` for a stage, and add LoRA adapters; once per model."""
     if stage.lora is not None:
         if stage.lora.quantize is not None:
             check_bitsandbytes()
@@ -146,9 +143,8 @@ def prepare_model(
 ) -> ConversionReport | None:
     """Prepare a model, in place, for a stage: adapters, frozen modules, attention, precision.
 
-    ``packed`` allows packed rows for which the stage does not ask. Returns the modules that were
-    converted to FP8, if any. Raises ValueError if the model does not fit ``lora``,
-    ``sequence_parallel`` or FP8.
+    ``packed`` allows packed rows for which the stage does not ask. Raises ValueError if the model
+    does not fit ``lora``, ``sequence_parallel`` or FP8.
     """
     set_trainable(model, stage)
     if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows

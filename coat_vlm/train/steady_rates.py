@@ -63,7 +63,7 @@ def add_up(entries: Iterable[Entry], key: str) -> float:
 
 
 def format_apart(apart: Mapping[str, Sequence[Entry]]) -> list[str]:
-    """Format the steps that are shown apart, such as ``first step 3.1 s``."""
+    """Format the other steps, such as ``first step 3.1 s``."""
     return [
         f"{f'{len(entries)} {kind} steps' if len(entries) > 1 else f'{kind} step'} "
         f"{add_up(entries, 'step_s'):.1f} s"

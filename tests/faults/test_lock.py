@@ -172,15 +172,6 @@ def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_beside_the_lock_is_deleted(tmp_path: Path) -> None:
-    now = time.time()
-    for name, age_s in ((".lock-killed", 1000.0), (".lock-waiting", 1.0)):
-        (tmp_path / name).write_text("{}")
-        os.utime(tmp_path / name, (now - age_s, now - age_s))
-    with lock_folder(tmp_path / ".lock", "train"):
-        assert {path.name for path in tmp_path.iterdir()} == {".lock", ".lock-waiting"}
-
-
 def test_a_stopped_run_that_wakes_up_writes_nothing(
     text_data: Path, start: Start, tmp_path: Path
 ) -> None:

@@ -210,13 +210,3 @@ with SIGNALS.handle():
         run.send(number)
         assert run.end(20) == status, run.output()
     assert f"{number.name} received; stops now" in run.output()
-
-
-def test_ctrl_c_saves_too(text_data: Path, start: Start, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run = start(train(tiny_recipe(text_data, run_dir, max_steps=100_000), tmp_path))
-    run.wait_for(lambda: count_steps(run_dir) > 3, "training")
-    run.send(signal.SIGINT)
-    assert run.end() == 130, run.output()[-3000:]
-    assert "SIGINT received; stops after this step" in run.output()
-    assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
