@@ -47,6 +47,9 @@ class SourceConfig:
     """Fields to leave out. Unused ones that look like media or weights of the loss are an error."""
     supervise: Literal["all", "last"] = "all"
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
+    boxes: Literal["convert", "keep"] = "convert"
+    """``convert``: boxes of ``objects``, and tagged ones in texts, are written as the model's
+    family writes them; ``keep``: numbers and texts stay as they are."""
 
     def __post_init__(self) -> None:
         if self.repeat is not None and self.weight is not None:

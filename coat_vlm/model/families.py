@@ -4,7 +4,7 @@ A family's official checkpoints and the folders that training writes have the sa
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +32,8 @@ class Family:
     """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
+    boxes: Literal["fractions", "thousandths", "tagged thousandths", "pixels"] = "fractions"
+    """How the family's publishers write boxes (``coat_data.readers.boxes.STYLES``), if they do."""
     adds_end_token: bool = False
     """Whether the tokenizer's end token is added to answers, as the chat template has none."""
 
@@ -52,7 +54,11 @@ FAMILIES: dict[str, Family] = {
         name="Gemma 3", model_class="Gemma3ForConditionalGeneration", token_types="token_type_ids"
     ),
     "idefics3": Family(name="Idefics3", model_class="Idefics3ForConditionalGeneration", **_IDEFICS),
-    "internvl": Family(name="InternVL3", model_class="InternVLForConditionalGeneration"),
+    "internvl": Family(
+        name="InternVL3",
+        model_class="InternVLForConditionalGeneration",
+        boxes="tagged thousandths",  # internvl.readthedocs.io, get_started/chat_data_format
+    ),
     "llava": Family(
         name="LLaVA-1.5", model_class="LlavaForConditionalGeneration", adds_end_token=True
     ),
@@ -70,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         inputs=_GRIDS,
         token_types="mm_token_type_ids",
         limits_pixels=True,
+        boxes="pixels",  # QwenLM/Qwen2.5-VL, cookbooks/spatial_understanding.ipynb
     ),
     "qwen3_vl": Family(
         name="Qwen3-VL",
@@ -79,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         inputs=_GRIDS,
         token_types="mm_token_type_ids",
         limits_pixels=True,
+        boxes="thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb
     ),
     "smolvlm": Family(name="SmolVLM2", model_class="SmolVLMForConditionalGeneration", **_IDEFICS),
 }

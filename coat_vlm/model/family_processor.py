@@ -9,6 +9,7 @@ those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
-from coat_data.media.image import ImageTransform, open_image
+from coat_data.media.image import ImageTransform, image_size, open_image
+from coat_data.readers.boxes import FRACTIONS, STYLES, TAG, write_boxes
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
@@ -150,6 +152,37 @@ class ProcessorTemplate(JinjaTemplate):
         return self._processor.apply_chat_template(messages, tokenize=False, **options)
 
 
+def _split_tags(segment: Segment) -> list[Segment]:
+    """Make the tags of boxes in a text the tokens that the tokenizer has for them."""
+    if segment.kind != "text":
+        return [segment]
+    pieces = enumerate(TAG.split(segment.text))  # every second one is a tag
+    return [
+        segment._replace(kind="literal" if number % 2 else "text", text=text)
+        for number, text in pieces
+        if text
+    ]
+
+
+def _resized(processor: Any, image: Media) -> tuple[float, float]:
+    """Return width and height to which Qwen's image processor resizes an image."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # slow
+
+    width, height = image_size(image)
+    try:
+        height, width = smart_resize(
+            height,
+            width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+    except ValueError as error:
+        problem = f"the image processor refuses {width} x {height} pixels: {error}"
+        raise DataError(image.name, problem, "crop it, or remove the row") from error
+    return width, height
+
+
 def _without_line_breaks(turn: Turn) -> Turn:
     """Return the turn without the line breaks between images and texts."""
     if all(part.kind == "text" for part in turn.parts):
@@ -175,16 +208,59 @@ class FamilyEncoder(Encoder):
         )
         self._processor = processor
         self._family = family
+        self._boxes = STYLES[family.boxes]
         self._filler: EncodedSample | None = None
 
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
-        encoded = super().__call__(sample)
+        encoded = super().__call__(self._with_boxes(sample))
         return encoded if sample.media else replace(encoded, filler=self._make_filler())
 
     def measure(self, sample: Sample) -> Size:
         """Encode the sample and return its size: only the processor knows it."""
         return Size(len(self(sample).input_ids), len(sample.media))
+
+    def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
+        written = self._with_boxes(sample)
+        segments = super()._render(written, add_generation_prompt=add_generation_prompt)
+        texts = [part.text for turn in written.turns for part in turn.parts]
+        if not (self._boxes.tagged and sample.media and any("<box>[[" in t for t in texts)):
+            return segments
+        return [piece for segment in segments for piece in _split_tags(segment)]
+
+    def _with_boxes(self, sample: Sample) -> Sample:
+        """Return the sample with its boxes as the family writes them; reads headers of images."""
+        style, where = self._boxes, sample.where
+        tagged = [part.tagged for turn in sample.turns for part in turn.parts]
+        if style == FRACTIONS or not any([*tagged, sample.rejected_tagged]):
+            return sample
+
+        @cache
+        def edges(number: int) -> tuple[float, float]:
+            if style.edge is not None:
+                return style.edge, style.edge
+            if number >= len(sample.media) or sample.media[number].kind == "video":
+                problem = f"a box is in image {number} of the row's {len(sample.media)} media"
+                raise DataError(where, problem, "give the image, or set boxes: keep")
+            try:
+                return _resized(self._processor.image_processor, sample.media[number])
+            except DataError as error:
+                raise error.within(where) from error
+
+        shown = 0
+        turns: list[Turn] = []
+        for turn in sample.turns:
+            parts: list[Part] = []
+            for part in turn.parts:
+                shown += part.kind != "text"
+                if part.tagged:
+                    text = write_boxes(part.tagged, style, edges, where, max(shown - 1, 0))
+                    part = Part("text", text)
+                parts.append(part)
+            turns.append(replace(turn, parts=tuple(parts)))
+        worse = sample.rejected_tagged
+        worse = write_boxes(worse, style, edges, where, max(shown - 1, 0)) or sample.rejected
+        return replace(sample, turns=tuple(turns), rejected=worse, rejected_tagged="")
 
     def _encode(
         self,

@@ -150,6 +150,7 @@ def _expand_entries(source: SourceConfig, entries: list[SourceEntry]) -> list[So
             columns=dict(entry.columns or source.columns),
             ignore_fields=[*source.ignore_fields, *entry.ignore_fields],
             supervise=source.supervise if entry.supervise == "all" else entry.supervise,
+            boxes=source.boxes if entry.boxes == "convert" else entry.boxes,
         )
         configs.append(config)
     return configs
@@ -198,6 +199,7 @@ def open_source(
         columns=source.columns,
         ignore_fields=source.ignore_fields,
         supervise=source.supervise,
+        boxes=source.boxes,
         field_map=field_map,
         without_weights=without_weights,
         **(access or Access(network="allow", limits=Limits())),

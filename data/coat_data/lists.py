@@ -52,6 +52,7 @@ class SourceEntry:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     supervise: Literal["all", "last"] = "all"
+    boxes: Literal["convert", "keep"] = "convert"
     field_map: dict[str, str] = field(default_factory=dict)
     """The reader's field names -> field names of the file; not a key of recipes."""
 

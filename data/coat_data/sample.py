@@ -101,6 +101,8 @@ class Part:
 
     kind: Literal["text", "image", "video"]
     text: str = ""
+    tagged: str = field(default="", compare=False)
+    """The text with tags around boxes, if it has any (:mod:`coat_data.readers.boxes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ class Sample:
     rejected: str = ""
     """Preference pairs: a worse answer than the last one of ``turns``, the only supervised one;
     empty for a sample that is no pair."""
+    rejected_tagged: str = field(default="", compare=False, repr=False)
+    """``rejected`` with tags around boxes, as :attr:`Part.tagged`."""
     reading: Reading = field(default=Reading(), compare=False, repr=False)
     """What the reader did with the fields of the row; empty for ingested rows."""
 

@@ -76,6 +76,12 @@ def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Ca
         metavar="FIELD",
         help="fields to leave out that look like media or weights of the loss",
     )
+    add(
+        "--boxes",
+        choices=("convert", "keep"),
+        default="convert",
+        help="keep: boxes stay as they are in the rows; as boxes of a recipe's source",
+    )
     if parallel:
         add(
             "--num-workers",
@@ -103,6 +109,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "follow_links": args.follow_links,
         "columns": dict(args.columns) if args.columns else None,
         "ignore_fields": args.ignore_fields,
+        "boxes": args.boxes,
         "network": args.network,
         "limits": Limits.parse(args.limits),
     }

@@ -75,7 +75,8 @@ def features() -> "Features":
     """Return the columns of a shard as a ``datasets.Features``."""
     from datasets import Features, List, Value
 
-    part = {"kind": Value("string"), "text": Value("large_string")}
+    text = Value("large_string")
+    part = {"kind": Value("string"), "text": text, "tagged": text}
     medium = {
         "kind": Value("string"),
         "path": Value("string"),
@@ -94,7 +95,8 @@ def features() -> "Features":
             ),
             "media": List(medium),
             "continues": Value("bool"),
-            "rejected": Value("large_string"),
+            "rejected": text,
+            "rejected_tagged": text,
         }
     )
 
@@ -116,6 +118,7 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
         "media": media,
         "continues": sample.continues,
         "rejected": sample.rejected,
+        "rejected_tagged": sample.rejected_tagged,
     }
 
 

@@ -58,6 +58,7 @@ class SampleDataset:
         columns: Mapping[str, str] | None = None,
         ignore_fields: Iterable[str] = (),
         supervise: Literal["all", "last"] = "all",
+        boxes: Literal["convert", "keep"] = "convert",
         field_map: Mapping[str, str] | None = None,
         network: Network = "allow",
         limits: Limits = Limits(),  # noqa: B008 - frozen
@@ -90,6 +91,7 @@ class SampleDataset:
                     columns=entry.columns or columns,
                     ignore_fields=(*entry.ignore_fields, *ignore_fields),
                     supervise=supervise if entry.supervise == "all" else entry.supervise,
+                    boxes=boxes if entry.boxes == "convert" else entry.boxes,
                     field_map=entry.field_map,
                     network=network,
                     limits=limits,
@@ -112,6 +114,7 @@ class SampleDataset:
             self._field_map = dict(field_map or {})
             self._ignore = frozenset(ignore_fields)
             self._only_last = supervise == "last"
+            self._keep_boxes = boxes == "keep"
             root = media_root or self.container.media_root
             self._root = MediaRoot(
                 root if is_url(root) else Path(root).absolute(), follow_links=follow_links
@@ -163,6 +166,7 @@ class SampleDataset:
             root=self._root,
             columns=self._field_map,
             ignore=self._ignore,
+            keep_boxes=self._keep_boxes,
         )
         if self._columns:
             row = rename(row, self._columns, place.where)

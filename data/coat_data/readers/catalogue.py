@@ -1,7 +1,7 @@
 """All readers, and the detection of the reader for a source."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from coat_data.containers.ingested import Record
 from coat_data.readers import (
@@ -13,6 +13,7 @@ from coat_data.readers import (
     published,
     webdataset,
 )
+from coat_data.readers.boxes import keep_numbers
 from coat_data.readers.reader import Place, Reader
 from coat_data.sample import DataError, Media, Part, Sample, Turn, row_name
 
@@ -28,12 +29,19 @@ def _stored(row: Any, place: Place) -> Sample:
         path = entry["path"]
         entry["path"] = place.root.name(path) if stored else place.root.file(path, where)
         entry["frames"] = tuple(place.root.file(frame, where) for frame in entry["frames"])
+
+    def to_part(kind: Literal["text", "image", "video"], text: str, tagged: str | None) -> Part:
+        if tagged and place.keep_boxes:
+            return Part(kind, keep_numbers(tagged))
+        return Part(kind, text, tagged or "")
+
+    rejected = to_part("text", row["rejected"], row["rejected_tagged"])
     return Sample(
         id=row["id"],
         turns=tuple(
             Turn(
                 turn["role"],
-                tuple(Part(**part) for part in turn["parts"]),
+                tuple(to_part(**part) for part in turn["parts"]),
                 turn["supervised"],
             )
             for turn in row["turns"]
@@ -42,7 +50,8 @@ def _stored(row: Any, place: Place) -> Sample:
         source=place.source,
         row=row["row"],
         continues=bool(row["continues"]),
-        rejected=row["rejected"],
+        rejected=rejected.text,
+        rejected_tagged=rejected.tagged,
     )
 
 

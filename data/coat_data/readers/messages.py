@@ -19,7 +19,7 @@ from typing import Any
 
 from coat_data.containers.remote_file import is_url
 from coat_data.media.image import image_size
-from coat_data.readers.boxes import EDGES, write_box
+from coat_data.readers.boxes import EDGES, tag_box, tag_name
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import media_fields, to_media, with_span
@@ -66,7 +66,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     - A single answer without a question is a text to train on as a whole (ms-swift's pre-training):
       it gets an empty question, and may contain media.
     - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and the box
-      as :mod:`coat_data.readers.boxes` writes it.
+      (:mod:`coat_data.readers.boxes`).
     - ``continues``, ``weight`` and ``loss`` as in LLaVA's rows.
     """
     row = place.as_object(row)
@@ -217,8 +217,9 @@ def _fill_objects(
         if match[0] == "<bbox>":
             number, box = next(boxes, (0, None))
             box = place.as_list(box, "the box of a <bbox>")
-            return write_box(box, _edges(objects, number, images, place), place.where)
-        return place.as_string(next(names, None), "the name of a <ref-object>")
+            edges, image = _edges(objects, number, images, place)
+            return tag_box(box, edges, place.where, image)
+        return tag_name(place.as_string(next(names, None), "the name of a <ref-object>"))
 
     for _, pieces in messages:
         for piece in pieces:
@@ -233,13 +234,16 @@ def _fill_objects(
 
 def _edges(
     objects: Mapping[str, Any], number: int, images: Sequence[Media], place: Place
-) -> tuple[float, float]:
-    """Return the right and lower edge of the image of box ``number``, in the unit of the boxes."""
+) -> tuple[tuple[float, float], int]:
+    """Return the right and lower edge of the image of box ``number``, in the unit of the boxes.
+
+    The second result is the number of the image.
+    """
     unit = objects.get("bbox_type") or "real"
-    if unit in EDGES:
-        return EDGES[unit]
     of_boxes = objects.get("image_id") or []
     index = of_boxes[number] if isinstance(of_boxes, list) and number < len(of_boxes) else 0
+    if unit in EDGES:
+        return EDGES[unit], index if isinstance(index, int) and index > 0 else 0
     if unit != "real" or not isinstance(index, int) or not 0 <= index < len(images):
         raise place.error(
             f"objects.bbox_type is {unit!r}, and box {number} is in image {index!r} of the row's "
@@ -252,7 +256,7 @@ def _edges(
             f"download the images, or give the boxes as {' or '.join(EDGES)}",
         )
     try:
-        return image_size(images[index])
+        return image_size(images[index]), index
     except DataError as error:
         raise error.within(place.where) from error
 

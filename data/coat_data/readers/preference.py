@@ -107,20 +107,23 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
     return Pair(rest | added, rejected, frozenset({CHOSEN, worse}), None if name in rest else name)
 
 
-def add_rejected(sample: Sample, rejected: str) -> Sample:
+def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     """Return the sample of ``Pair.row`` with its rejected answer; only the last is supervised."""
     said = (Turn("assistant", (Part("text", rejected),)),)
-    text = (convert_tags(said, sample.where) if sample.media else said)[0].text
+    has_media = bool(sample.media)
+    (said,) = convert_tags(said, sample.where, has_media=has_media, keep=keep_boxes)
+    (part,) = said.parts
     last = sample.turns[-1]
     if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
         raise DataError(
             sample.where, "the chosen answer is no text at the end of the conversation", _REMEDY
         )
-    if last.text == text:
+    if last.text == part.text:
         raise DataError(
             sample.where, "the chosen and the rejected answer are equal", "remove the row"
         )
-    return replace(sample.only_last_supervised(), rejected=text)
+    pair = {"rejected": part.text, "rejected_tagged": part.tagged}
+    return replace(sample.only_last_supervised(), **pair)
 
 
 def _check_conversations(

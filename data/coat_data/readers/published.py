@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coat_data.readers.boxes import write_box
+from coat_data.readers.boxes import tag_box
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import existing_path, to_media
@@ -97,7 +97,7 @@ def _pixmo_points(row: Row, place: Place) -> Said:
         place.as_object(point, f"points[{number}]", "give it x and y")
         for number, point in enumerate(place.as_list(row.get("points"), "points"))
     ]
-    texts = [write_box([p.get("x"), p.get("y")], _PERCENT, place.where) for p in points]
+    texts = [tag_box([p.get("x"), p.get("y")], _PERCENT, place.where) for p in points]
     return _asked(f"Point to {label}.", ", ".join(texts) or "There are none.", place)
 
 

@@ -27,6 +27,8 @@ class Place:
     """The reader's field names -> field names of the file (LlamaFactory's columns and tags)."""
     ignore: frozenset[str] = frozenset()
     """Fields that the user allows to be left out."""
+    keep_boxes: bool = False
+    """Whether boxes stay as they are in the row."""
     notes: list[str] = field(default_factory=list)
     """Keys of :data:`~coat_data.sample.NOTES` that the reader of the row adds."""
 
@@ -37,7 +39,7 @@ class Place:
 
     def sample(self, name: str, turns: Sequence[Turn], media: Sequence[Media] = ()) -> Sample:
         """Return the checked sample of the row, with ``name`` as its id."""
-        turns = convert_tags(turns, self.where) if media else turns
+        turns = convert_tags(turns, self.where, has_media=bool(media), keep=self.keep_boxes)
         return Sample(
             id=name, turns=tuple(turns), media=tuple(media), source=self.source, row=self.row
         ).check()
@@ -120,7 +122,8 @@ class Reader:
         used, unused = row.keys() & row.used, row.keys() - row.used
         if pair is not None:
             if REJECTED not in place.ignore:
-                sample = add_rejected(sample, place.as_string(pair.rejected, REJECTED))
+                rejected = place.as_string(pair.rejected, REJECTED)
+                sample = add_rejected(sample, rejected, keep_boxes=place.keep_boxes)
             used = used - {pair.added} | pair.fields
         if unused:
             check_unused(row, unused, place.ignore, place.where, sample)

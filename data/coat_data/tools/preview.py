@@ -102,7 +102,9 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     card = Card(where=sample.where, id=sample.id)
     for turn in sample.turns:
         spans = [
-            Span(part.text, "plain") if part.kind == "text" else Span(f"<{part.kind}>", "image")
+            Span(part.tagged or part.text, "plain")
+            if part.kind == "text"
+            else Span(f"<{part.kind}>", "image")
             for part in turn.parts
         ]
         card.turns.append((turn.role, spans))
