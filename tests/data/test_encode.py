@@ -248,7 +248,7 @@ def test_a_conversation_that_the_template_refuses_names_its_row(make_tokenizer):
 
 
 def test_vocabulary_pieces_that_spell_special_tokens():
-    """Unigram models hold their control tokens as pieces, and prefer the longest piece."""
+    """Unigram models hold their special tokens as pieces, and prefer the longest piece."""
     vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]
     vocab += [(letter, -3.0) for letter in "abc</>s"]
     backend = Tokenizer(models.Unigram(vocab, unk_id=0))

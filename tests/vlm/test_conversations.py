@@ -116,7 +116,7 @@ def read_template(name: str) -> str:
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the template's control tokens."""
+    """A byte-level tokenizer with the template's tokens."""
     template = read_template(name)
     tokenizer = train_tokenizer([*WORDS, "assistant user model system", *["\n\n"] * 9], 400)
     # As Qwen's: line breaks of the template and of a text may be one token.
