@@ -40,6 +40,7 @@ from coat_vlm.model.compressed import (
     describe_compression,
     read_compression,
 )
+from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import AnyProcessor, create_meta_copy, load_model, load_processor
 from coat_vlm.model.lora import adapter_config, find_scale, has_adapters, merge, split_adapters
 from coat_vlm.run.lock import LOCK, lock_folder
@@ -84,7 +85,7 @@ def save_model(
             config = _read_adapter(temporary)
             assert config is not None, "adapter_config.json was just written"
             own = _collect_adapter_weights(config, weights, adapters)
-            _save_adapter(temporary / _ADAPTER, config, own)
+            _save_adapter(temporary / _ADAPTER, config, own, processor)
             merge(weights, adapters, find_scale(config))
         save_coat(temporary, model, share_tied(weights, model), processor)
         training: dict[str, Any] = {
@@ -213,6 +214,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
                 f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
                 "with the adapters merged; export the run's own folder, or remove --format adapter"
             )
+        processor = load_processor(described)
         base_folder = config["base_model_name_or_path"]
         missing = not base_folder or not (Path(base_folder) / "config.json").is_file()
         if source == described:
@@ -225,7 +227,9 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
             stored = load_file(described / _ADAPTER / ADAPTER_WEIGHTS)
             weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
             return _write(
-                target, lambda temporary: _save_adapter(temporary, config, weights), lock.check
+                target,
+                lambda temporary: _save_adapter(temporary, config, weights, processor),
+                lock.check,
             )
         contents = read_contents(source)
         base, adapters = split_adapters(_read_weights(source, contents, dtype))
@@ -233,10 +237,9 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
 
         def write(temporary: Path) -> None:
             named = {"base_model_name_or_path": str(target / _BASE)} if missing else {}
-            _save_adapter(temporary, config | named, own)
+            _save_adapter(temporary, config | named, own, processor)
             if missing:
                 model = _build_without_weights(described, contents, dtype)
-                processor = load_processor(described)
                 save_coat(temporary / _BASE, model, share_tied(base, model), processor)
 
         return _write(target, write, lock.check)
@@ -255,12 +258,16 @@ def _collect_adapter_weights(
     return {PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
 
 
-def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+def _save_adapter(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], processor: AnyProcessor
+) -> None:
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    if isinstance(processor, FamilyProcessor):  # the image size, for an evaluation with the base
+        processor.image_processor.save_pretrained(folder)
 
 
 def _check_folders(source: Path, target: Path) -> Path:

@@ -66,7 +66,9 @@ class FamilyProcessor:
                 "conversations; add the chat_template.jinja of the published model"
             )
         if max_pixels is not None:
-            _limit_pixels(processor, family, max_pixels)
+            limit_pixels(
+                "model.max_pixels", processor.image_processor, config.model_type, max_pixels
+            )
         text = config.get_text_config()
         max_length = text.max_position_embeddings if max_length is None else max_length
         return cls(processor, family, max_length, text.vocab_size)
@@ -80,25 +82,34 @@ class FamilyProcessor:
         assert template in (None, self.template)
         return FamilyEncoder(self._processor, self._family, self.max_length)
 
+    @property
+    def image_processor(self) -> Any:
+        """The image processor of transformers."""
+        return self._processor.image_processor
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of the processor and of the tokenizer."""
         self._processor.save_pretrained(folder)
 
 
-def _limit_pixels(processor: Any, family: Family, max_pixels: int) -> None:
-    """Shrink larger images to ``max_pixels``; see :meth:`FamilyProcessor.load`."""
-    if not family.limits_pixels:
+def limit_pixels(key: str, images: Any, model_type: str, max_pixels: int) -> None:
+    """Let a published model's image processor shrink larger images to ``max_pixels``.
+
+    ValueError, which names ``key``: it has no effect with this ``model_type``, or is too small.
+    """
+    family = FAMILIES.get(model_type)
+    if family is None or not family.limits_pixels:
+        name = model_type if family is None else family.name
         names = ", ".join(one.name for one in FAMILIES.values() if one.limits_pixels)
         raise ValueError(
-            f"model.max_pixels={max_pixels} has no effect with {family.name}, whose processor "
+            f"{key}={max_pixels} has no effect with {name}, whose processor "
             f"limits no number of pixels; remove it, and change preprocessor_config.json in a "
             f"local folder of the model; families with such a limit: {names}"
         )
-    images = processor.image_processor
     least = images.size["shortest_edge"]  # pixels, in spite of its name
     if max_pixels < least:
         raise ValueError(
-            f"model.max_pixels={max_pixels} is less than the {least} pixels to which the processor "
+            f"{key}={max_pixels} is less than the {least} pixels to which the processor "
             "enlarges small images; raise it"
         )
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})

@@ -45,18 +45,27 @@ class ModelAdapter(ABC):
     """A model that answers batches greedily and computes the loss of given answers."""
 
     def __init__(
-        self, model: Any, encoder: PromptEncoder, describe: Callable[[], dict[str, Any]]
+        self,
+        model: Any,
+        encoder: PromptEncoder,
+        describe: Callable[[], dict[str, Any]],
+        image_processor: Any = None,
     ) -> None:
-        """Wrap a loaded model; ``describe`` returns its identity and may hash all weights."""
+        """Wrap a loaded model; ``describe`` returns its identity and may hash all weights.
+
+        ``image_processor``: transformers' own, with which ``encoder`` reads images.
+        """
         self.model = model
         self.encoder = encoder
         self.device = torch.device(model.device)
         self._describe = describe
+        self.image_processor = image_processor
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What answers depend on, as JSON; may hash all weights, so only one rank reads it."""
-        return self._describe()
+        size = dict(getattr(self.image_processor, "size", None) or {})
+        return self._describe() | ({"image_size": size} if size else {})
 
     def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:
         """Return this adapter of the same model with another identity."""

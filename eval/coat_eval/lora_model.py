@@ -10,13 +10,35 @@ from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 
 @contextmanager
-def adapted(base: ModelAdapter, folder: Path | None, name: str) -> Iterator[ModelAdapter]:
-    """Merge the adapter in a folder, if one is given, into a model until the context ends."""
+def adapted(
+    base: ModelAdapter, folder: Path | None, name: str, *, own_size: bool = True
+) -> Iterator[ModelAdapter]:
+    """Merge the adapter in a folder, if one is given, into a model until the context ends.
+
+    ``own_size``: images get the size with which the adapter was trained, if its folder has it.
+    """
     if folder is None:
         yield base
         return
-    with merged_adapter(base.model, folder, name):
+    with merged_adapter(base.model, folder, name), _image_size(base, folder if own_size else None):
         yield base.with_identity(lambda: {**base.identity, "adapter_sha256": folder_sha256(folder)})
+
+
+@contextmanager
+def _image_size(base: ModelAdapter, folder: Path | None) -> Iterator[None]:
+    """Give a model the image size in a folder until the context ends."""
+    images = base.image_processor
+    if images is None or folder is None or not (folder / "preprocessor_config.json").is_file():
+        yield
+        return
+    from transformers import AutoImageProcessor
+
+    before = images.size
+    images.size = AutoImageProcessor.from_pretrained(folder).size
+    try:
+        yield
+    finally:
+        images.size = before
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:

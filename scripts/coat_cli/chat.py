@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import Commands, add_precision, at_least, command, complain, say
+from coat_cli.command import (
+    Commands,
+    add_max_pixels,
+    add_precision,
+    at_least,
+    command,
+    complain,
+    say,
+)
 
 if TYPE_CHECKING:
     from coat_data.sample import Media, Sample, Turn
@@ -83,6 +91,7 @@ def _add_model(parser: argparse.ArgumentParser, where: str, max_new_tokens: int)
         help=f"default {max_new_tokens}",
     )
     add_precision(parser)
+    add_max_pixels(add)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -91,7 +100,9 @@ def _generate(args: argparse.Namespace) -> int:
     from coat_eval.own_model import load_run_or_model
     from coat_vlm.generate import generate
 
-    model, processor, _, _ = load_run_or_model(args.model, select_device(), args.precision)
+    model, processor, _, _ = load_run_or_model(
+        args.model, select_device(), args.precision, args.max_pixels
+    )
     sample = prompt_sample(args.prompt, args.media)
     say(generate(model, processor, [sample], args.max_new_tokens)[0])
     return 0
@@ -136,7 +147,9 @@ def _chat(args: argparse.Namespace) -> int:
     from coat_eval.generation import select_device
     from coat_eval.own_model import load_run_or_model
 
-    model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
+    model, processor, folder, _ = load_run_or_model(
+        args.model, select_device(), args.precision, args.max_pixels
+    )
     chat = _Conversation(model, processor, args.max_new_tokens)
     for kind, path in args.media:
         chat.attach(kind, path)

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from coat_vlm.config import Recipe
@@ -109,6 +109,17 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="default: the run's for a run folder, the dtype of the weights for a model folder "
         "(FP32 on a CPU)",
+    )
+
+
+def add_max_pixels(add: Callable[..., Any]) -> None:
+    """Declare ``--max-pixels`` with a parser's ``add_argument``."""
+    add(
+        "--max-pixels",
+        type=at_least(1),
+        metavar="N",
+        help="shrink larger images to N pixels, as model.max_pixels of a recipe; for a Qwen2.5-VL "
+        "or Qwen3-VL without a recipe; default: the size in the model's or the adapter's folder",
     )
 
 

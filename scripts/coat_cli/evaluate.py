@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coat_cli.command import (
     Commands,
+    add_max_pixels,
     add_precision,
     at_least,
     check_effects,
@@ -122,6 +123,7 @@ recipe started from; the difference between the two results is the effect of tra
         metavar="N",
         help="processes that load data; default up to 12, on a CPU 0",
     )
+    add_max_pixels(add)
     add("--overwrite", action="store_true", help="replace answers of another model or prompt")
     add = parser.add_argument_group("with --text").add_argument
     add("--text-field", metavar="NAME", help="field of the texts in rows; default text")
@@ -130,7 +132,7 @@ recipe started from; the difference between the two results is the effect of tra
 
 _WITH_TASKS = (
     *("data", "media_root", "split", "profile", "adapters", "num_frames", "num_workers"),
-    *("overwrite", *_JUDGE),
+    *("overwrite", "max_pixels", *_JUDGE),
 )
 _WITH_TEXT = ("text_field", "window")
 
@@ -283,9 +285,10 @@ def _eval_tasks(args: argparse.Namespace) -> int:
             for adapter in adapters
             for name, *_ in tasks
         }
-        base = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+        frames, pixels = args.num_frames or 8, args.max_pixels
+        base = load_adapter(args.model, device, args.precision, frames, pixels)
         for adapter, folder in adapters.items():
-            with adapted(base, folder, args.model) as model:
+            with adapted(base, folder, args.model, own_size=pixels is None) as model:
                 for (name, task, data), own_set in zip(tasks, own_sets, strict=True):
                     out = args.to / adapter / name
                     report = run_benchmark(

@@ -254,6 +254,61 @@ def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> No
     assert torch.allclose(found, compute_logits(ours, processor, image), atol=1e-5)
 
 
+def test_one_image_size(
+    published: Path,
+    tiny_data: Path,
+    questions: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The base and adapters were evaluated at the processor's own limit: 1,024 pixels here."""
+    source, run = published / FIRST, tmp_path / "run"
+    recipe = make_recipe(tiny_data, source, run, questions)
+    recipe["model"]["max_pixels"] = 256
+    stage = recipe["stages"].pop("align") | {"save_steps": 1, "lora": {"rank": 4, "alpha": 8}}
+    recipe["stages"]["sft"] = {
+        **stage,
+        "projector": {"train": False},
+        "language": stage["projector"],
+    }
+    train(recipe, tmp_path)
+    model, step = run / "sft" / "model", run / "sft" / "checkpoints" / "step-00000001"
+    exported, adapter = tmp_path / "exported", tmp_path / "adapter"
+    assert main(["export", "--model", str(step), "--to", str(exported)]) == 0
+    words = ["--format", "adapter", "--to", str(adapter)]
+    assert main(["export", "--model", str(step), *words]) == 0
+
+    def ask(name: str, folder: Path, *more: str) -> tuple[int, str]:
+        out = tmp_path / "eval" / name
+        words = ["--tasks", f"yes_no={questions}", "--to", str(out), *more]
+        assert main(["eval", "--model", str(folder), "--max-new-tokens", "4", *words]) == 0
+        (report,) = out.rglob("report.json")
+        answers = (report.parent / "predictions.jsonl").read_text()
+        return json.loads(report.read_text())["image_size"]["longest_edge"], answers
+
+    assert main(["eval", "--model", str(run)]) == 0
+    report = json.loads((run / "eval" / "q" / "report.json").read_text())
+    assert report["image_size"]["longest_edge"] == 256
+    expected = ask("model", model)
+    assert expected[0] == 256
+    assert ask("run", run) == ask("exported", exported) == expected
+    assert ask("own", source, "--adapters", str(model / "adapter")) == expected
+    assert ask("peft", source, "--adapters", str(adapter)) == expected
+    base = ask("base", source)
+    assert base[0] == 1024
+    assert ask("limited", source, "--max-pixels", "256")[0] == 256
+    capsys.readouterr()
+    folders = [str(tmp_path / "eval" / name) for name in ("base", "limited")]
+    assert main(["compare", *folders]) == 0
+    assert "longest_edge 1024, shortest_edge 64 in A, longest_edge 256" in capsys.readouterr().out
+    image = ["--image", str(tiny_data / "1.png"), "--prompt", "Is it red?", "--max-pixels"]
+    assert main(["generate", "--model", str(source), *image, "256"]) == 0
+    assert main(["generate", "--model", str(source), *image, "9"]) != 0
+    assert "--max-pixels=9 is less than the 64 pixels" in capsys.readouterr().err
+    assert main(["generate", "--model", str(run), *image, "256"]) != 0
+    assert "images of the size of its training" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("family", "stage", "vision"),
     [
