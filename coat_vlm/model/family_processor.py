@@ -273,6 +273,14 @@ class FamilyEncoder(Encoder):
         worse = write_boxes(worse, style, edges, where, max(shown - 1, 0)) or sample.rejected
         return replace(sample, turns=tuple(turns), rejected=worse, rejected_tagged="")
 
+    def describe_pixels(self, encoded: EncodedSample) -> str:
+        """Return the sizes of the images that the model gets, for people."""
+        grids = encoded.extras.get("image_grid_thw")
+        if grids is None:
+            return super().describe_pixels(encoded)
+        side = self._processor.image_processor.patch_size
+        return ", ".join(f"{w * side} x {h * side}" for _, h, w in grids.tolist())
+
     def _encode(
         self,
         sample: Sample,

@@ -1,15 +1,16 @@
 """Checks the data of a stage before training: paths, formats, and sixteen rows of every source."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coat_data.containers.remote_file import is_url
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.documents import probe_rows
 from coat_data.load.encode import Encoder
 from coat_data.mixture.selection import Rows
-from coat_data.sample import DataError, UnreachableError
-from coat_data.tools.lint import find_media_problem
+from coat_data.sample import DataError, Sample, UnreachableError
+from coat_data.text.chat import PlainTemplate
+from coat_data.tools.lint import MediaCheck, find_media_problem
 from coat_data.tools.problems import group_equal, summarize
 from coat_vlm.config import Recipe, SourceConfig, StageName
 from coat_vlm.model.folder import AnyProcessor
@@ -23,44 +24,57 @@ from coat_vlm.train.open_sources import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
-    """Checks rows of one stage."""
+class RowCheck:
+    """Checks rows as training reads them: template, label mask, headers of media, length."""
 
     encoder: Encoder | None
     """None if the model's section has a problem of its own."""
-    splits_documents: bool
-    measures: bool
+    measures: bool = True
     """Whether the lengths of texts are known; not before the run has trained its tokenizer."""
+    check_media: MediaCheck = "header"
+    """With ``none`` no medium is opened, and rows with media are not measured."""
 
-    def find_problems(self, rows: Rows) -> tuple[int, list[DataError]]:
-        """Return the number of rows that were checked, and the problems of the bad ones.
-
-        A server that does not answer ends the check of a source: training asks it again.
-        """
-        found: list[DataError | None] = []
-        for place in probe_rows(rows):
-            found.append(self._find_problem(rows, place))
-            if isinstance(found[-1], UnreachableError):
-                break
-        return len(found), [error for error in found if error is not None]
-
-    def _find_problem(self, rows: Rows, place: int) -> DataError | None:
+    def __call__(self, sample: Sample) -> DataError | None:
+        """Return the problem of a row, or None."""
         try:
-            sample = rows[place]
             if self.encoder is not None:
                 self.encoder.check_kind(sample)
                 check_labels(sample, *self.encoder.layout(sample), self.encoder)
-            # No network requests: an unresponsive server would delay the start.
-            if any(is_url(medium.path or "") for medium in sample.media):
-                return None
-            problem = find_media_problem(sample, "header")
-            if problem is not None or self.encoder is None:
+            max_pixels = None if self.encoder is None else self.encoder.media.max_pixels
+            problem = find_media_problem(sample, self.check_media, max_pixels)
+            if problem is not None or self.encoder is None or not self.measures:
                 return problem
-            if self.measures and not (self.splits_documents and sample.is_document):
-                self.encoder.measure(sample)
+            if sample.media and self.check_media == "none":
+                return None
+            if not (sample.is_document and isinstance(self.encoder.template, PlainTemplate)):
+                self.encoder.measure(sample)  # training splits the documents
         except DataError as error:
             return error
         return None
+
+
+def _find_problems(rows: Rows, check: RowCheck) -> tuple[int, list[DataError]]:
+    """Return the number of rows that were checked, and the problems of the bad ones.
+
+    A server that does not answer ends the check of a source: training asks it again.
+    """
+    found: list[DataError | None] = []
+    for place in probe_rows(rows):
+        found.append(_find_problem(rows, place, check))
+        if isinstance(found[-1], UnreachableError):
+            break
+    return len(found), [error for error in found if error is not None]
+
+
+def _find_problem(rows: Rows, place: int, check: RowCheck) -> DataError | None:
+    try:
+        sample = rows[place]
+    except DataError as error:
+        return error
+    # No network requests: an unresponsive server would delay the start.
+    if any(is_url(medium.path or "") for medium in sample.media):
+        check = replace(check, check_media="none")
+    return check(sample)
 
 
 def check_stage_data(
@@ -85,19 +99,20 @@ def check_stage_data(
         except ValueError as error:
             problems.append(f"stages.{name}: {error}")
             encoder = None
-    template = stage.template or recipe.model.template
     trained = recipe.model.tokenizer.train_vocab_size is None or recipe.init_from is not None
-    probe = _Probe(encoder, splits_documents=template == "plain", measures=trained)
+    check = RowCheck(encoder, measures=trained)
     sources, datasets, whole = _open(recipe, name, problems)
     for source, rows in zip(sources, datasets, strict=True):
-        _report(name, source, probe.find_problems(rows), stage.max_bad_samples > 0, problems, notes)
+        _report(
+            name, source, _find_problems(rows, check), stage.max_bad_samples > 0, problems, notes
+        )
     for source in stage.val_data:
         try:
             rows = open_source(source, recipe.seed, access=access_of(recipe), without_weights=True)
         except (ValueError, OSError) as error:
             problems.append(f"stages.{name}.val_data {source.name}: {error}")
             continue
-        _report(name, source, probe.find_problems(rows), False, problems, notes)
+        _report(name, source, _find_problems(rows, check), False, problems, notes)
     if not whole:
         return
     try:

@@ -17,9 +17,10 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
+from coat_data.load.encode import Encoder
 from coat_data.load.loader import check_batch_sizes
 from coat_vlm.checkpoint.manifest import find_problem
-from coat_vlm.config import Precision, Recipe, StageName
+from coat_vlm.config import STAGES, Precision, Recipe, StageName
 from coat_vlm.export.llava import check_llava
 from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm
@@ -242,6 +243,29 @@ def _build_processor(
             config = cast(CoatVlmConfig, meta_model.config)
             return build_processor(model, tokenizer, config), vocab_size
     return None, 0
+
+
+def make_recipe_encoder(recipe: Recipe, start: Path | None = None) -> Encoder:
+    """Build the encoder of a recipe's last stage, from the model in ``start`` or the recipe's own.
+
+    Raises ValueError if the model's section has problems, or the run trains the tokenizer first.
+    """
+    if start is None and recipe.init_from is not None:
+        start = Path(recipe.init_from)
+    if start is None and recipe.model.tokenizer.train_vocab_size is not None:
+        raise ValueError(
+            "the recipe trains its tokenizer (model.tokenizer.train_vocab_size), which makes the "
+            "tokens; give the folder of a finished run"
+        )
+    findings = Findings()
+    processor, _ = _build_processor(recipe, start, findings)
+    findings.raise_problems()
+    if processor is None:
+        raise ValueError("the tower of open_clip is not loaded here; give the folder of a run")
+    stage = recipe.stages[max(recipe.stages, key=STAGES.index)]
+    encoder = processor.encoder(template=stage.template)
+    encoder.preferences = stage.dpo is not None
+    return encoder
 
 
 def _check_meta_models(

@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from coat_data.load.check_labels import verify_rows, verify_template
+from coat_data.load.check_labels import ROWS_PER_SOURCE, verify_rows, verify_template
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.documents import DocumentChunks, row_kinds, split_rows
 from coat_data.load.encode import Encoder
 from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import TrainLoader, val_batches
+from coat_data.load.readable import show_row
 from coat_data.mixture.packing import Budget, PackedSampler, PackingEstimate
 from coat_data.mixture.sampler import SourceShare
 from coat_data.mixture.selection import Rows, SelectedRows, original_row
+from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
@@ -64,6 +66,8 @@ class StageData:
     """Validation datasets by source name."""
     verified_rows: int
     """Number of rows whose label mask was verified."""
+    shown_row: list[str]
+    """The first row as it is trained, as text."""
     packing: PackingEstimate | None
     row_tokens: int | None
     """Token budget of a packed row; None without packing."""
@@ -195,6 +199,7 @@ def open_data(
         tokens=tokens,
         validation=held_out,
         verified_rows=verified_rows,
+        shown_row=_show_first_row(datasets, encoder),
         packing=None if sampler is None else sampler.estimate(),
         row_tokens=None if sampler is None else sampler.budget.tokens,
         unpadded=unpad,
@@ -207,6 +212,18 @@ def open_data(
             pad_token_id=pad_token_id,
         ),
     )
+
+
+def _show_first_row(datasets: Sequence[Rows], encoder: Encoder) -> list[str]:
+    for dataset in datasets:
+        for row in range(min(ROWS_PER_SOURCE, len(dataset))):
+            try:
+                sample = dataset[row]
+                lines = [f"  {line}" for line in show_row(sample, encoder)]
+                return [f"{sample.where} as it is trained, supervised text behind >:", *lines]
+            except DataError:
+                continue
+    return []
 
 
 def measure_sources(

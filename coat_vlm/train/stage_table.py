@@ -73,6 +73,7 @@ def print_tables(
         lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
     lines += [f"  WARNING {warning}" for warning in data.warnings]
     lines.append(f"  label masks verified on {data.verified_rows} rows")
+    lines += [f"  {line}" for line in data.shown_row]
     lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
     for part, module in module_parameters(model).items():
         training = stage.module(part)

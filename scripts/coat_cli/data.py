@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from coat_cli.command import Commands, at_least, command, find_model, say, stoppable
 
 if TYPE_CHECKING:
+    from coat_data.load.encode import Encoder
     from coat_data.tools.overlap import Question
     from coat_data.tools.preview import ModelView
     from coat_eval.benchmark import Prompt
@@ -27,6 +28,9 @@ _SCENES_SETTINGS = {
     "num_test": "test images, a multiple of 8",
     "seed": "seed of all random choices",
 }
+
+
+_MODEL = "model or run folder, recipe, or published model whose processor reads the rows"
 
 
 def add(commands: Commands) -> None:
@@ -177,6 +181,7 @@ def _add_looks(jobs: Commands) -> None:
   coat-vlm data lint "shards/{000..001}.tar" --check-media decode
   coat-vlm data lint chat.json --read-as llava --check-media none
   coat-vlm data lint flat.csv --columns image=img_path question=q answer=a
+  coat-vlm data lint chat.json --model recipe.yaml
 
 exit status: 0 if all rows are good, else 1
 """,
@@ -188,6 +193,7 @@ exit status: 0 if all rows are good, else 1
         default="header",
         help="header: files exist and start like images (default); decode: files can be decoded",
     )
+    add("--model", metavar="NAME", help=f"{_MODEL}: also checks lengths, template and image limits")
     parser = command(
         jobs,
         "stats",
@@ -209,16 +215,20 @@ exit status: 0 if all rows are good, else 1
         jobs,
         "preview",
         _preview,
-        "write an HTML page of samples; with --model, tokens are colored by label",
+        "show samples as text or HTML; with --model, as the model is trained on them",
         """\
   coat-vlm data preview chat.json --media-root images --out chat.html
-  coat-vlm data preview data/chat --model runs/my_vlm/sft/model --out tokens.html
+  coat-vlm data preview chat.json --model Qwen/Qwen2.5-VL-3B-Instruct --limit 3
+  coat-vlm data preview data/chat --model recipe.yaml --ids
+
+supervised text is behind >, other text behind |
 """,
     )
     add = _add_source(parser, parallel=False)
-    add("--out", type=Path, required=True, metavar="FILE", help="HTML file to write")
+    add("--out", type=Path, metavar="FILE", help="write this HTML file; default: print")
     add("--limit", type=at_least(1), default=20, metavar="N", help="at most N samples; default 20")
-    add("--model", type=Path, metavar="DIR", help="run or model folder whose inputs are shown")
+    add("--model", metavar="NAME", help=_MODEL)
+    add("--ids", action="store_true", help="show token ids, each beside its text")
 
 
 def _lint(args: argparse.Namespace) -> int:
@@ -226,7 +236,13 @@ def _lint(args: argparse.Namespace) -> int:
     from coat_data.tools.problems import ProblemList
 
     problems = ProblemList(say)
-    summary = lint(args.path, problems.add, check_media=args.check_media, **_options(args))
+    check = None
+    if args.model is not None:
+        from coat_vlm.train.check_data import RowCheck
+
+        check = RowCheck(_load_encoder(args.model), check_media=args.check_media)
+    media = {"check_media": args.check_media, "check": check}
+    summary = lint(args.path, problems.add, **media, **_options(args))
     problems.finish()
     for name, counts in summary.fields.items():
         for line in counts.lines(name):
@@ -246,37 +262,47 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _preview(args: argparse.Namespace) -> int:
-    from coat_data.tools.preview import write_preview
+    from coat_data.tools.preview import card_lines, preview
 
     model = _model_view(args.model) if args.model else None
-    shown = write_preview(args.path, args.out, model=model, number=args.limit, **_options(args))
-    say(f"{args.out}: {shown} samples")
+    shown = {"number": args.limit, "model": model, "ids": args.ids}
+    cards = preview(args.path, args.out, **shown, **_options(args))
+    if args.out is not None:
+        say(f"{args.out}: {len(cards)} samples")
+        return 0
+    for card in cards:
+        say("\n".join([*card_lines(card, ids=args.ids), ""]))
     return 0
 
 
-def _model_view(folder: Path) -> "ModelView":
+def _model_view(name: str) -> "ModelView":
     from coat_data.tools.preview import ModelView
-    from coat_vlm.model.folder import is_family
-    from coat_vlm.model.processor import IMAGE_TOKEN, CoatVlmProcessor
+    from coat_vlm.model.family_processor import FamilyEncoder
 
-    folder = find_model(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; name a model that training wrote")
-    if is_family(folder):
-        raise ValueError(
-            f"--model {folder}: the preview shows the tiles of composed models, not what a "
-            "published model's processor makes; remove --model"
-        )
-    processor = CoatVlmProcessor.from_pretrained(folder)
-    tokenizer = processor.tokenizer
-    return ModelView(
-        encode=processor.encoder(),
-        decode=lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False),
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
-        mean=processor.image_mean,
-        std=processor.image_std,
-        name=str(folder),
-    )
+    encoder = _load_encoder(name)
+    if isinstance(encoder, FamilyEncoder):
+        return ModelView(encoder=encoder, name=name)
+    transform = encoder.media.transform
+    return ModelView(encoder=encoder, name=name, mean=transform.mean, std=transform.std)
+
+
+def _load_encoder(name: str) -> "Encoder":
+    """Return the encoder of a model or run folder, a recipe, or a model on the Hub."""
+    from coat_vlm.config.load import list_builtin_recipes, load_recipe
+    from coat_vlm.model.family_processor import FamilyProcessor
+    from coat_vlm.model.folder import is_family, load_processor
+    from coat_vlm.train.checks import make_recipe_encoder
+
+    folder = Path(name)
+    if folder.is_file() or name in list_builtin_recipes():
+        return make_recipe_encoder(load_recipe(name, unset_variables=True))
+    if not folder.exists():
+        return FamilyProcessor.load("--model", name).encoder()
+    model = find_model(folder)
+    if model != folder and is_family(model):
+        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
+        return make_recipe_encoder(recipe, model)  # with its max_length
+    return load_processor(model).encoder()
 
 
 def _add_overlap(jobs: Commands) -> None:

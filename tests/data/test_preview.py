@@ -14,7 +14,8 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.tools.preview import to_picture, token_spans
+from coat_data.load.readable import token_spans
+from coat_data.tools.preview import to_picture
 from coat_vlm.model.processor import CoatVlmProcessor
 
 ANSWER = "Red.\n\u4e2d\U0001f600 <b>&amp;</b>"
@@ -52,7 +53,7 @@ def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any) 
     assert main([*arguments, "--model", str(tmp_path / "model")]) == 0
     html = out.read_text(encoding="utf-8")
     assert spans(html, "trained").lstrip(" ") == ANSWER + "</s>"
-    assert spans(html, "image") == "4 image tokens"
+    assert spans(html, "image") == "[4 image tokens]"
     assert "Which <script>?" in spans(html, "context")
     assert "<script>" not in html
     assert "absent.png: no such file" in html
@@ -77,6 +78,6 @@ def test_tokens_of_a_character_are_one_piece() -> None:
     ids, labels = [999, 999, *data, 999], [IGNORE_INDEX] * 3 + [*data[1:], IGNORE_INDEX]
     spans = token_spans(ids, labels, lambda own: bytes(own).decode(errors="replace"), 999)
     assert [(span.text, span.kind) for span in spans] == [
-        ("2 image tokens", "image"), ("a", "context"), ("\xe9", "trained"), ("\u4e2d", "trained"),
-        ("b", "trained"), ("1 image tokens", "image"),
+        ("[2 image tokens]", "image"), ("a", "context"), ("\xe9", "trained"), ("\u4e2d", "trained"),
+        ("b", "trained"), ("[1 image tokens]", "image"),
     ]  # fmt: skip

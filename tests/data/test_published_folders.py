@@ -18,7 +18,7 @@ from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
 from coat_data.tools.ingest import ingest
 from coat_data.tools.lint import lint
-from coat_data.tools.preview import write_preview
+from coat_data.tools.preview import preview
 
 
 def png(value: int) -> bytes:
@@ -98,7 +98,7 @@ def test_member_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
     ingest(path, tmp_path / "out", embed_media=True)
     assert SampleDataset(tmp_path / "out")[0].id == "caf\\xe9"
     page = tmp_path / "page.html"
-    assert write_preview(path, page) == 1
+    assert len(preview(path, page)) == 1
     assert "caf\\xe9" in page.read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ with a line break between tiles, as in VILA's prompts). A sample that is too lon
 truncated inside an image, it would no longer match its pixel values.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ class Encoder:
     """Encodes samples; an instance can be pickled.
 
     Attributes:
+        image_token_id: None for a language model without vision.
         shows_media: whether the model has a vision tower.
         preferences: whether samples must be preference pairs or must not; None encodes both.
     """
@@ -95,7 +97,7 @@ class Encoder:
         self.template = template
         self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.shows_media = image_token_id is not None
-        self._image_token_id = image_token_id
+        self.image_token_id = image_token_id
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
         self.max_length = max_length
 
@@ -255,8 +257,8 @@ class Encoder:
         input_ids = as_tensor(ids)
         grids, groups = self._media_layout(plans)
         positions = None
-        if self._image_token_id is not None:
-            positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
+        if self.image_token_id is not None:
+            positions = (input_ids == self.image_token_id).nonzero().squeeze(1)
         return EncodedSample(
             input_ids, as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
         )
@@ -277,6 +279,11 @@ class Encoder:
         found |= {} if grids is None else {"image_grids": grids}
         found |= {} if groups is None else {"frame_groups": groups}
         return texts, found
+
+    def describe_pixels(self, encoded: EncodedSample) -> str:
+        """Return number, width and height of the images that the model gets, for people."""
+        *number, _, height, width = encoded.pixel_values.shape
+        return f"{math.prod(number)} x {width} x {height}"
 
     def _media_layout(
         self, plans: list[MediaPlan]

@@ -180,7 +180,7 @@ def _too_large(where: str, found: str) -> DataError:
     return DataError(
         where,
         f"the image is larger than allowed: {found}",
-        "scale the image down, or raise model.image.max_pixels if you trust the file",
+        "scale the image down; for a composed model you may also raise model.image.max_pixels",
     )
 
 

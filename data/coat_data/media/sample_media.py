@@ -96,7 +96,7 @@ class MediaLoader:
         self.counts: Counter[str] = Counter()
         self.keeps_last_clip = False
         self._last_clip: tuple[Media, Clip] | None = None
-        self._max_pixels = max_pixels
+        self.max_pixels = max_pixels
         self._reader: VideoReader | None = None
 
     def plan(self, media: Media) -> MediaPlan:
@@ -152,7 +152,7 @@ class MediaLoader:
                 for place in out[::-1]:  # the last frame first, as a list pops it fastest
                     self.transform.normalize(frames.pop(), place)
                 continue
-            image = open_image(medium, self._max_pixels)
+            image = open_image(medium, self.max_pixels)
             if self.transform.plan(*image.size) != plan.tiles[0]:
                 raise DataError(
                     medium.name,
@@ -166,7 +166,7 @@ class MediaLoader:
     def _image_plan(self, media: Media) -> TilePlan:
         if self.transform.one_tile:
             return ONE_TILE
-        return self.transform.plan(*image_size(media, self._max_pixels))
+        return self.transform.plan(*image_size(media, self.max_pixels))
 
     def _video_reader(self) -> "VideoReader":
         if self._reader is None:

@@ -36,13 +36,15 @@ def lint(
     report: Callable[[DataError], None],
     *,
     check_media: MediaCheck = "header",
+    check: Callable[[Sample], DataError | None] | None = None,
     workers: int | None = None,
     **options: Any,
 ) -> LintSummary:
     """Report every problem of a source, in the order of the rows.
 
     ``check_media`` ``header`` checks that every file exists and starts as an image; ``decode``
-    decodes every image and one frame of every video.
+    decodes every image and one frame of every video. ``check`` returns the problem of a row in
+    another way.
     """
     try:
         dataset = SampleDataset(path, in_order=True, **options)
@@ -52,7 +54,8 @@ def lint(
     rows = bad = unreachable = 0
     fields = {source.name: FieldCounts() for source in dataset.sources()}
     names = {str(path): source.name for source in dataset.sources() for path in source.paths}
-    work = partial(_check_chunk, check_media, names, dataset.sources()[0].name)
+    check = check or partial(find_media_problem, check=check_media)
+    work = partial(_check_chunk, check, names, dataset.sources()[0].name)
     for found in map_chunks(dataset, work, "lint", workers=workers, rows=_CHUNK_ROWS):
         number, errors, counts = found
         rows += number
@@ -71,7 +74,10 @@ def lint(
 
 
 def _check_chunk(
-    check_media: MediaCheck, names: Mapping[str, str], other: str, samples: Chunk
+    check: Callable[[Sample], DataError | None],
+    names: Mapping[str, str],
+    other: str,
+    samples: Chunk,
 ) -> tuple[int, list[DataError], dict[str, FieldCounts]]:
     fields: dict[str, FieldCounts] = {}
 
@@ -81,18 +87,25 @@ def _check_chunk(
                 fields.setdefault(names.get(sample.source, other), FieldCounts()).add(sample)
             yield sample
 
-    found = map_samples(counted(), partial(find_media_problem, check=check_media))
+    found = map_samples(counted(), check)
     return len(found), [error for error in found if error is not None], fields
 
 
-def find_media_problem(sample: Sample, check: MediaCheck) -> DataError | None:
-    """Return the problem of the first bad medium of a sample, or None, with the row."""
+def find_media_problem(
+    sample: Sample, check: MediaCheck, max_pixels: int | None = None
+) -> DataError | None:
+    """Return the problem of the first bad medium of a sample, or None, with the row.
+
+    ``max_pixels``: see :func:`coat_data.media.image.open_image`.
+    """
     for medium in sample.media if check != "none" else ():
         try:
             if check == "decode":
-                decode(medium)
+                decode(medium, max_pixels)
+            elif medium.kind == "image":
+                image_size(medium, max_pixels)
             else:
-                (image_size if medium.kind == "image" else check_video)(medium)
+                check_video(medium)
         except DataError as error:
             return error.within(sample.where)
     return None

@@ -1,10 +1,10 @@
-"""Writes an HTML page of samples: media, conversation, and tokens colored by their labels.
+"""Shows samples as text or on an HTML page: media, conversation, and tokens with their labels.
 
-With an encoder the page shows images from the pixel values and every token, supervised or not;
-without one, the media and the text of the rows.
+With a model: every token, supervised or not, and images from the pixel values, if these are
+images; else the media and the text of the rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_data.media.image import open_image
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.load.readable import Span, as_lines, token_spans
+from coat_data.media.image import image_size, open_image
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Sample
 from coat_data.tools.html_page import data_address, sample_evenly, write_page
@@ -25,28 +26,18 @@ LONGEST_SIDE = 320
 FRAMES_SHOWN = 8
 """Frames of a video without an encoder."""
 _MAX_PICTURES = 64  # maximum pictures of one sample; the number of the others is written
-_NEWLINE = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
-"""Shown for a newline, which may be a token of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """Functions and constants of a model that the page needs."""
+    """A model whose tokens are shown."""
 
-    encode: Callable[[Sample], EncodedSample]
-    decode: Callable[[list[int]], str]  # decodes token ids, special tokens included
-    image_token_id: int
-    mean: Sequence[float]  # mean of each channel, in 0..1, as subtracted from the pixels
-    std: Sequence[float]
+    encoder: Encoder
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Text of the page with one marking."""
-
-    text: str
-    kind: str  # trained, context, image or plain
+    mean: Sequence[float] = ()
+    """Mean of each channel, in 0..1, as subtracted from the pixels; empty if the pixels are no
+    images, so that the files are shown."""
+    std: Sequence[float] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,15 +54,19 @@ class Card:
     remedy: str = ""
 
 
-def write_preview(
+def preview(
     path: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     number: int = 20,
     model: ModelView | None = None,
+    ids: bool = False,
     **options: object,
-) -> int:
-    """Write ``number`` samples, evenly spaced over the source; returns how many there are."""
+) -> list[Card]:
+    """Return ``number`` samples, evenly spaced over the source, and write them as HTML to ``out``.
+
+    ``ids``: the page shows the ids of the tokens.
+    """
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
@@ -81,19 +76,31 @@ def write_preview(
             chosen.append(dataset[index])
         except DataError as error:
             chosen.append(error)
-    cards = [_card(sample, model) for sample in tqdm(chosen, "preview")]
-    write_page(
-        Path(out),
-        "coat_data.tools",
-        "preview.html.jinja",
-        name=dataset.name,
-        path=str(path),
-        format=dataset.format,
-        rows=len(dataset),
-        model=model.name if model else None,
-        cards=cards,
-    )
-    return len(cards)
+    cards = [_card(sample, model) for sample in tqdm(chosen, "preview", delay=1.0)]
+    if out is not None:
+        write_page(
+            Path(out),
+            "coat_data.tools",
+            "preview.html.jinja",
+            name=dataset.name,
+            path=str(path),
+            format=dataset.format,
+            rows=len(dataset),
+            model=model,
+            cards=cards,
+            ids=ids,
+        )
+    return cards
+
+
+def card_lines(card: Card, *, ids: bool = False) -> list[str]:
+    """Return a sample for a terminal; see :func:`coat_data.load.readable.as_lines`."""
+    lines = [", ".join([card.where, *([f"id {card.id}"] if card.id else []), *card.facts])]
+    if card.problem:
+        lines.append(f"  {card.problem} -> {card.remedy}")
+    for role, spans in () if card.tokens else card.turns:
+        lines += [f"  {role}", *(f"  {line}" for line in as_lines(spans))]
+    return [*lines, *(f"  {line}" for line in as_lines(card.tokens, ids=ids))]
 
 
 def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
@@ -111,17 +118,9 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     if sample.rejected:
         card.turns.append(("rejected", [Span(sample.rejected, "plain")]))
     try:
+        _add_media(card, sample, model)
         if model is not None:
-            _add_encoded(card, model.encode(sample), model)
-        for medium in sample.media if model is None else ():
-            if medium.kind == "image":
-                image = open_image(medium)
-                card.facts.append(f"{image.width} x {image.height}")
-                card.pictures.append(data_address(image, LONGEST_SIDE))
-            else:
-                frames = read_frames(medium, FRAMES_SHOWN)
-                card.facts.append(f"{len(frames)} frames of {frames[0].width} x {frames[0].height}")
-                card.pictures += [data_address(frame, LONGEST_SIDE) for frame in frames]
+            _add_encoded(card, model.encoder(sample), model)
     except DataError as error:
         where = "" if error.where == card.where else error.where.removeprefix(f"{card.where}: ")
         card.problem = f"{where}: {error.problem}" if where else error.problem
@@ -133,19 +132,37 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     return card
 
 
+def _add_media(card: Card, sample: Sample, model: ModelView | None) -> None:
+    shows_files = model is None or not model.mean
+    max_pixels = None if model is None else model.encoder.media.max_pixels
+    for medium in sample.media:
+        if medium.kind == "image":
+            card.facts.append("{} x {}".format(*image_size(medium, max_pixels)))
+        if not shows_files:
+            continue
+        if medium.kind == "image":
+            frames = [open_image(medium, max_pixels)]
+        else:
+            frames = read_frames(medium, FRAMES_SHOWN)
+            card.facts.append(f"{len(frames)} frames of {frames[0].width} x {frames[0].height}")
+        card.pictures += [data_address(frame, LONGEST_SIDE) for frame in frames]
+
+
 def _add_encoded(card: Card, encoded: EncodedSample, model: ModelView) -> None:
+    encoder, ids = model.encoder, encoded.input_ids.tolist()
     supervised = int((encoded.labels != IGNORE_INDEX).sum())
-    pixels = encoded.pixel_values
-    card.facts = [f"{len(encoded.input_ids)} tokens, {supervised} supervised"]
-    if len(pixels):
-        card.facts.append(f"{len(pixels)} x {pixels.shape[-1]} x {pixels.shape[-2]} pixels")
-    card.pictures = [
-        data_address(to_picture(image, model.mean, model.std), LONGEST_SIDE) for image in pixels
-    ]
-    tokens = token_spans(
-        encoded.input_ids.tolist(), encoded.labels.tolist(), model.decode, model.image_token_id
+    of_images = ids.count(encoder.image_token_id)
+    card.facts.append(f"{len(ids)} tokens, {of_images} of images, {supervised} supervised")
+    if len(encoded.pixel_values):
+        card.facts.append(f"the model gets {encoder.describe_pixels(encoded)} pixels")
+    if model.mean:
+        card.pictures = [
+            data_address(to_picture(image, model.mean, model.std), LONGEST_SIDE)
+            for image in encoded.pixel_values
+        ]
+    card.tokens = token_spans(
+        ids, encoded.labels.tolist(), encoder.tokenizer.decode, encoder.image_token_id
     )
-    card.tokens = [Span(span.text.replace("\n", _NEWLINE), span.kind) for span in tokens]
 
 
 def to_picture(pixels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:
@@ -154,36 +171,3 @@ def to_picture(pixels: torch.Tensor, mean: Sequence[float], std: Sequence[float]
     return Image.fromarray(
         np.clip(np.rint(255 * values), 0, 255).astype(np.uint8).transpose(1, 2, 0)
     )
-
-
-def token_spans(
-    ids: Sequence[int],
-    labels: Sequence[int],
-    decode: Callable[[list[int]], str],
-    image_token_id: int,
-) -> list[Span]:
-    """Decode tokens, each marked as supervised or not; runs of image tokens are counted.
-
-    A character of several tokens is one span, with the label of the last token.
-    """
-    spans: list[Span] = []
-    before: list[int] = []
-    pending: list[int] = []
-    run = 0
-    for index, token in enumerate(ids):
-        if token == image_token_id:
-            run += 1
-            last = index + 1 == len(ids) or ids[index + 1] != image_token_id
-            if last:
-                spans.append(Span(f"{run} image tokens", "image"))
-                run = 0
-            before = pending = []
-            continue
-        pending = [*pending, token]
-        text = decode([*before, *pending])[len(decode(before)) if before else 0 :]
-        next_is_text = index + 1 < len(ids) and ids[index + 1] != image_token_id
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and next_is_text and len(pending) < 4:
-            continue  # the first bytes of a character
-        spans.append(Span(text, "context" if labels[index] == IGNORE_INDEX else "trained"))
-        before, pending = pending, []
-    return spans

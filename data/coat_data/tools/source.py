@@ -16,10 +16,10 @@ from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media
 
 
-def decode(media: Media) -> None:
+def decode(media: Media, max_pixels: int | None = None) -> None:
     """Decode an image, or one frame of a video."""
     if media.kind == "image":
-        open_image(media)
+        open_image(media, max_pixels)
     else:
         if media.frames:
             check_video(media)
