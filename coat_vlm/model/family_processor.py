@@ -224,7 +224,7 @@ class FamilyEncoder(Encoder):
 
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
-        encoded = super().__call__(self._with_boxes(sample))
+        encoded = super().__call__(self.written(sample))
         return encoded if sample.media else replace(encoded, filler=self._make_filler())
 
     def measure(self, sample: Sample) -> Size:
@@ -232,15 +232,18 @@ class FamilyEncoder(Encoder):
         return Size(len(self(sample).input_ids), len(sample.media))
 
     def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
-        written = self._with_boxes(sample)
+        written = self.written(sample)
         segments = super()._render(written, add_generation_prompt=add_generation_prompt)
         texts = [part.text for turn in written.turns for part in turn.parts]
         if not (self._boxes.tagged and sample.media and any("<box>[[" in t for t in texts)):
             return segments
         return [piece for segment in segments for piece in _split_tags(segment)]
 
-    def _with_boxes(self, sample: Sample) -> Sample:
-        """Return the sample with its boxes as the family writes them; reads headers of images."""
+    def written(self, sample: Sample) -> Sample:
+        """Return the sample with its boxes as the family writes them; reads headers of images.
+
+        Raises DataError, with the row, for an image that cannot be read.
+        """
         style, where = self._boxes, sample.where
         tagged = [part.tagged for turn in sample.turns for part in turn.parts]
         if style == FRACTIONS or not any([*tagged, sample.rejected_tagged]):

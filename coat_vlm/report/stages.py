@@ -38,9 +38,10 @@ def list_header_facts(run: RunFolder) -> Facts:
 
 
 def build_stage_columns(run: RunFolder) -> list[dict[str, Any]]:
-    """Build one ``{"name", "status", "facts", "modules"}`` per stage.
+    """Build one ``{"name", "status", "facts", "row", "modules"}`` per stage.
 
-    ``modules`` contains texts ``(module, trained parameters, all parameters, peak lr)``.
+    ``row`` is the first row as it is trained; ``modules`` contains texts ``(module, trained
+    parameters, all parameters, peak lr)``.
     """
     configs = run.recipe.get("stages") or {}
     return [_stage_column(stage, configs.get(stage.name) or {}) for stage in run.stages]
@@ -85,6 +86,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         "name": stage.name,
         "status": stage.status,
         "facts": _shown(facts),
+        "row": "\n".join(stage.start.get("row") or []),
         "modules": [_module(stage, config, name) for name in names],
     }
 

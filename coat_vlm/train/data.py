@@ -219,10 +219,11 @@ def _show_first_row(datasets: Sequence[Rows], encoder: Encoder) -> list[str]:
         for row in range(min(ROWS_PER_SOURCE, len(dataset))):
             try:
                 sample = dataset[row]
-                lines = [f"  {line}" for line in show_row(sample, encoder)]
-                return [f"{sample.where} as it is trained, supervised text behind >:", *lines]
+                lines = show_row(sample, encoder)
             except DataError:
                 continue
+            head = f"{sample.where} as it is trained, supervised text behind >:"
+            return [head, *(f"  {line}" for line in lines)]
     return []
 
 

@@ -305,7 +305,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
         enabled=world.is_main,
         check=stage.lock.check,
     )
-    start = {**opened.description, "sources": describe_sources(data)}
+    start = {**opened.description, "sources": describe_sources(data), "row": data.shown_row}
     metrics.write({"kind": "stage", "status": "start", **start})
     opened.record.log_changes(metrics, name, done.step)
     saver = _build_saver(stage, opened, passes)

@@ -18,6 +18,7 @@ from coat_data.readers.catalogue import READERS
 from coat_data.sample import DataError
 from coat_data.tools.lint import LintSummary, lint
 from coat_data.tools.stats import collect
+from coat_vlm.model.processor import CoatVlmProcessor
 
 
 def problems(path: Path, **options: Any) -> tuple[LintSummary, list[DataError]]:
@@ -179,3 +180,25 @@ def test_stats_count_what_is_there(source: Path, capsys: pytest.CaptureFixture) 
     assert (measured["text characters"][0], measured["text characters"][-1]) == (2, 10)
     assert main(["data", "stats", str(source), "--check-media", "none"]) == 0
     assert "rows without media            1" in capsys.readouterr().out
+
+
+def test_lint_with_a_template_that_refuses_a_row(
+    tmp_path: Path, make_tokenizer: Any, capsys: pytest.CaptureFixture
+) -> None:
+    tokenizer = make_tokenizer("llama2_first")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    CoatVlmProcessor(
+        tokenizer, image_size=16, tokens_per_image=4, template="tokenizer"
+    ).save_pretrained(tmp_path / "model")
+    refused = talk("q")
+    refused["conversations"].insert(0, {"from": "system", "value": "Be brief."})
+    path = tmp_path / "chat.jsonl"
+    path.write_text(f"{json.dumps(talk('q'))}\n\n{json.dumps(refused)}\n")
+    assert main(["data", "lint", str(path), "--model", str(tmp_path / "model")]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"{path}:3: ")
+    assert "no system" in line

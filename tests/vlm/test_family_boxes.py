@@ -11,11 +11,12 @@ import pytest
 from family_folders import MAKERS
 from PIL import Image
 
+from coat_data.load.check_labels import check_labels
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError, Sample
 from coat_data.tools.ingest import ingest
-from coat_data.tools.preview import write_preview
+from coat_data.tools.preview import preview
 from coat_vlm.model.families import FAMILIES
 from coat_vlm.model.family_processor import FamilyProcessor
 
@@ -63,7 +64,9 @@ def write(folder: Path, answer: str, objects: Any = None, *, worse: str = "") ->
 
 
 def trained(processor: Any, sample: Sample) -> str:
-    encoded = processor.encoder()(sample)
+    encoder = processor.encoder()
+    check_labels(sample, *encoder.layout(sample), encoder)
+    encoded = encoder(sample)
     ids = encoded.input_ids[encoded.labels != IGNORE_INDEX].tolist()
     text = processor.tokenizer.decode(ids[:-1])
     if "<ref>" in text:  # each tag is one token, as in InternVL's own training
@@ -120,5 +123,5 @@ def test_images_that_the_processor_refuses(family: Any, tmp_path: Path) -> None:
 
 
 def test_the_preview_shows_the_box_of_the_row(tmp_path: Path) -> None:
-    write_preview(write(tmp_path, ROW_TAGS), tmp_path / "page.html")
+    preview(write(tmp_path, ROW_TAGS), tmp_path / "page.html")
     assert "&lt;/ref&gt;&lt;box&gt;[[250, 250," in (tmp_path / "page.html").read_text()

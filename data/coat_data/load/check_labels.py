@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.mixture.selection import Rows
+from coat_data.readers.boxes import TAG
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.tokens import SegmentTokenizer
 
@@ -90,6 +91,7 @@ def check_labels(
     the template writes before an answer, such as an empty think block, may be supervised.
     """
     tokenizer = encoder.tokenizer
+    sample = encoder.written(sample)
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise _error(sample, f"token {place} has id {token}, but its label is {label}")
@@ -137,7 +139,7 @@ def _split_after_special(ids: Sequence[int], tokenizer: SegmentTokenizer) -> lis
         if not open_span:
             spans.append([])
         spans[-1].append(token)
-        open_span = not tokenizer.is_special_id(token)
+        open_span = not tokenizer.is_special_id(token) or bool(TAG.match(tokenizer.decode([token])))
     return spans
 
 

@@ -152,6 +152,10 @@ class Encoder:
             self.measure(replace(sample, turns=(*sample.turns[:-1], worse), rejected=""))
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
+    def written(self, sample: Sample) -> Sample:
+        """Return the sample with the texts that are tokenized."""
+        return sample
+
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
         """Return ids and labels, with each medium as one tile; any length, nothing is opened."""
         ids, labels, _ = self._planned(sample, lambda _: MediaPlan((ONE_TILE,)))
