@@ -297,12 +297,13 @@ class FamilyEncoder(Encoder):
         except DataError as error:
             raise error if error.where == sample.where else error.within(sample.where) from error
         if len(ids) > self.max_length:
+            of = f", with those of {len(media)} images," if media else ""
+            lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
             raise DataError(
                 sample.where,
-                f"{len(ids)} tokens, with those of {len(media)} images, are more than max_length="
-                f"{self.max_length}",
-                "raise model.max_length, split the conversation, or lower "
-                + ("model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE),
+                f"{len(ids)} tokens{of} are more than max_length={self.max_length}",
+                "raise model.max_length, or split the conversation"
+                + (f", or lower {lower}" if media else ""),
             )
         return EncodedSample(
             as_tensor(ids),

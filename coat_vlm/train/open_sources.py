@@ -24,7 +24,7 @@ from coat_data.mixture.selection import (
     read_excluded_rows,
     select_rows,
 )
-from coat_data.sample import DataError
+from coat_data.sample import DataError, UnreachableError
 from coat_data.tools.field_counts import FieldCounts
 from coat_vlm.config import Recipe, SourceConfig
 
@@ -236,7 +236,10 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
 
 
 def iterate_texts(recipe: Recipe) -> Iterator[str]:
-    """Yield all texts of the recipe's training sources, each source once, to train a tokenizer."""
+    """Yield all texts of the recipe's training sources, each source once, to train a tokenizer.
+
+    DataError for a bad row, unless the stage allows some: then training counts it when it reads it.
+    """
     seen: set[tuple[str | None, ...]] = set()
     for stage in recipe.stages.values():
         for source in stage.data:
@@ -246,7 +249,12 @@ def iterate_texts(recipe: Recipe) -> Iterator[str]:
             seen.add(rows)
             for dataset in open_sources([source], recipe.seed, access_of(recipe))[1]:
                 for row in range(len(dataset)):
-                    sample = dataset[row]
+                    try:
+                        sample = dataset[row]
+                    except DataError as error:
+                        if not stage.max_bad_samples or isinstance(error, UnreachableError):
+                            raise
+                        continue
                     for turn in sample.turns:
                         yield turn.text
                     if sample.rejected:

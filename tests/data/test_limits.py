@@ -94,6 +94,16 @@ def test_compressed_json_is_read_by_number(tmp_path: Path, kind: str, form: str)
     assert not list(tmp_path.glob("cache/unpacked/*/*.tmp"))
 
 
+def test_a_copy_that_broke_off_is_made_again(tmp_path: Path) -> None:
+    """Half of the rows were read, without a word."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(packed("gz", "\n".join(map(json.dumps, ROWS)).encode()))
+    assert len(SampleDataset(path)) == len(ROWS)
+    (copy,) = tmp_path.glob("cache/unpacked/*/a.jsonl")
+    copy.write_bytes(b"".join(copy.read_bytes().splitlines(keepends=True)[:1000]))
+    assert len(SampleDataset(path)) == len(ROWS)
+
+
 def test_a_compressed_file_is_read_as_the_file_in_it(tmp_path: Path, tar: Tar) -> None:
     members = {f"{n}.{field}": f"{n}".encode() for n in range(3) for field in ("txt", "jpg")}
     plain = tar(tmp_path / "a.tar", members)

@@ -1,8 +1,10 @@
 """Every format, as its publishers describe it, gives the sample that one reads in it by eye."""
 
 import base64
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,49 @@ def test_messages_from_parquet_and_from_datasets_on_disk(tmp_path: Path, stored:
     assert shown(dataset[2]) == ["user: [a.png]What?", "assistant: Red."]
     assert dataset[2].media[0].data == RED  # as stored, not decoded and encoded again
     assert dataset[2].row == 2
+
+
+def many_rows(path: Path) -> SampleDataset:
+    pq.write_table(pyarrow.table({"text": [f"document {n}" for n in range(3000)]}), path)
+    return SampleDataset(path)
+
+
+def read_by_number(dataset: SampleDataset) -> list[str]:
+    return [dataset[number].turns[-1].text for number in range(2950, 2980)]
+
+
+def test_a_cache_of_arrow_files_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed at the lock, although nothing has to be written."""
+    path = tmp_path / "a.parquet"
+    texts = read_by_number(many_rows(path))
+    open_file = os.open
+
+    def refuse(file: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(file).startswith(str(tmp_path / "hf")):
+            raise OSError(errno.EROFS, "Read-only file system", file)
+        return open_file(file, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert read_by_number(SampleDataset(path)) == texts
+
+
+@pytest.mark.parametrize("whole_batches", [True, False])
+def test_an_arrow_file_of_the_cache_that_broke_off(tmp_path: Path, whole_batches: bool) -> None:
+    """Reading ended with an IndexError, or with an error that named no file."""
+    path = tmp_path / "a.parquet"
+    read_by_number(many_rows(path))
+    (copy,) = tmp_path.glob("hf/**/*.arrow")
+    if whole_batches:
+        with pyarrow.OSFile(str(copy)) as file:
+            table = pyarrow.ipc.open_stream(file).read_all()
+        with pyarrow.ipc.new_stream(str(copy), table.schema) as stream:
+            stream.write_table(table.slice(0, 2000))
+    else:
+        os.truncate(copy, copy.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"/hf.*: (has 2000 of the 3000 rows|.*damaged).*delete"):
+        read_by_number(SampleDataset(path))
 
 
 def test_the_cauldron_and_onevision_parquet(tmp_path: Path) -> None:

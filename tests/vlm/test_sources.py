@@ -20,7 +20,7 @@ from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import open_data
-from coat_vlm.train.open_sources import open_source, open_sources
+from coat_vlm.train.open_sources import iterate_texts, open_source, open_sources
 from coat_vlm.train.tracking import rewind
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -227,6 +227,20 @@ def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Pa
         "a": {"rows": 1, "rate": 0.1},
         "b": {"rows": 1, "rate": 0.1},
     }
+
+
+def test_bad_rows_are_left_out_when_a_tokenizer_is_trained(file: Path, tmp_path: Path) -> None:
+    """They stopped the run, in spite of max_bad_samples."""
+    rows = json.loads(file.read_text())
+    texts = sum(len(row["conversations"]) for row in rows[1:])
+    rows[0] = {"conversations": []}
+    file.write_text(json.dumps(rows))
+    source = {"name": "a", "path": str(file), "media_root": str(tmp_path)}
+    recipe = load_recipe(str(recipe_with(tmp_path, {}, data=[source], max_bad_samples=1)))
+    assert len([*iterate_texts(recipe)]) == texts
+    recipe = load_recipe(str(recipe_with(tmp_path, {}, data=[source])))
+    with pytest.raises(DataError, match=":1: there is no answer"):
+        [*iterate_texts(recipe)]
 
 
 def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:

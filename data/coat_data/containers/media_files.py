@@ -3,6 +3,7 @@
 import functools
 import os
 import stat
+from importlib.util import find_spec
 
 from PIL import Image
 
@@ -18,6 +19,12 @@ Left out are EPS, which Pillow hands to Ghostscript, a program that can be made 
 which opens another image inside of it with all formats; WMF, HDF5, GRIB, BUFR and MPEG, which other
 programs read; and formats that no data set is stored in.
 """
+
+if find_spec("pillow_heif") is not None:  # an optional package, for photos of phones
+    from pillow_heif import register_heif_opener  # pyright: ignore[reportMissingImports]
+
+    register_heif_opener()
+    IMAGE_FORMATS = (*IMAGE_FORMATS, "HEIF")
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gifv", ".flv", ".ts"}

@@ -4,8 +4,11 @@ In order, Parquet is read a few rows at a time. By number, it is read through me
 files in the cache of ``datasets``, which are made when more than :data:`_PROBED` rows are read.
 """
 
+import errno
 import glob
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_BATCH = 32  # rows held while reading in order; each may carry its images
 _PROBED = 16  # rows that are read by number from Parquet itself
+_DELETE = "delete the folder: it is a copy that is made again"
 _ARROW_FILE = b"ARROW1"
 
 
@@ -228,22 +232,52 @@ def open_parquet(files: Sequence[Path], schema: "pa.Schema | None" = None) -> "D
     """Open Parquet files as one memory-mapped table, which all ranks and workers of a host share.
 
     ``datasets`` converts them to Arrow files in its cache (``HF_DATASETS_CACHE``), under a lock and
-    keyed by the shards' paths and modification times.
+    keyed by the shards' paths and modification times. A cache that is read-only is read without it.
     """
-    from datasets import Dataset, Features
+    from datasets import Dataset, Features, config
     from datasets.exceptions import DatasetGenerationError
     from datasets.utils.typing import PathLike
+    from pyarrow.parquet import read_metadata
 
     try:
         # The paths are patterns to datasets: a folder named "run[1]" must match itself.
         patterns: list[PathLike] = [glob.escape(str(path)) for path in files]
         features = None if schema is None else Features.from_arrow_schema(schema)
-        table = Dataset.from_parquet(patterns, features=features)
+        read = partial(Dataset.from_parquet, patterns, features=features)
+        try:
+            table = read()
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            with _without_locks():
+                table = read()
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
             raise error.__cause__ from error  # such as a full disk, which is not the data's fault
         problem = f"a shard cannot be read: {error.__cause__}"
         remedy = "copy the files again, or ingest again"
         raise DataError(str(files[0].parent), problem, remedy) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        cache = str(config.HF_DATASETS_CACHE)
+        raise DataError(cache, f"a copy of {files[0]} is damaged: {error}", _DELETE) from error
     assert isinstance(table, Dataset)
+    rows = sum(read_metadata(path).num_rows for path in files)
+    if len(table) != rows:
+        copy = str(Path(table.cache_files[0]["filename"]).parent)
+        raise DataError(copy, f"has {len(table)} of the {rows} rows of {files[0]}", _DELETE)
     return table
+
+
+@contextmanager
+def _without_locks() -> Iterator[None]:
+    """Let ``datasets`` read a cache that nobody can write."""
+    import datasets.builder
+
+    lock = datasets.builder.FileLock
+    datasets.builder.FileLock = lambda _: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        datasets.builder.FileLock = lock

@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
@@ -92,7 +93,10 @@ def _opened(
         raise DataError(where, "no such file", "fix the path or the media root") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, and others
         problem = f"the image cannot be read: {type(error).__name__}: {error}"
-        raise DataError(where, problem, "replace the file or remove the row") from error
+        remedy = "replace the file or remove the row"
+        if isinstance(error, UnidentifiedImageError) and _is_heic(media):
+            remedy = "it is HEIC: pip install pillow-heif, or convert it to JPEG"
+        raise DataError(where, problem, remedy) from error
 
 
 @contextmanager
@@ -161,6 +165,13 @@ def _source(media: Media) -> BinaryIO | str:
         raise DataError("<image>", "the media has neither a path nor data", "give it one of them")
     check_regular_file(media.path)
     return media.path
+
+
+def _is_heic(media: Media) -> bool:
+    source = _source(media)
+    with Path(source).open("rb") if isinstance(source, str) else source as file:
+        head = file.read(12)
+    return head[4:8] == b"ftyp" and head[8:] in (b"heic", b"heix", b"hevc", b"mif1", b"msf1")
 
 
 def _check_size(image: Image.Image, where: str) -> None:
