@@ -15,9 +15,15 @@ from coat_vlm.report.evaluation import (
     format_percent,
 )
 from coat_vlm.report.plots import plot_stage
-from coat_vlm.report.resources import Plan, build_data_rows, build_fp8_sections, build_speed_rows
 from coat_vlm.report.run_folder import read_run_folder
-from coat_vlm.report.stages import build_stage_columns, list_header_facts
+from coat_vlm.report.tables import (
+    Plan,
+    build_data_rows,
+    build_fp8_sections,
+    build_speed_rows,
+    build_stage_columns,
+    list_header_facts,
+)
 from coat_vlm.report.verdict import find_command, judge
 
 __all__ = ["write_report"]

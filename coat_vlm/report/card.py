@@ -12,12 +12,15 @@ from huggingface_hub import ModelCardData
 
 from coat_vlm.config import STAGES
 from coat_vlm.report.evaluation import build_evaluation_rows, format_interval, format_percent
-from coat_vlm.report.resources import build_data_rows
 from coat_vlm.report.run_folder import RunFolder, read_run_folder
-from coat_vlm.report.stages import build_stage_columns, format_count, list_header_facts
+from coat_vlm.report.tables import (
+    build_data_rows,
+    build_stage_columns,
+    format_count,
+    list_header_facts,
+)
 from coat_vlm.train.steady_rates import add_up
 
-CARD = "README.md"  # of a model folder, which the Hub shows
 _PUBLISHED = "published"  # layout of a run of model.pretrained
 _LIBRARIES = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers") | {"vila": "vila"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -92,12 +95,12 @@ def _metadata(recipe: Mapping[str, Any], layout: str) -> str:
         names = [(model.get(part) or {}).get("name_or_path") for part in parts]
     bases = [n for n in names if n and _HUB_ID.fullmatch(n) and not Path(n).exists()]
     paths = [str(data.get("path")) for stage in stages.values() for data in stage.get("data") or []]
-    found = [match[1] for path in paths if (match := _HUB_DATA.match(path))]
+    ids = [match[1] for path in paths if (match := _HUB_DATA.match(path))]
     data = ModelCardData(
         library_name=_LIBRARIES.get(layout, "coat-vlm"),
         pipeline_tag="text-generation" if text_only else "image-text-to-text",
         base_model=bases or None,
-        datasets=list(dict.fromkeys(found)) or None,
+        datasets=list(dict.fromkeys(ids)) or None,
         tags=["coat-vlm"],
     )
     return f"{data.to_yaml()}\n"

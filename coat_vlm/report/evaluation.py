@@ -81,8 +81,8 @@ def build_evaluation_rows(
                     chance=baseline(values, metric, "chance"),
                     majority=baseline(values, metric, "majority"),
                     required=require.get(metric),
-                    n=count_questions(report, metric),
-                    interval=find_interval(values, report, metric),
+                    n=_count_questions(report, metric),
+                    interval=_find_interval(values, report, metric),
                     problems=", ".join(
                         f"{report[key]} {kind}"
                         for kind, key in _PROBLEMS.items()
@@ -98,17 +98,16 @@ def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | Non
 
     ``colour.chance`` is one of ``colour.accuracy``, ``f1_chance`` of ``f1``.
     """
-    category, dot, own = metric.rpartition(".")
-    return values.get(f"{category}{dot}{kind if own == 'accuracy' else f'{own}_{kind}'}")
+    category, dot, name = metric.rpartition(".")
+    return values.get(f"{category}{dot}{kind if name == 'accuracy' else f'{name}_{kind}'}")
 
 
-def count_questions(report: Mapping[str, Any], metric: str) -> int | None:
-    """Return the number of questions behind a metric; None if the report does not state it."""
+def _count_questions(report: Mapping[str, Any], metric: str) -> int | None:
     category, dot, _ = metric.rpartition(".")
     return (report.get("counts") or {}).get(f"category.{category}") if dot else report.get("n")
 
 
-def find_interval(
+def _find_interval(
     values: Mapping[str, float], report: Mapping[str, Any], metric: str
 ) -> tuple[float, float] | None:
     """Return the 95% interval of a metric in percent: 1.96 standard errors to both sides."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from coat_data.load.encode import Encoder
 from coat_data.load.loader import check_batch_sizes
 from coat_vlm.checkpoint.manifest import find_problem
-from coat_vlm.config import STAGES, Precision, Recipe, StageName
+from coat_vlm.config import STAGES, Recipe, StageName
 from coat_vlm.export.llava import check_llava
 from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm
@@ -150,18 +150,12 @@ def _check_device(recipe: Recipe, findings: Findings) -> None:
     if torch.cuda.is_available():
         with findings.collect():
             arithmetic_of(recipe.precision, recipe.fp8, torch.device("cuda", 0))
-    elif note := describe_emulation(recipe.precision):
-        findings.notes.append(note)
-
-
-def describe_emulation(precision: Precision) -> str | None:
-    """Return how a precision runs on a CPU, for a user; None for FP32."""
-    if precision == "fp32":
-        return None
-    return (
-        f"there is no GPU: precision {precision} is emulated on the CPU, with FP32 storage and "
-        "values rounded in the linear layers; it is slower than precision=fp32 and saves no memory"
-    )
+    elif recipe.precision != "fp32":
+        findings.notes.append(
+            f"there is no GPU: precision {recipe.precision} is emulated on the CPU, with FP32 "
+            "storage and values rounded in the linear layers; it is slower than precision=fp32 and "
+            "saves no memory"
+        )
 
 
 def _check_kept(

@@ -33,7 +33,7 @@ from coat_data.mixture.selection import Rows, SelectedRows, original_row
 from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
-from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
+from coat_vlm.config.stage import ROW_MULTIPLE
 from coat_vlm.distributed import World
 from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
@@ -86,14 +86,6 @@ class StageData:
     def samples_per_step(self, stage: StageConfig) -> float:
         """Samples of an optimizer step; their mean when packing."""
         return stage.batch_size * (1 if self.packing is None else self.packing.samples_per_row)
-
-
-def build_row_budget(recipe: Recipe, packing: PackingConfig, max_length: int) -> Budget:
-    """Build the limits of a packed row; ``fp8.cuda_graphs: true`` pads rows to one length."""
-    tokens = packing.row_tokens(max_length)
-    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
-    align = tokens if graphs else ROW_MULTIPLE
-    return Budget(tokens=tokens, images=packing.images, buffer=packing.buffer, align=align)
 
 
 def open_data(
@@ -149,8 +141,15 @@ def open_data(
     tokens: list[float | None] = [None] * len(datasets)
     if stage.packing is not None or stage.balance:
         budget = None
-        if stage.packing is not None:
-            budget = build_row_budget(recipe, stage.packing, processor.max_length)
+        if (packing := stage.packing) is not None:
+            row_tokens = packing.row_tokens(processor.max_length)
+            graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
+            budget = Budget(
+                tokens=row_tokens,
+                images=packing.images,
+                buffer=packing.buffer,
+                align=row_tokens if graphs else ROW_MULTIPLE,  # one length for all graphs
+            )
         sizes = measure_sources(
             sources,
             datasets,

@@ -31,18 +31,14 @@ _LOSS_FLOOR, _NORM_FLOOR = 0.02, 0.1
 """Smallest robust standard deviation of log(1 + loss) and of log(gradient norm)."""
 
 
-def robust_z(window: Iterable[float], value: float, floor: float) -> float:
-    """Return the distance of a value from the median in robust standard deviations.
+def measure_spread(window: Iterable[float], floor: float) -> tuple[float, float]:
+    """Return the median of values and their robust standard deviation, at least ``floor``.
 
-    The standard deviation is 1.4826 times the median absolute deviation, as for a normal
-    distribution, and at least ``floor``.
+    It is 1.4826 times the median absolute deviation, as for a normal distribution.
     """
     values = np.fromiter(window, dtype=np.float64)
-    return (value - float(np.median(values))) / _spread(values, floor)
-
-
-def _spread(values: np.ndarray, floor: float) -> float:
-    return max(floor, 1.4826 * float(np.median(np.abs(values - np.median(values)))))
+    median = float(np.median(values))
+    return median, max(floor, 1.4826 * float(np.median(np.abs(values - median))))
 
 
 class Detector:
@@ -105,19 +101,16 @@ class Detector:
         if len(self._losses) < min(MIN_STEPS, self._config.window):
             return None
         threshold = self._config.threshold
-        if robust_z(self._losses, math.log1p(max(0.0, loss)), _LOSS_FLOOR) > threshold:
-            low, high = (math.expm1(x) for x in _range(self._losses, _LOSS_FLOOR, threshold))
+        middle, spread = measure_spread(self._losses, _LOSS_FLOOR)
+        if (math.log1p(max(0.0, loss)) - middle) / spread > threshold:
+            low, high = (math.expm1(middle + side * threshold * spread) for side in (-1, 1))
             return f"loss {loss:.4g}, usual {max(0.0, low):.4g} to {high:.4g}"
-        if norm and self._norms and robust_z(self._norms, math.log(norm), _NORM_FLOOR) > threshold:
-            low, high = (math.exp(x) for x in _range(self._norms, _NORM_FLOOR, threshold))
-            return f"gradient norm {norm:.4g}, usual {low:.4g} to {high:.4g}"
+        if norm and self._norms:
+            middle, spread = measure_spread(self._norms, _NORM_FLOOR)
+            if (math.log(norm) - middle) / spread > threshold:
+                low, high = (math.exp(middle + side * threshold * spread) for side in (-1, 1))
+                return f"gradient norm {norm:.4g}, usual {low:.4g} to {high:.4g}"
         return None
-
-
-def _range(window: Iterable[float], floor: float, threshold: float) -> tuple[float, float]:
-    values = np.fromiter(window, dtype=np.float64)
-    middle, reach = float(np.median(values)), threshold * _spread(values, floor)
-    return middle - reach, middle + reach
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,9 +223,9 @@ def _find_bad_weight(model: nn.Module, world: World) -> str | None:
     """Return the first parameter that is not finite on some rank; None if all are finite."""
     names, flags = [], []
     for name, parameter in model.named_parameters():
-        own = getattr(parameter, "ds_tensor", parameter)  # this rank's part under ZeRO stage 3
+        part = getattr(parameter, "ds_tensor", parameter)  # this rank's under ZeRO stage 3
         names.append(name)
-        flags.append(own.detach().isfinite().all().to(world.device))
+        flags.append(part.detach().isfinite().all().to(world.device))
     bad = [name for name, good in zip(names, torch.stack(flags).tolist(), strict=True) if not good]
-    found = [ranks[0] for ranks in world.gather(bad[:1]) if ranks]
-    return min(found, key=names.index) if found else None
+    first = [ranks[0] for ranks in world.gather(bad[:1]) if ranks]
+    return min(first, key=names.index, default=None)

@@ -1,4 +1,4 @@
-"""Measures FP8 in a run: errors of blocks (the recipe's ``monitor``), saturation, optimizer states.
+"""Measures FP8 in a run: errors of blocks (the recipe's ``monitor``), and saturation.
 
 In a monitored step, hooks capture the first input of each selected block and the gradient of its
 output; after the step :mod:`coat_vlm.fp8.block_error` runs each block in both precisions. Other
@@ -20,7 +20,6 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, watching
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
-from coat_vlm.optim.state import LOW_BITS
 from coat_vlm.train.tracking import Metrics
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
@@ -53,8 +52,8 @@ class BlockMonitor:
         world: World,
         split: bool,
     ) -> None:
-        found = {} if report is None else report.converted
-        names = [name for name, kind in found.items() if kind != "FP8 linear"]
+        converted = {} if report is None else report.converted
+        names = [name for name, kind in converted.items() if kind != "FP8 linear"]
         self._blocks = {name: model.get_submodule(name) for name in names}
         self._config = config
         self._monitored = [] if config is None else select_blocks(names, config.layers)
@@ -123,8 +122,8 @@ class BlockMonitor:
                 if live is not None:
                     mine[name] = block_error(block, live, self._round_linears)
         totals = {name: BlockError() for name in self._monitored}
-        for found in self._world.gather(mine):
-            for name, error in found.items():
+        for errors in self._world.gather(mine):
+            for name, error in errors.items():
                 totals[name].add(error)
         rows: dict[str, dict[str, Any]] = {}
         for name, error in totals.items():
@@ -153,18 +152,18 @@ def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
             f"monitor.layers: {wrong[0] if wrong else list(layers)} is not an FP8 block; "
             f"allowed: {', '.join(_WORDS)}, and {', '.join(names) or 'nothing else (no FP8 block)'}"
         )
-    wanted: set[str] = set(layers)
+    chosen: set[str] = set(layers)
     for part in parts.values():
         places = {"first": part[:1], "middle": part[len(part) // 2 :][:1], "last": part[-1:]}
-        for word in wanted & {*_WORDS}:
-            wanted |= set(part if word == "all" else places[word])
-    return [name for name in names if name in wanted]
+        for word in chosen & {*_WORDS}:
+            chosen |= set(part if word == "all" else places[word])
+    return [name for name in names if name in chosen]
 
 
 def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
     """Return a line for each value of a block that exceeds its limit."""
-    found = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
-    found += [
+    values = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
+    values += [
         (f"{kind}, {rate}", row[kind][rate], limit)
         for kind in PER_TENSOR
         for rate, limit in _RATES.items()
@@ -175,33 +174,9 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
         f"{name}: {metric.replace('_', ' ')} "
         f"{'is not finite' if value is None else f'is {value:.3g}'}, "
         f"the limit is {getattr(config, key):g} (monitor.{key}); {remedy}"
-        for metric, value, key in found
+        for metric, value, key in values
         if value is None or value > getattr(config, key)
     ]
-
-
-def measure_states(optimizer: Any) -> dict[str, Any]:
-    """Measure the optimizer states of this process, compared with those of torch's AdamW.
-
-    Low bits of master weights are not counted: they are a part of the weights.
-    """
-    states = {p: state for p, state in optimizer.state.items() if state}
-    tensors = [
-        t
-        for state in states.values()
-        for key, t in state.items()
-        if isinstance(t, Tensor) and t.ndim and key != LOW_BITS
-    ]
-    # torch.optim.AdamW has two moments of the dtype of the weights that it updates.
-    master = next(iter(states), None)
-    has_low_bits = master is not None and LOW_BITS in states[master]
-    width = 0 if master is None else 4 if has_low_bits else master.element_size()
-    return {
-        "optimizer": type(optimizer).__name__,
-        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        "parameters": sum(state["exp_avg"].numel() for state in states.values()),
-        "original_bytes_per_parameter": 2.0 * width,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +187,7 @@ class Measurements:
     """The stage's name."""
     total_steps: int
     has_fp8: bool
-    """Whether saturation and optimizer states are measured, in the first and the last step."""
+    """Whether saturation is measured, in the first and the last step."""
     monitor: BlockMonitor
     metrics: Metrics
 
@@ -221,20 +196,18 @@ class Measurements:
         return self.monitor.is_due(step) or self._counts(step)
 
     @contextmanager
-    def watch(self, step: int, optimizer: Any) -> Iterator[None]:
+    def watch(self, step: int) -> Iterator[None]:
         """Measure the step in this context."""
         with ExitStack() as measured:
             if self.monitor.is_due(step):
                 watch = self.monitor.watch(self.name, step, self.metrics.write)
                 measured.enter_context(watch)
-            if not self._counts(step):
-                yield
-                return
-            with watching() as counts:
-                yield
-            entry = {"kind": "fp8", "stage": self.name, "step": step}
-            self.metrics.write({**entry, "status": "rates", "rates": counts.rates()})
-            self.metrics.write({**entry, "status": "states", **measure_states(optimizer)})
+            counts = measured.enter_context(watching()) if self._counts(step) else None
+            yield
+        if counts is not None:
+            self.metrics.write(
+                {"kind": "fp8", "stage": self.name, "step": step, "rates": counts.rates()}
+            )
 
     def _counts(self, step: int) -> bool:
         return self.has_fp8 and step in (1, self.total_steps)

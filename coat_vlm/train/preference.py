@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coat_data.load.encode import IGNORE_INDEX
-from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import share_stored
 from coat_vlm.model import CoatVlm
@@ -145,21 +145,6 @@ class Preference:
             }
             for group in _GROUPS
         }
-
-
-def build_preference(
-    model: PreTrainedModel,
-    processor: AnyProcessor,
-    recipe: Recipe,
-    name: StageName,
-    run_dir: Path,
-    world: World,
-) -> Preference | None:
-    """Build the loss of a stage on preference pairs; None for other stages."""
-    stage = recipe.stages[name]
-    if stage.dpo is None:
-        return None
-    return Preference(model, processor, recipe, stage, run_dir / name, world)
 
 
 def count_pairs(labels: Tensor) -> int:

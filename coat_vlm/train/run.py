@@ -61,9 +61,13 @@ from coat_vlm.train.model_setup import (
 )
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
-from coat_vlm.train.preference import build_preference
-from coat_vlm.train.resume import check_length, continue_sampler
-from coat_vlm.train.run_folder import prepare_run_folder, reset_stage
+from coat_vlm.train.preference import Preference
+from coat_vlm.train.resume import (
+    check_length,
+    continue_sampler,
+    prepare_run_folder,
+    reset_stage,
+)
 from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import StepLog
@@ -280,7 +284,9 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     """Build the steps of a stage; continue from its checkpoint if there is one."""
     recipe, config, world, name = stage.recipe, stage.config, stage.world, stage.name
     model, data = opened.model, opened.data
-    preference = build_preference(model, opened.processor, recipe, name, stage.run_dir, world)
+    preference = None
+    if config.dpo is not None:
+        preference = Preference(model, opened.processor, recipe, config, stage.folder, world)
     passes = build_passes(model, recipe, config, opened.arithmetic, world, preference)
     monitor = BlockMonitor(
         model, opened.conversion, recipe.monitor, opened.arithmetic, world, recipe.zero_stage == 3

@@ -1,5 +1,6 @@
 """What a stage trains and reads: the tables before training, and the first entry of its metrics."""
 
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -38,13 +39,7 @@ def describe_stage(
 def describe_sources(data: StageData) -> list[dict[str, Any]]:
     """Return rows, samples and passes per epoch, and mean tokens of a sample, of each source."""
     return [
-        {
-            "name": share.name,
-            "rows": share.rows,
-            "samples": share.samples,
-            "passes": share.passes,
-            "tokens": tokens,
-        }
+        {**asdict(share), "passes": share.passes, "tokens": tokens}
         for share, tokens in zip(data.shares, data.tokens, strict=True)
     ]
 

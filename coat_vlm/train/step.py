@@ -101,7 +101,7 @@ class TrainStep:
             return True
         watch = nullcontext()
         if self.measurements is not None and measured:
-            watch = self.measurements.watch(number, passes.engine.client_optimizer)
+            watch = self.measurements.watch(number)
         with watch:
             launched = self._launch(micro_batches, counts, started)
             if measured:  # the passes are repeated in the blocks of this step if it has NaN
@@ -137,12 +137,12 @@ class TrainStep:
         replicas = stage.count_replicas(world.size)
         micro_steps = stage.batch_size // (stage.micro_batch_size * replicas)
         counted = micro_batches if self.passes.counts and micro_batches is not None else ()
-        own = {
+        counts = {
             **self.log.count(counted, micro_steps, self.finished + 1),
             "stop": float(stop_requested),
             "without_batch": float(micro_batches is None),
         }
-        return dict(zip(own, world.sum([*own.values()]), strict=True))
+        return dict(zip(counts, world.sum([*counts.values()]), strict=True))
 
     def _launch(
         self, micro_batches: list[LoadedBatch], counts: dict[str, float], started: float
@@ -153,7 +153,15 @@ class TrainStep:
         bad = self.log.bad_samples.entry(
             counts, partial(self.sampler.count_by_source, sampler_state)
         )
-        lr = passes.set_lr(self._lr_factor())
+        lr = passes.set_lr(
+            lr_factor(
+                self.finished,
+                self.total_steps,
+                round(passes.stage.warmup_ratio * self.total_steps),
+                passes.stage.lr_scheduler_type,
+                passes.stage.min_lr_ratio,
+            )
+        )
         passes.set_train_mode()
         divisor = counts["supervised_tokens" if passes.preference is None else "samples"]
         if not divisor:
@@ -179,16 +187,6 @@ class TrainStep:
             divisor=divisor,
             results=results,
             entry=entry,
-        )
-
-    def _lr_factor(self) -> float:
-        stage = self.passes.stage
-        return lr_factor(
-            self.finished,
-            self.total_steps,
-            round(stage.warmup_ratio * self.total_steps),
-            stage.lr_scheduler_type,
-            stage.min_lr_ratio,
         )
 
     def _check_finite(self, step: _LaunchedStep) -> tuple[float, float | None]:

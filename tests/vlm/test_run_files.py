@@ -8,7 +8,7 @@ import pytest
 from coat_data.saved_files import replace_file
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.run_folder import prepare_run_folder
+from coat_vlm.train.resume import prepare_run_folder
 from coat_vlm.train.tracking import METRICS, read_losses, rewind
 
 
@@ -66,7 +66,7 @@ def test_a_killed_overwrite_is_completed_by_the_next(
             if not any(one.is_dir() for one in folders):
                 raise KeyboardInterrupt
 
-        patch.setattr("coat_vlm.train.run_folder.shutil.rmtree", remove)
+        patch.setattr("coat_vlm.train.resume.shutil.rmtree", remove)
         with pytest.raises(KeyboardInterrupt):
             prepare_run_folder(tmp_path, recipe, continues=False, overwrite=True)
     with pytest.raises(ValueError, match="already contains a run"):
