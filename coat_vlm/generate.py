@@ -47,11 +47,8 @@ def load(
     The default device is the first GPU, or the CPU if there is none; the default ``dtype`` of the
     weights is the checkpoint's on a GPU and FP32 on a CPU. ``precision``, one of training's,
     computes with ``fp8`` (default ``Fp8Config()``). Compressed weights are decompressed, and the
-    inputs of their layers are rounded as in a server.
-
-    Raises:
-        FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: another kind of model, or the precision does not fit the model or the GPU.
+    inputs of their layers are rounded as in a server. Raises FileNotFoundError without a
+    config.json, ValueError if the precision does not fit the model or the GPU.
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():

@@ -41,14 +41,11 @@ def load_recipe(
 ) -> Recipe:
     """Read a YAML file, or the built-in recipe of a name.
 
-    Args:
-        overrides: strings ``dotted.key=value`` with the value in YAML; applied in order. One of a
-            stage's ``epochs`` and ``max_steps`` clears the other one of the file.
-        unset_variables: leave ``${NAME}`` of variables that are not set in ``stages`` and
-            ``eval_sets``, for commands that need no data.
-
-    Raises ValueError if the recipe does not exist, a key is unknown or repeated, a value is not
-    allowed, or a variable is not set.
+    ``overrides`` are ``dotted.key=value`` with the value in YAML. One of a stage's ``epochs`` and
+    ``max_steps`` clears the other one of the file. ``unset_variables`` leaves ``${NAME}`` of
+    unset variables in ``stages`` and ``eval_sets``, for commands that need no data. Raises
+    ValueError if the recipe does not exist, a key is unknown or repeated, a value is not allowed,
+    or a variable is not set.
     """
     where, text = _read_text(path_or_name)
     try:

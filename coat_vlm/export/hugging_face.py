@@ -135,20 +135,11 @@ def export(
 ) -> Path:
     """Write the model of a checkpoint or of a stage as a Hugging Face folder; returns ``target``.
 
-    LoRA adapters are merged into the weights.
-
-    Args:
-        source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
-            compared; or a folder in the layout ``llava`` or ``vila``.
-        target: must not exist or must be empty.
-        dtype: by default the dtype of training, or BF16 with compressed weights.
-        layout: ``language`` is only the language model.
-        weights: compression of the language model's linear layers.
-
-    Raises:
-        ValueError: the source is not a checkpoint or is damaged, the target is not empty, or the
-            layout cannot represent the model.
-        LockError: another process exports to the same folder.
+    ``source`` is ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
+    compared, or a folder in the layout ``llava`` or ``vila``. LoRA adapters are merged. ``dtype``
+    is by default that of training, or BF16 with compressed ``weights``, which are the language
+    model's. Raises ValueError if the source is not a checkpoint or is damaged, the target is not
+    empty, or the layout cannot represent the model; LockError if another process exports to it.
     """
     if weights is not None:
         if layout == "vila":

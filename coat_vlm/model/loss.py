@@ -71,13 +71,8 @@ def linear_cross_entropy(
     a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as GEMMs around
     ``coat_kernels.cross_entropy_``, without synchronization.
 
-    Args:
-        layer: [H] to [V], without child modules.
-        hidden: [M, H].
-        targets: [M] int64, each in [0, V).
-        divisor: []; gradients are divided before they are rounded to their dtype. Default: 1.
-        chunk_bytes: by default :data:`CHUNK_BYTES` or :data:`IN_PLACE_BYTES`.
-
+    ``layer`` maps [H] to [V] and has no child modules; ``hidden`` is [M, H], ``targets`` [M] int64
+    in [0, V), ``divisor`` [], by which gradients are divided before they are rounded (default: 1).
     Returns [] FP32; 0 with a graph if M is 0. A second backward pass is an error.
     """
     if divisor is None:

@@ -30,14 +30,10 @@ _ASSERTED = ("cuda", "meta")
 def find_placeholders(is_image: Tensor, given: Tensor | None) -> Tensor:
     """Return the positions [P] int64 of the placeholders in the flattened tokens, ascending.
 
-    Args:
-        is_image: (B, T) bool, whether a token is a placeholder.
-        given: [P] int64, the positions from the collation of the batch. Default: search for them,
-            which synchronizes with a GPU.
-
-    Raises:
-        ValueError: the given positions are not those of the placeholders. On a GPU a device-side
-            assertion fails instead, and the next synchronizing call reports it.
+    ``is_image`` is (B, T) bool. ``given`` are the positions from the collation of the batch; a
+    search for them synchronizes with a GPU. Raises ValueError if they are not those of the
+    placeholders. On a GPU a device-side assertion fails instead, which the next synchronizing call
+    reports.
     """
     if given is None:
         return is_image.flatten().nonzero().squeeze(1)
@@ -65,12 +61,7 @@ def find_placeholders(is_image: Tensor, given: Tensor | None) -> Tensor:
 
 
 def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tensor:
-    """Replace token embeddings (B, T, H) by features.
-
-    Args:
-        positions: [P] int64, distinct positions in the flattened tokens.
-        features: P rows of H in the order of the positions, in any shape that ends in H.
-    """
+    """Replace token embeddings (B, T, H) at distinct flat positions [P] by features (..., H)."""
     flat = embeds.flatten(0, 1)
     rows = features.reshape(-1, flat.shape[1]).to(flat.dtype)
     return flat.index_copy(0, positions, rows).view_as(embeds)

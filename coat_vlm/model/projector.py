@@ -114,11 +114,9 @@ def project_scales(
     smaller scales are resized to the largest and concatenated along channels. The result is split
     into tiles for the projector, so that its blocks of patches stay inside a tile.
 
-    Args:
-        features: (N, P, C), of all tiles of all images in order; P = g * g patches.
-        grids: their number of tiles must match, else ValueError.
-        scales: sides in pixels, ascending; the first is the tower's input size.
-        project: maps (n, P, K * C) for K scales to (n, T, H), T a square.
+    ``features`` are (N, P, C), of all tiles of all images in order, P = g * g patches; ValueError
+    if ``grids`` have another number of tiles. ``scales`` are sides in pixels, ascending from the
+    tower's input size. ``project`` maps (n, P, K * C) for K scales to (n, T, H), T a square.
     """
     counts = [count_tiles(grid, scales) for grid in grids]
     if sum(counts) != len(features):

@@ -85,10 +85,8 @@ def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
 class SequenceShard:
     """This rank's part of a micro-batch, and the exchanges with the other ranks.
 
-    Args:
-        positions: [P] int64, positions in the shard that image features replace.
-        sends: number of features that this rank computes for each rank.
-        receives: number of features that each rank computes for this rank; their sum is P.
+    Image features replace ``positions`` [P] int64 of the shard. ``sends`` and ``receives`` are the
+    numbers of features that this rank computes for each rank, and each rank for this one (sum: P).
     """
 
     def __init__(

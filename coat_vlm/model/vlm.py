@@ -151,10 +151,8 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             attention_mask: (B, T), or another mask of the language model; on the CPU it is dropped
                 if the loss does not need it.
             pixel_values: (N, 3, S, S), the images of all rows in order; N may be 0.
-            image_grids: (M, 2) rows and columns of each image's largest scale, with
-                ``config.s2_scales``. Default: every image is one tile.
-            frame_groups: (G,) numbers of consecutive tiles that share the tokens of one frame.
-                Default: 1 each.
+            image_grids: (M, 2) rows and columns of each image's largest scale (``s2_scales``).
+            frame_groups: (G,) numbers of consecutive tiles that share one's tokens. Default: 1.
             inputs_embeds: (B, T, H) instead of input_ids and images.
             labels: (B, T), not shifted; -100 is ignored, and required for padding. On the CPU they
                 avoid a synchronization.
@@ -162,8 +160,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             logits_to_keep: compute only this many last logits (0: all); not with labels.
             skip_logits: return only the loss, computed without storing the logits, unless the model
                 scales or caps them. Default: True with labels in training mode.
-            image_positions: [P] int64, ascending positions of the placeholders in the flattened
-                ``input_ids``. Default: search for them, which synchronizes with a GPU.
+            image_positions: as ``given`` of :func:`find_placeholders`.
             sequence_shard: the other arguments are a shard of ``sequence_parallel.shard_batch``.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences.

@@ -45,12 +45,8 @@ class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
     The same entries give the same result, so all ranks and a resumed run agree without
-    communication. ``entries`` are those of the finished steps.
-
-    Attributes:
-        first: first step of the present spike; None if the last step was in range.
-        applied: number of steps that changed the weights.
-        skipped: number of steps that were skipped because of non-finite gradients.
+    communication. ``entries`` are those of the finished steps. ``first`` is the first step of the
+    present spike, None if the last step was in range.
     """
 
     def __init__(
@@ -60,8 +56,8 @@ class Detector:
         entries: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self.first: int | None = None
-        self.applied = 0
-        self.skipped = 0
+        self.applied = 0  # steps that changed the weights
+        self.skipped = 0  # steps with gradients that were not finite
         self._config = config
         self._guess = math.log(max(2, vocab_size))
         self._limit: float | None = None

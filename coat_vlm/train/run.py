@@ -92,12 +92,9 @@ def run_recipe(
 ) -> Path:
     """Train the stages of a recipe; return the last stage's model folder.
 
-    Args:
-        resume: continue from the newest complete checkpoint; finished stages are skipped.
-        only_stage: run only this stage, on the previous stage's model in the run folder.
-        allow_changed_data: continue although the data, or keys that determine it, changed.
-        subsets: the questions of ``eval_every``
-            (:func:`coat_eval.runner.make_eval_subsets`).
+    ``resume`` continues from the newest complete checkpoint and skips finished stages.
+    ``only_stage`` starts from the previous stage's model in the run folder. ``subsets`` are the
+    questions of ``eval_every`` (:func:`coat_eval.runner.make_eval_subsets`).
 
     Raises ValueError if the recipe, a checkpoint or the run folder does not fit, or training
     failed; LockError, DataError, OSError; SystemExit if a signal stopped the run.

@@ -80,16 +80,12 @@ class TrainStep:
     ) -> bool:
         """Run one optimizer step; return whether any process received a signal.
 
-        Its results are read, checked, logged and passed to ``on_entry``: before this call returns,
-        or during the next call if steps overlap.
-
-        Args:
-            micro_batches: None if a signal ended the wait. No rank then runs the step.
-            started: ``time.perf_counter()`` before loading the micro-batches.
-            wait: whether the results must be read before this call returns.
-
-        Raises ValueError if too many rows are bad or steps were skipped, the loss is not finite,
-        the batch has no supervised token, or a trainable module gets no gradient.
+        Its results are read, checked, logged and passed to ``on_entry``: before this call returns
+        if steps do not overlap or it must ``wait``, else during the next call. ``micro_batches`` is
+        None if a signal ended the wait for them; no rank then runs the step. ``started``:
+        ``time.perf_counter()`` before they were loaded. Raises ValueError if too many rows are bad
+        or steps were skipped, the loss is not finite, the batch has no supervised token, or a
+        trainable module gets no gradient.
         """
         passes, number = self.passes, self.finished + 1
         self.log.begin(data_wait, passes.world.device)
