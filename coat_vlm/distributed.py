@@ -72,14 +72,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: _T) -> _T:
-        """Return rank 0's value on every rank; it is pickled."""
-        if self.size == 1:
-            return value
-        values: list[_T] = [value]
-        dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
-
     def run_on_rank0(self, function: Callable[[], _T]) -> _T:
         """Call a function on rank 0 only, and return its result on every rank.
 
@@ -97,7 +89,9 @@ class World:
                 failure = error
                 kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
                 outcome = (None, (next(kinds, RuntimeError), f"{error}"))
-        value, raised = self.broadcast(outcome)
+        outcomes = [outcome]
+        dist.broadcast_object_list(outcomes, src=0, device=self.device)
+        value, raised = outcomes[0]
         if failure is not None:
             raise failure
         if raised is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from coat_data.saved_files import hash_file, sync
@@ -20,23 +21,7 @@ from coat_vlm.checkpoint.manifest import Entry, list_files
 
 _CHUNK = 1 << 24
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 """Names of dtypes in safetensors files."""
 
 

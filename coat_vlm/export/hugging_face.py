@@ -364,10 +364,10 @@ def _read_weights(
     state: dict[str, Tensor] = {}
     parameters = contents.parameters.items()
     for name, saved in tqdm(parameters, desc="reading", unit="tensor", delay=2.0, leave=False):
-        wanted = dtype or getattr(torch, saved.dtype)
+        target = dtype or getattr(torch, saved.dtype)
         # The master weights round to the same BF16 weights, except for ties.
-        master = wanted != torch.bfloat16
-        state[name] = shards.read_parameter(name, saved.shape, master=master).to(wanted)
+        master = target != torch.bfloat16
+        state[name] = shards.read_parameter(name, saved.shape, master=master).to(target)
     return state | {
         name: shards.read_parameter(name, shape) for name, shape in contents.buffers.items()
     }

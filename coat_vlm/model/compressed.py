@@ -42,18 +42,10 @@ class Scheme:
     block: int | None
     """Side of the blocks with one scale each; None for one scale per output channel."""
 
-    @property
-    def file_format(self) -> str:
-        """``format`` in config.json."""
-        return "float-quantized" if self.dtype.is_floating_point else "int-quantized"
-
     def config(self, ignore: list[str]) -> dict[str, Any]:
         """Create config.json's ``quantization_config``; ``ignore``: names, or ``re:`` patterns."""
-        common = {
-            "num_bits": 8,
-            "type": "float" if self.dtype.is_floating_point else "int",
-            "symmetric": True,
-        }
+        kind = "float" if self.dtype.is_floating_point else "int"
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
         weights = {**common, "dynamic": False, "strategy": "channel"}
         inputs = {**common, "dynamic": True, "strategy": "token"}
         if self.block is not None:
@@ -67,7 +59,7 @@ class Scheme:
         }
         return {
             "quant_method": METHOD,
-            "format": self.file_format,
+            "format": f"{kind}-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": ignore,
@@ -246,9 +238,9 @@ def read_compression(folder: str | Path) -> Scheme | None:
     for scheme in SCHEMES.values():
         if config == scheme.config(config.get("ignore", [])):
             return scheme
-    found = config.get("quant_method"), config.get("format")
+    method, kind = config.get("quant_method"), config.get("format")
     raise ValueError(
-        f"{path}: quantization_config (quant_method {found[0]!r}, format {found[1]!r}) is none of "
+        f"{path}: quantization_config (quant_method {method!r}, format {kind!r}) is none of "
         f"the schemes of coat-vlm export --weights ({', '.join(SCHEMES)}); export the folder "
         "again from weights that are not quantized"
     )

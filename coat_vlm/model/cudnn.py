@@ -19,7 +19,7 @@ _SDPA = F.scaled_dot_product_attention
 
 
 def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
-    """Allow or forbid cuDNN attention in this process; ``auto``: :func:`has_safe_gradients`.
+    """Allow or forbid cuDNN attention in this process; ``auto``: where its gradients are right.
 
     ``auto`` replaces ``torch.nn.functional.scaled_dot_product_attention``.
     """
@@ -27,17 +27,15 @@ def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
     F.scaled_dot_product_attention = _attend_safely if allowed == "auto" else _SDPA
 
 
-def has_safe_gradients(tokens: int, *, causal: bool, masked: bool) -> bool:
-    """Return whether cuDNN's gradients are right; ``causal`` is the call's flag, not a mask."""
-    return tokens % 128 != 64 or (causal and not masked)
-
-
 @contextmanager
 def avoid_unsafe_cudnn(key: Tensor, *, causal: bool, masked: bool) -> Iterator[None]:
-    """Turn off cuDNN for an unsafe call with keys [..., T, D], if the mode is ``auto``."""
+    """Turn off cuDNN for an unsafe call with keys [..., T, D], if the mode is ``auto``.
+
+    ``causal`` is the call's flag, not a mask.
+    """
     backends = torch.backends.cuda
     automatic = F.scaled_dot_product_attention is _attend_safely
-    if not automatic or has_safe_gradients(key.shape[-2], causal=causal, masked=masked):
+    if not automatic or key.shape[-2] % 128 != 64 or (causal and not masked):
         yield
         return
     before = backends.cudnn_sdp_enabled()

@@ -6,7 +6,7 @@
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -48,7 +48,25 @@ def trainable_class(model_type: str) -> Any:
 
     @functools.wraps(original.forward)  # generate() reads the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, functools.partial(original.forward, self), args, kwargs)
+        # Computes only the loss as CoatVlm.forward does, or what the original computes.
+        skip = kwargs.pop("skip_logits", False)
+        kwargs = complete_inputs(self, kwargs)
+        labels = kwargs.pop("labels", None)
+        if not skip or labels is None:
+            kwargs |= {} if labels is None else {"labels": labels}
+            return original.forward(self, *args, **kwargs)
+        divisor = kwargs.pop("num_items_in_batch", None)
+        language = self.get_submodule(family.parts["language"][0])
+        kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), language)
+        kwargs.setdefault("use_cache", False)
+        fused = self.why_logits_are_needed is None
+        loss_inside: AbstractContextManager[None] = nullcontext()
+        if fused:
+            loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
+        with loss_inside, skip_packing_search(True):
+            logits = original.forward(self, *args, **kwargs, return_dict=True).logits
+        loss = logits if fused else next_token_loss(logits, labels, divisor)
+        return CausalLMOutputWithPast(loss=loss)
 
     return type(
         original.__name__,
@@ -59,30 +77,6 @@ def trainable_class(model_type: str) -> Any:
             "family": family,
             "forward": forward,
         },
-    )
-
-
-def _forward(
-    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run the original forward pass, or compute only the loss as :meth:`CoatVlm.forward` does."""
-    skip = kwargs.pop("skip_logits", False)
-    kwargs = complete_inputs(model, kwargs)
-    labels = kwargs.pop("labels", None)
-    if not skip or labels is None:
-        return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
-    divisor = kwargs.pop("num_items_in_batch", None)
-    language = model.get_submodule(model.family.parts["language"][0])
-    kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), language)
-    kwargs.setdefault("use_cache", False)
-    fused = model.why_logits_are_needed is None
-    loss_inside: AbstractContextManager[None] = nullcontext()
-    if fused:
-        loss_inside = loss_for_logits(model.get_output_embeddings(), labels, divisor)
-    with loss_inside, skip_packing_search(True):
-        logits = original(*args, **kwargs, return_dict=True).logits
-    return CausalLMOutputWithPast(
-        loss=logits if fused else next_token_loss(logits, labels, divisor)
     )
 
 

@@ -90,7 +90,9 @@ def linear_cross_entropy(
         limit = IN_PLACE_BYTES if parameters else IN_PLACE_BYTES // 4
         kind, item_bytes = _InPlace, hidden.dtype.itemsize
     limit = limit if chunk_bytes is None else chunk_bytes
-    size = chunk_tokens(len(hidden), layer.out_features, limit, item_bytes)
+    # The fewest equal chunks within the limit.
+    chunks = math.ceil(len(hidden) / max(1, limit // (item_bytes * layer.out_features)))
+    size = math.ceil(len(hidden) / max(1, chunks)) or 1
     size = math.ceil(size / multiple) * multiple
     if differentiable:
         return _ChunkedLoss.apply(hidden, targets, divisor, layer, kind, size, *parameters)
@@ -99,12 +101,6 @@ def linear_cross_entropy(
         rows = slice(start, start + size)
         total += kind.loss(layer, hidden[rows], targets[rows]) / divisor
     return total
-
-
-def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int, item_bytes: int = 4) -> int:
-    """Count the tokens per chunk for the fewest equal chunks within ``chunk_bytes``."""
-    most = max(1, chunk_bytes // (item_bytes * vocabulary))
-    return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
 
 class _ByAutograd:
@@ -135,8 +131,8 @@ class _ByAutograd:
         rows = rows.detach().requires_grad_(rows_gradient is not None)
         with torch.enable_grad():
             loss = self.loss(self._twin, rows, targets) / self._divisor
-        wanted = self._leaves if rows_gradient is None else [rows, *self._leaves]
-        gradients = list(torch.autograd.grad(loss, wanted))
+        leaves = self._leaves if rows_gradient is None else [rows, *self._leaves]
+        gradients = list(torch.autograd.grad(loss, leaves))
         if rows_gradient is not None:
             rows_gradient.copy_(gradients.pop(0))
         for total, gradient in zip(self._sums, gradients, strict=True):

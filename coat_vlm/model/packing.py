@@ -211,7 +211,10 @@ def packed_attention(
     batch, _, tokens, _ = query.shape
     packing = read_packing(batch, tokens, query.device, attention_mask, kwargs)
     if packing is None and shard is not None:
-        packing = _one_sequence(tokens, sliding_window, query.device)
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        if sliding_window is not None and sliding_window < tokens:  # else SDPA can compute it
+            bounds = copy_to_device(bounds, query.device)
+        packing = Packing(bounds, tokens)
     if packing is None:
         if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
@@ -223,24 +226,17 @@ def packed_attention(
         )
     if key.shape[2] != tokens:
         raise ValueError("packed sequences do not support a cache; set use_cache=False")
-    wanted = [name for name in UNKNOWN_ARGUMENTS if kwargs.get(name) is not None]
+    unknown = [name for name in UNKNOWN_ARGUMENTS if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = packing.limit_window(sliding_window)
     if window is not None and not causal:
-        wanted.append("sliding window in both directions")
+        unknown.append("sliding window in both directions")
     if shard is not None and not causal:
-        wanted.append("sequence_parallel without causal attention")
-    if wanted:
-        raise ValueError(f"packed attention does not support {', '.join(wanted)}; use eager")
+        unknown.append("sequence_parallel without causal attention")
+    if unknown:
+        raise ValueError(f"packed attention does not support {', '.join(unknown)}; use eager")
     out = _attend(query, key, value, packing, causal, scaling, dropout, window)
     return (out if shard is None else shard.scatter_tokens(out)), None
-
-
-def _one_sequence(tokens: int, window: int | None, device: torch.device) -> Packing:
-    # Bounds stay on the CPU if SDPA can compute it.
-    bounds = torch.tensor([0, tokens], dtype=torch.int32)
-    windowed = window is not None and window < tokens
-    return Packing(copy_to_device(bounds, device) if windowed else bounds, tokens)
 
 
 def _attend(
@@ -339,15 +335,11 @@ def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
     """
     if not isinstance(mask, Tensor):
         return mask
-    if mask.device.type == "cpu" and mask.ndim == 2 and is_right_padded(mask) and is_causal(model):
-        return None
+    if mask.device.type == "cpu" and mask.ndim == 2:
+        used = mask.bool()
+        if torch.all(used[:, 1:] <= used[:, :-1]) and is_causal(model):  # ones, then zeros
+            return None
     return mask.to(model.device)
-
-
-def is_right_padded(mask: Tensor) -> bool:
-    """Return whether every row of a mask (B, T) consists of ones followed by zeros."""
-    used = mask.bool()
-    return bool(torch.all(used[:, 1:] <= used[:, :-1]))
 
 
 def is_causal(model: nn.Module) -> bool:
