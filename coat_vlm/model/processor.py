@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.processing_utils import ProcessorMixin
+from transformers.utils.chat_template_utils import get_json_schema
 from transformers.utils.constants import (
     IMAGENET_STANDARD_MEAN,
     IMAGENET_STANDARD_STD,
@@ -42,6 +43,7 @@ from coat_data.text.from_messages import (
     messages_to_sample,
     parse_messages,
 )
+from coat_data.text.message_fields import read_tools
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
 from coat_vlm.model.chat_templates import CHATML, find_jinja_template, find_pad_id
@@ -265,7 +267,7 @@ class CoatVlmProcessor(ProcessorMixin):
 
         Arguments and results are those of transformers' processors; tokens are those of training: a
         special token in a user's text is text. The assistant mask is 1 at the supervised tokens.
-        Another ``chat_template``, ``tools`` and ``documents`` are rendered by transformers.
+        Another ``chat_template`` and ``documents`` are rendered by transformers.
 
         Args:
             conversation: messages whose content is a string or a list of parts (text, image,
@@ -285,11 +287,11 @@ class CoatVlmProcessor(ProcessorMixin):
                 "add_generation_prompt and return_assistant_tokens_mask"
             )
         replaced = self.chat_template not in (None, self.tokenizer.chat_template)
-        if chat_template is not None or tools or documents or replaced:
+        if chat_template is not None or documents or replaced:
             if return_assistant_tokens_mask:
                 raise ValueError(
                     "return_assistant_tokens_mask is for the model's own chat template, which "
-                    "marks supervised tokens; leave out chat_template, tools and documents"
+                    "marks supervised tokens; leave out chat_template and documents"
                 )
             return super().apply_chat_template(
                 conversation,  # pyright: ignore[reportArgumentType]
@@ -307,21 +309,22 @@ class CoatVlmProcessor(ProcessorMixin):
         batched = not conversation or isinstance(conversation[0], Sequence)
         conversations: Any = conversation if batched else [conversation]
         encoder = self.encoder()
+        tools = read_tools([get_json_schema(t) if callable(t) else t for t in tools or ()])
+        fields: Any = {"tools": tools, "continues": continue_final_message}
         if not tokenize:
             texts = []
             for one in conversations:
                 turns, _ = parse_messages(one)
-                sample = Sample(id="messages", turns=turns, continues=continue_final_message)
-                segments = encoder.segments(sample)
+                segments = encoder.segments(Sample(id="messages", turns=turns, **fields))
                 if add_generation_prompt:
-                    segments = encoder.template.render(turns, add_generation_prompt=True)
+                    segments = encoder.template.render(turns, tools, add_generation_prompt=True)
                 texts.append("".join(PLACEHOLDERS.get(kind, said) for kind, said, _ in segments))
             return texts if batched else texts[0]
         kwargs.pop("load_audio_from_video", None)
         kwargs.pop("sanitize_control_tokens", None)  # always
         images = split_rows(kwargs.pop("images", None), len(conversations), one=not batched)
         samples = [
-            messages_to_sample(one, own, continues=continue_final_message)
+            messages_to_sample(one, own, **fields)
             for one, own in zip(conversations, images, strict=True)
         ]
         encoded = [

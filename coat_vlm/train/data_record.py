@@ -198,6 +198,8 @@ def _describe_samples(dataset: Rows) -> list[dict[str, Any]]:
                 (turn.role, [(part.kind, part.text) for part in turn.parts])
                 for turn in sample.turns
             ]
+            turns += [("fields", [fields]) for turn in sample.turns if (fields := turn.fields())]
+            turns += [("tools", [sample.tools])] if sample.tools else []
             turns += [("rejected", [("text", sample.rejected)])] if sample.rejected else []
             where, text = sample.where, _hash(json.dumps(turns).encode())
             media = _hash("".join(map(_hash_medium, sample.media)).encode())

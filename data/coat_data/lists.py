@@ -106,7 +106,7 @@ def _llama_factory(name: str, entry: Mapping[str, Any], where: str) -> dict[str,
     mapped = {key: columns.get(key) or "" for key in fields} if columns else dict(fields)
     if entry.get("ranking") and formatting == "alpaca":
         mapped["response"] = "output"  # where a pair's chosen answer is read
-    mapped |= {key: columns[key] for key in ("system", "images", "videos") if columns.get(key)}
+    mapped |= {k: columns[k] for k in ("system", "tools", "images", "videos") if columns.get(k)}
     mapped |= {tag: str(name) for tag, name in (entry.get("tags") or {}).items()}
     number = entry.get("num_samples")
     return {

@@ -5,8 +5,9 @@ video; the n-th media part refers to ``media[n]``. Text is never parsed for plac
 ``<image>`` that was not a placeholder in the user's file can never become an image token.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -112,6 +113,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     """Values of JSON."""
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,33 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     """Assistant turns: the calls of tools behind the text. Turns of the role ``tool`` follow, one
     for the result of each."""
+    tool_call_id: str = ""
+    name: str = ""
+    """Results of tools: the name of the tool, as ``tool_call_id`` is the id of its call."""
 
     @property
     def text(self) -> str:
         """Return the concatenated text parts."""
         return "".join(part.text for part in self.parts if part.kind == "text")
+
+    def fields(self) -> dict[str, Any]:
+        """Return reasoning, calls, id and name as fields of a chat message; without empty ones."""
+        calls = [
+            {
+                **({"id": call.id} if call.id else {}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in self.tool_calls
+        ]
+        fields = {"reasoning_content": self.reasoning, "tool_calls": calls}
+        fields |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        return {name: value for name, value in fields.items() if value}
+
+
+def starts_with_answer(turns: Sequence[Turn]) -> bool:
+    """Whether an answer precedes the first question."""
+    return [turn.role for turn in turns[:2] if turn.role != "system"][:1] == ["assistant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +174,17 @@ NOTES = {
     "placeholder_as_text": "a placeholder such as <image> without a medium is read as text",
     "media_first": "media without a placeholder are shown before the first question",
     "later_captions": "several captions or answers: only one of them is supervised",
+    "answer_first": "an answer precedes the first question (vicuna_v1 leaves it out, as LLaVA)",
 }
 """Kinds of notes -> meaning."""
+
+_NEXT_ROLES: Mapping[Role, tuple[Role, ...]] = {
+    "system": ("user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_ALTERNATE = "start with a human turn and alternate human and gpt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +230,8 @@ class Sample:
         """Return self, or raise :class:`DataError` naming the first rule that does not hold.
 
         Rules: media parts match ``media`` in number and kind; after an optional system turn, user
-        and assistant alternate, the user first; no answer is empty; at least one is supervised.
+        and assistant alternate, with results of tools between two answers; an answer may precede
+        the first question; no answer is empty; at least one is supervised.
         """
         kinds = [part.kind for turn in self.turns for part in turn.parts if part.kind != "text"]
         if kinds != [media.kind for media in self.media]:
@@ -209,20 +243,23 @@ class Sample:
             )
         spoken = self.turns[1:] if self.turns and self.turns[0].role == "system" else self.turns
         for number, turn in enumerate(spoken):
-            expected = "user" if number % 2 == 0 else "assistant"
-            if turn.role != expected:
+            expected = _NEXT_ROLES[spoken[number - 1].role if number else "system"]
+            if turn.role not in expected:
                 raise DataError(
                     self.where,
-                    f"turn {number} is spoken by {turn.role}, expected {expected}",
-                    "start with a human turn and alternate human and gpt",
+                    f"turn {number} is spoken by {turn.role}, expected {' or '.join(expected)}",
+                    _ALTERNATE,
                 )
-            if turn.role == "assistant" and not turn.text.strip():
+            if turn.role == "assistant" and not (turn.text.strip() or turn.tool_calls):
                 raise DataError(
                     self.where, f"the answer in turn {number} is empty", "fill it or remove the row"
                 )
-        if len(spoken) < 2:
+        roles = {turn.role for turn in spoken}
+        if "assistant" not in roles:
             raise DataError(self.where, "there is no answer to train on", "add a gpt turn")
-        if not any(turn.supervised for turn in spoken[1::2]):
+        if "user" not in roles:
+            raise DataError(self.where, "there is no turn of the user", _ALTERNATE)
+        if not any(turn.supervised for turn in spoken if turn.role == "assistant"):
             raise DataError(
                 self.where,
                 "no answer is supervised: weight or loss is 0 in all of them",

@@ -45,8 +45,8 @@ def test_images_beside_a_text_are_shown(tmp_path: Path, row: dict[str, Any]) -> 
         ({"url": "https://x.org/0.jpg", "text": "t"}, "url"),
         (talk("What?", image_path="0.jpg"), "image_path"),
         (
-            {"messages": [{"role": "user", "content": "q"},
-                          {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+            {"messages": [{"role": "user", "content": "q", "tool_calls": [{"id": "1"}]},
+                          {"role": "assistant", "content": "a"}]},
             "tool_calls",
         ),
         (talk("What?", weight=0.5), "weight"),

@@ -62,7 +62,7 @@ def test_the_folder_holds_the_samples_of_the_file(source: Path) -> None:
     assert [shard.rows for shard in manifest.shards] == [4, 4, 2]
     written = json.loads((out / "manifest.json").read_text())
     assert {**written, "shards": None} == {
-        "format": "coat-vlm-samples", "version": 1, "rows": 10, "bad_samples": 0, "shards": None,
+        "format": "coat-vlm-samples", "version": 2, "rows": 10, "bad_samples": 0, "shards": None,
         "source": str(source), "media_root": str(source.parent / "images"),
     }  # fmt: skip
     stored = pq.read_table(out / names[1]).to_pylist()
@@ -169,7 +169,7 @@ def test_damaged_folders_are_refused(source: Path) -> None:
 
     for broken, problem in (
         (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
-        (text.replace('"version": 1', '"version": 5'), "version 5"),
+        (text.replace('"version": 2', '"version": 5'), "version 5"),
         (text.replace('"rows": 10,', ""), "is not a manifest"),
     ):
         manifest.write_text(broken)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -93,8 +93,10 @@ def features() -> "Features":
             "turns": List(
                 {"role": Value("string"), "parts": List(part), "supervised": Value("bool")}
             ),
+            "fields": text,  # JSON: Turn.fields of each turn
             "media": List(medium),
             "continues": Value("bool"),
+            "tools": text,  # JSON
             "rejected": text,
             "rejected_tagged": text,
         }
@@ -115,8 +117,10 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
         "id": sample.id,
         "row": sample.row,
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
+        "fields": json.dumps([turn.fields() for turn in sample.turns]),
         "media": media,
         "continues": sample.continues,
+        "tools": json.dumps(sample.tools),
         "rejected": sample.rejected,
         "rejected_tagged": sample.rejected_tagged,
     }

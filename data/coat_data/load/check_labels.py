@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.mixture.selection import Rows
 from coat_data.readers.boxes import TAG
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Media, Part, Sample, Turn, starts_with_answer
 from coat_data.text.tokens import SegmentTokenizer
 
 ROWS_PER_SOURCE = 16
@@ -121,7 +121,8 @@ def check_labels(
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
                 f"{turn.text[:_SHOWN]!r} and a special token that ends it",
             )
-    if not spans or (remaining and not encoder.template.as_transformers):
+    left_out = starts_with_answer(sample.turns)  # by vicuna_v1
+    if not spans or (len(remaining) > left_out and not encoder.template.as_transformers):
         raise _error(sample, f"nothing of the answer {remaining[-1].text[:_SHOWN]!r} is trained")
 
 

@@ -194,7 +194,7 @@ class Encoder:
         return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
-        """Encode the conversation up to its last user turn, and the template's answer prefix.
+        """Encode the conversation up to its last question or result, and the answer prefix.
 
         The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
         Raises DataError as a call does, or if the conversation has no user turn.
@@ -386,7 +386,7 @@ def as_tensor(numbers: list[int]) -> torch.Tensor:
 
 
 def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
+    asked = [number for number, turn in enumerate(sample.turns) if turn.role in ("user", "tool")]
     if not asked:
         raise DataError(sample.where, "there is no question to answer", "add a human turn")
     turns = sample.turns[: asked[-1] + 1]

@@ -1,5 +1,6 @@
 """All readers, and the detection of the reader for a source."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from coat_data.readers import (
 from coat_data.readers.boxes import keep_numbers
 from coat_data.readers.reader import Place, Reader
 from coat_data.sample import DataError, Media, Part, Sample, Turn, row_name
+from coat_data.text.message_fields import read_fields
 
 
 def _stored(row: Any, place: Place) -> Sample:
@@ -43,13 +45,15 @@ def _stored(row: Any, place: Place) -> Sample:
                 turn["role"],
                 tuple(to_part(**part) for part in turn["parts"]),
                 turn["supervised"],
+                **read_fields(fields, turn["role"])[0],
             )
-            for turn in row["turns"]
+            for turn, fields in zip(row["turns"], json.loads(row["fields"]), strict=True)
         ),
         media=tuple(Media(**entry) for entry in media),
         source=place.source,
         row=row["row"],
         continues=bool(row["continues"]),
+        tools=tuple(json.loads(row["tools"])),
         rejected=rejected.text,
         rejected_tagged=rejected.tagged,
     )

@@ -103,6 +103,7 @@ def _from_page(row: Any, place: Place) -> Sample:
     parts: list[Part] = []
     media: list[Media] = []
     for number, (image, text) in enumerate(zip_longest(images, texts)):
+        text = None if text == "" and not is_missing(image) else text
         if is_missing(image) == (text is None):
             both = "both null or missing" if text is None else "both set"
             raise place.error(

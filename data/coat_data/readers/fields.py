@@ -14,12 +14,11 @@ from coat_data.sample import DataError, Role, Sample
 ROLES: Mapping[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("tool", "tool_response", "function", "observation", "ipython"), "user"),
+    **dict.fromkeys(("tool", "tool_response", "function", "observation", "ipython"), "tool"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "chatbot", "model", "ai"), "assistant"),
     **dict.fromkeys(("bing", "bard", "claude", "tool_call", "function_call"), "assistant"),
 }
-"""Names of speakers in a file -> roles in a sample. Results of tools are input to the model, as in
-the chat templates of Qwen (role ``user``); calls of tools are answers."""
+"""Names of speakers in a file -> roles in a sample."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -61,8 +60,8 @@ _SPANS = _names(
     "start end video_start video_end start_time end_time start_sec end_sec start_frame end_frame "
     "clip_start clip_end begin"
 )
-_CALLS = _names("tool_calls function_call reasoning_content thinking")
-"""Fields of a chat message that hold a part of what the speaker says."""
+_CALLS = _names("tool_calls function_call refusal reasoning reasoning_content thinking")
+"""Fields of a chat message that hold a part of what an assistant says."""
 
 _QUOTED = re.compile(r"<(?:image|video)>|<(?:image|img)[_ -]?\d+>")
 _TOKENS = re.compile(
@@ -95,7 +94,7 @@ class Row(dict[str, Any]):
 
 COLUMNS = (
     "id", "system", "image", "images", "video", "videos", "question", "answer", "caption", "text",
-    "conversations", "messages", "start", "end", "prompt", "chosen", "rejected",
+    "conversations", "messages", "tools", "start", "end", "prompt", "chosen", "rejected",
 )  # fmt: skip
 """Names that a column of a file can be mapped to."""
 
@@ -175,7 +174,8 @@ def _lost(name: str, value: Any, row: Mapping[str, Any], sample: Sample | None) 
                 return "audio", "remove the row: only images and videos are read"
             return "a medium", _MAP
     if sample is None:
-        return ("a part of the turn", "write it into the text") if name in _CALLS else ("", "")
+        remedy = "it belongs to answers (a refusal: without content) outside of preference pairs"
+        return ("a part of the turn", remedy) if name in _CALLS else ("", "")
     if name.lower() in _SPANS and any(medium.kind == "video" for medium in sample.media):
         return "a time of the video", "write start and end, in seconds, beside the path of a video"
     if sample.media:
@@ -230,12 +230,17 @@ def _is_address(name: str, value: Any, row: Mapping[str, Any]) -> bool | None:
 
 
 def is_missing(value: object) -> bool:
-    """Whether a field counts as absent: null, an empty list, or Arrow's object of nulls."""
+    """Whether a field counts as absent: null, "", an empty list, or Arrow's object of nulls."""
     if value is None or type(value) is str:
-        return value is None
+        return not value
     if isinstance(value, list | tuple):
         return not value
     return isinstance(value, Mapping) and all(item is None for item in value.values())
+
+
+def given(row: Mapping[str, Any], *names: str) -> Any:
+    """Return the first of several fields that is not null; None if there is none."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def has_placeholder(text: str) -> bool:

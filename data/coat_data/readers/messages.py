@@ -7,7 +7,7 @@
 ``content`` may be a string, with ``<image>`` and ``<video>`` at the places of the media of the
 columns. The list may be called ``conversations`` or ``conversation`` (MiniCPM-V, Mantis), and
 ``prompt`` and ``completion`` (texts or messages) may replace it. Keys that are null count as
-missing, as Arrow writes them.
+missing, as Arrow writes them. Tools, calls and reasoning: :mod:`coat_data.text.message_fields`.
 Sources: huggingface/trl, docs/source/dataset_formats.md;
 modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md.
 """
@@ -24,16 +24,13 @@ from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_mi
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import media_fields, to_media, with_span
 from coat_data.readers.turns import (
-    LOSS_FIELDS,
     Said,
     continued,
-    get_role,
     is_chat,
-    is_supervised,
     place_media,
-    with_loss,
+    read_turns,
+    with_fields,
     with_system,
-    without_first_answer,
 )
 from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
 
@@ -72,12 +69,16 @@ def to_sample(row: Any, place: Place) -> Sample:
     row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
         place.refuse(row, {"label": "use rows with answers, not labels"})
-    read = [_message(message, number, place) for number, message in _messages(row, place)]
-    messages = [message for message, _ in read]
+    read = read_turns(
+        _messages(row, place), "messages", ("role", "from"), ("content", "value"), ROLES, place
+    )
+    messages: list[_Message] = [
+        (turn.role, list(_pieces(turn.content, turn.name, place))) for turn in read
+    ]
     files = media_fields(row, place)
     _fill_objects(messages, row, files["image"], place)
     by_parts = any(piece.kind != "text" for _, pieces in messages for piece in pieces)
-    is_document = len(messages) == 1 and messages[0][0] == "assistant"
+    is_document = len(read) == 1 and read[0].role == "assistant" and not read[0].fields
     if by_parts:
         turns, media = _by_parts(messages, files, place)
     else:
@@ -86,11 +87,11 @@ def to_sample(row: Any, place: Place) -> Sample:
             for role, pieces in messages
         ]
         if not is_document:
-            said = without_first_answer(with_system(said, row, place))
+            said = with_system(said, row, place)
         turns, media = place_media(said, files, place)
     if is_document:  # the answer may have media; the question is empty
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
-    turns = with_loss(turns, [flag for (role, _), flag in read if role == "assistant"])
+    turns = with_fields(turns, read)
     return continued(place.sample(place.row_id(row), turns, media), row)
 
 
@@ -105,19 +106,6 @@ class _Piece:
 _Message = tuple[Role, list[_Piece]]
 
 
-def _message(message: Any, number: int, place: Place) -> tuple[_Message, bool]:
-    name = f"messages[{number}]"
-    message = place.as_object(message, name, "give it role and content")
-    role = get_role(message.get("role", message.get("from")), ROLES, f"{name}.role", place)
-    supervised = role == "assistant"
-    if len(message) > 2:
-        supervised = is_supervised(message, role, name, place)
-        unused = message.keys() - {"role", "from", "content", "value", *LOSS_FIELDS}
-        check_unused(message, unused, place.ignore, f"{place.where}: {name}")
-    content = message.get("content", message.get("value"))
-    return (role, list(_pieces(content, f"{name}.content", place))), supervised
-
-
 def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
     if isinstance(content, str):
         yield _Piece("text", place.as_string(content, name))
@@ -128,7 +116,7 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
             yield _Piece("text", place.as_string(part, own))
             continue
         part = place.as_object(part, own, "give it a type")
-        part = {key: value for key, value in part.items() if not is_missing(value)}
+        part = {key: v for key, v in part.items() if not is_missing(v) or (key, v) == ("text", "")}
         kind = part.get("type") or next(
             (name for name in ("text", *_MEDIA_TYPES) if name in part), None
         )
@@ -153,20 +141,18 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
 _SOURCES = ("image", "video", "image_url", "video_url", "url", "path", "bytes", "base64", "data")
 
 
-def _messages(row: Mapping[str, Any], place: Place) -> Iterator[tuple[int, Any]]:
+def _messages(row: Mapping[str, Any], place: Place) -> Iterator[Any]:
     name = place.columns.get("messages", "messages")
-    if name not in row and not {"prompt", "completion"} <= set(row):
-        name = next((other for other in _OTHER_NAMES if other in row), name)
-    if name in row or "prompt" not in row:
-        yield from enumerate(place.as_list(row.get(name), name))
+    filled = {key for key, value in row.items() if value is not None}
+    if name not in filled and not {"prompt", "completion"} <= filled:
+        name = next((other for other in _OTHER_NAMES if other in filled), name)
+    if name in filled or "prompt" not in filled:
+        yield from place.as_list(row.get(name), name)
         return
-    number = 0
     for field_name, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(field_name)
         said = [{"role": role, "content": value}] if isinstance(value, str) else value
-        for message in place.as_list(said, field_name):
-            yield number, message
-            number += 1
+        yield from place.as_list(said, field_name)
 
 
 def _by_parts(

@@ -17,7 +17,7 @@ before the first question, in order; FineVision's ratings are ignored.
 from collections.abc import Mapping
 from typing import Any
 
-from coat_data.readers.fields import is_missing
+from coat_data.readers.fields import given, is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
 from coat_data.readers.row_media import MEDIA_FIELDS, media_fields
 from coat_data.readers.turns import (
@@ -33,7 +33,7 @@ from coat_data.sample import Sample
 def _is_query(row: Any) -> bool:
     if not isinstance(row, Mapping):
         return False
-    pairs = row.get("conversation", row.get("QA"))
+    pairs = given(row, "conversation", "QA")
     return (
         {"instruction", "output"} <= set(row)
         or {"query", "response"} <= set(row)
@@ -51,11 +51,12 @@ def _query(row: Any, place: Place) -> Sample:
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
     columns = place.columns
-    if "conversation" in row and "prompt" not in columns:
+    if row.get("conversation") is not None and "prompt" not in columns:
         return _pairs(row["conversation"], "conversation", ("human", "assistant"), place)
-    if "QA" in row and not columns:
+    if row.get("QA") is not None and not columns:
         return _pairs(row["QA"], "QA", ("q", "a"), place)
-    swift = "query" in row and "response" in row and not columns
+    filled = {name for name, value in row.items() if value is not None}
+    swift = {"query", "response"} <= filled and not columns
     question = columns.get("prompt", "query" if swift else "instruction")
     answer = columns.get("response", "response" if swift else "output")
     said = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), place)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coat_data.readers.boxes import convert_tags
-from coat_data.readers.fields import ROLES, check_unused, is_missing
+from coat_data.readers.fields import ROLES, check_unused, given, is_missing
 from coat_data.sample import DataError, Part, Sample, Turn
 
 CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
@@ -51,8 +51,6 @@ def is_pair(row: Any) -> bool:
     """Whether a raw row has a chosen or a rejected answer."""
     if type(row) is not dict:  # an ingested record has fields of its own
         return False
-    if CHOSEN in row and REJECTED in row:
-        return True
     return any(not is_missing(row.get(name)) for name in (CHOSEN, REJECTED, RESPONSE))
 
 
@@ -114,9 +112,12 @@ def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     (said,) = convert_tags(said, sample.where, has_media=has_media, keep=keep_boxes)
     (part,) = said.parts
     last = sample.turns[-1]
-    if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
+    only_text = {part.kind for part in last.parts} <= {"text"} and not last.fields()
+    if last.role != "assistant" or not only_text:
         raise DataError(
-            sample.where, "the chosen answer is no text at the end of the conversation", _REMEDY
+            sample.where,
+            "the chosen answer is no text at the end of the conversation",
+            "give both answers as texts, without calls and reasoning, or remove the row",
         )
     if last.text == part.text:
         raise DataError(
@@ -184,7 +185,7 @@ def _turns(value: Any) -> list[Any]:
 def _speaker(answer: Any) -> Any:
     for message in _turns(answer)[-1:]:
         if isinstance(message, Mapping):
-            return next((message[name] for name in _SPEAKER if name in message), None)
+            return given(message, *_SPEAKER)
     return None
 
 
@@ -203,7 +204,7 @@ def _said(turn: Any) -> tuple[Any, Any] | None:
     if not isinstance(turn, Mapping) or _speaker(turn) is None:
         return None
     speaker = str(_speaker(turn)).lower()
-    return ROLES.get(speaker, speaker), turn.get("content", turn.get("value"))
+    return ROLES.get(speaker, speaker), given(turn, "content", "value")
 
 
 def _text(value: Any, name: str, where: str) -> str:
@@ -211,7 +212,7 @@ def _text(value: Any, name: str, where: str) -> str:
         raise DataError(where, f"{name} has {len(value)} answers", "give one, or write more rows")
     message = value[-1] if isinstance(value, list | tuple) and value else value
     if isinstance(message, Mapping) and not is_missing(message):
-        message = message.get("content", message.get("value"))
+        message = given(message, "content", "value")
     if isinstance(message, list | tuple):
         parts: list[Any] = [
             part.get("text") if isinstance(part, Mapping) else part for part in message

@@ -4,14 +4,19 @@ Readers raise DataError, with file and row, for what they cannot read, and nothi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coat_data.media.root import MediaRoot
 from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
 from coat_data.readers.preference import REJECTED, add_rejected, is_pair, split_pair, with_chosen
-from coat_data.sample import DataError, Media, Reading, Sample, Turn, row_name
+from coat_data.sample import DataError, Media, Reading, Sample, Turn, row_name, starts_with_answer
+from coat_data.text.message_fields import read_tools
+
+_WITH_TOOLS = ("llava", "messages", "query")
+_MEDIA = ("image", "images", "video", "videos", "video_path")
+"""Fields that are null in the rows without media of many sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class Place:
     """Whether boxes stay as they are in the row."""
     notes: list[str] = field(default_factory=list)
     """Keys of :data:`~coat_data.sample.NOTES` that the reader of the row adds."""
+    turn_fields: dict[str, bool] = field(default_factory=dict)
+    """Fields of turns, such as ``messages[].tool_calls`` -> whether the reader used them."""
 
     @property
     def where(self) -> str:
@@ -109,8 +116,14 @@ class Reader:
     """Returns the checked sample of a row; raises only :class:`DataError`; decodes no media."""
 
     def recognizes(self, row: Any) -> bool:
-        """Whether a raw row has this format, also with a pair of answers in place of the last."""
-        return self.matches(with_chosen(row))
+        """Whether a raw row has this format, also with a pair of answers in place of the last.
+
+        Fields that are null do not count, except for media.
+        """
+        row = with_chosen(row)
+        if type(row) is dict:
+            row = {name: row[name] for name in row if row[name] is not None or name in _MEDIA}
+        return self.matches(row)
 
     def read(self, row: Any, place: Place) -> Sample:
         """Return the sample of a row with its :class:`~coat_data.sample.Reading`."""
@@ -119,6 +132,8 @@ class Reader:
         pair = split_pair(row, place.where, place.ignore) if is_pair(row) else None
         row = Row(row if pair is None else pair.row)
         sample = self.to_sample(row, place)
+        if self.name in _WITH_TOOLS:
+            sample = self._add_tools(sample, row, place)
         used, unused = row.keys() & row.used, row.keys() - row.used
         if pair is not None:
             if REJECTED not in place.ignore:
@@ -130,12 +145,25 @@ class Reader:
         noted = "placeholder_as_text" in place.notes  # by a reader that knows that it is text
         if not noted and find_placeholder(sample, place.ignore):
             place.notes.append("placeholder_as_text")
+        if starts_with_answer(sample.turns):
+            place.notes.append("answer_first")
         inner = sample.reading
         notes = tuple(dict.fromkeys(place.notes))
+        used |= {name for name, is_used in place.turn_fields.items() if is_used}
+        unused |= place.turn_fields.keys() - used
         reading = Reading(inner.used.union(used), inner.ignored.union(unused), notes)
         # Nobody else has the new sample; a copy of it takes as long as reading its turns.
         object.__setattr__(sample, "reading", reading)
         return sample
+
+    def _add_tools(self, sample: Sample, row: Row, place: Place) -> Sample:
+        field = place.columns.get("tools", "tools")
+        tools = None if field in place.ignore else row.get(field)
+        try:
+            return sample if is_missing(tools) else replace(sample, tools=read_tools(tools))
+        except DataError as error:
+            remedy = f"{error.remedy}, or leave it out with ignore_fields: [{field}]"
+            raise place.error(f"{field} {error.problem}", remedy) from error
 
 
 def has_fields(*names: str) -> Callable[[Any], bool]:

@@ -1,12 +1,14 @@
 """Turns of a row: speakers, supervised answers, and media at their placeholders."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from coat_data.readers.fields import check_unused, given, is_missing
 from coat_data.readers.reader import Place
-from coat_data.sample import Media, MediaKind, Part, Role, Sample, Turn
+from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
+from coat_data.text.message_fields import read_fields
 
 PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
 """Placeholders of media in a human turn -> kind of media."""
@@ -17,12 +19,80 @@ LOSS_FIELDS = ("weight", "loss", "train")
 Said = list[tuple[Role, str]]
 """Speakers and texts of a conversation."""
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
+_SHOWN: tuple[Role, ...] = ("user", "tool")
+"""Roles of turns with placeholders."""
 
 
 def is_chat(turns: object) -> bool:
     """Whether a list has messages with ``role`` and ``content``."""
     first = turns[0] if isinstance(turns, list | tuple) and turns else None
-    return isinstance(first, Mapping) and {"role", "content"} <= first.keys()
+    return isinstance(first, Mapping) and first.get("role") is not None and "content" in first
+
+
+class RawTurn(NamedTuple):
+    """A turn of a file."""
+
+    role: Role
+    content: Any
+    fields: dict[str, Any]
+    """Fields of its :class:`~coat_data.sample.Turn` other than the content."""
+    name: str
+    """Name of the content, for messages."""
+
+
+def read_turns(
+    turns: Iterable[Any],
+    name: str,
+    speakers: Sequence[str],
+    contents: Sequence[str],
+    roles: Mapping[str, Role],
+    place: Place,
+) -> list[RawTurn]:
+    """Read the turns ``name`` of a row, whose speaker and content have one of these names.
+
+    Fields that are not read are noted as ignored, or refused. Speakers of LlamaFactory and ms-swift
+    say calls as JSON, one or a list; these belong to the answer before them, if there is one.
+    """
+    read: list[RawTurn] = []
+    call_speakers = ("function_call", "tool_call", place.columns.get("function_tag"))
+    for number, turn in enumerate(turns):
+        field = f"{name}[{number}]"
+        turn = place.as_object(turn, field, f"give it {speakers[0]} and {contents[0]}")
+        speaker, content = given(turn, *speakers), given(turn, *contents)
+        role = get_role(speaker, roles, f"{field}.{speakers[0]}", place)
+        known = {*speakers, *contents, *LOSS_FIELDS}
+        if role == "assistant" and not content and turn.get("refusal"):
+            content = turn["refusal"]
+            known.add("refusal")
+        is_call = speaker in call_speakers
+        if is_call:
+            turn, content = {**turn, "tool_calls": content or "[]"}, ""
+        own = _read_fields(turn, role, known, field, place) if len(turn) > 1 else {}
+        calls = own.get("tool_calls", ())
+        if is_call and read and read[-1].role == "assistant":
+            before = read[-1].fields
+            before |= own | {"tool_calls": (*before.get("tool_calls", ()), *calls)}
+            continue
+        content = "" if content is None and calls else content
+        read.append(RawTurn(role, content, own, f"{field}.{contents[0]}"))
+    return read
+
+
+def _read_fields(
+    turn: Mapping[str, Any], role: Role, known: Collection[str], name: str, place: Place
+) -> dict[str, Any]:
+    others = {key: turn[key] for key in turn.keys() - known if key not in place.ignore}
+    try:
+        fields, used = read_fields(others, role)
+    except DataError as error:
+        raise error.within(f"{place.where}: {name}") from error
+    if not is_supervised(turn, role, name, place) and role == "assistant":
+        fields["supervised"] = False
+    unused = {key for key in others.keys() - used if not is_missing(turn[key])}
+    check_unused(turn, unused, place.ignore, f"{place.where}: {name}")
+    for key in used | unused:
+        place.turn_fields[f"{name.partition('[')[0]}[].{key}"] = key in used
+    return fields
 
 
 def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
@@ -59,7 +129,7 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
     given = {
         key: turn[key]
         for key in LOSS_FIELDS
-        if turn.get(key) is not None and key not in place.ignore
+        if not is_missing(turn.get(key)) and key not in place.ignore
     }
     if not given:
         return role == "assistant"
@@ -75,27 +145,11 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
     return bool(value)
 
 
-def with_loss(turns: Sequence[Turn], supervised: Sequence[bool]) -> tuple[Turn, ...]:
-    """Return the turns with labels only on the answers that are ``supervised``.
-
-    The first of the file's answers may have been removed from the turns.
-    """
-    if all(supervised):
-        return tuple(turns)
-    flags = list(supervised)
-    marked = [
-        replace(turn, supervised=flags.pop()) if turn.role == "assistant" else turn
-        for turn in reversed(turns)
-    ]
-    return tuple(reversed(marked))
-
-
-def without_first_answer(said: Said) -> Said:
-    """Remove an answer before the first question."""
-    first = 1 if said and said[0][0] == "system" else 0
-    if len(said) > first + 1 and said[first][0] == "assistant":
-        return [*said[:first], *said[first + 1 :]]
-    return said
+def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, ...]:
+    """Return the turns, the last ones of which are those ``read``, with their fields."""
+    first = len(turns) - len(read)
+    pairs = zip(turns[first:], read, strict=True)
+    return (*turns[:first], *(replace(t, **raw.fields) if raw.fields else t for t, raw in pairs))
 
 
 def place_media(
@@ -103,9 +157,9 @@ def place_media(
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     """Return the turns with media at the placeholders, and the media in their order.
 
-    Only placeholders in human turns are replaced. In a row with videos and without images,
-    ``<image>`` may stand for a video. Without placeholders, the media, each followed by a newline,
-    precede the first human text. Placeholders without a file are plain text.
+    Only placeholders in human turns and results of tools are replaced. In a row with videos and
+    without images, ``<image>`` may stand for a video. Without placeholders, the media, each
+    followed by a newline, precede the first human text. Placeholders without a file are plain text.
     """
     tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place)
     if not tokens:
@@ -118,7 +172,7 @@ def place_media(
     media: list[Media] = []
     turns: list[Turn] = []
     for role, text in said:
-        if role != "user" or "<" not in text:
+        if role not in _SHOWN or "<" not in text:
             turns.append(Turn(role, (Part("text", text),) if text else ()))
             continue
         pieces = pattern.split(text)
@@ -135,7 +189,7 @@ def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[st
     }
     if not any(files.values()):
         return {}
-    asked = [text for role, text in said if role == "user" and "<" in text]
+    asked = [text for role, text in said if role in _SHOWN and "<" in text]
     found = {token: sum(text.count(token) for text in asked) for token in PLACEHOLDERS}
     if all(found[token] == files[kind] for token, kind in tokens.items()):
         return tokens

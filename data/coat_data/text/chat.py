@@ -7,7 +7,7 @@ their own, so that none can look like a part of the template.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from coat_data.sample import Turn
+from coat_data.sample import Turn, starts_with_answer
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 
@@ -154,7 +154,8 @@ class VicunaTemplate(_EndsWithEos):
     """Vicuna 1.1's ``{system} USER: {question} ASSISTANT: {answer}</s>``, used by LLaVA 1.5.
 
     After the end-of-text token the next ``USER:`` follows without a space (haotian-liu/LLaVA,
-    llava/conversation.py, ``conv_vicuna_v1``). A system turn replaces the system prompt.
+    llava/conversation.py, ``conv_vicuna_v1``). A system turn replaces the system prompt. An answer
+    before the first question is left out (llava/train/train.py, ``preprocess_v1``).
     """
 
     name = "vicuna_v1"
@@ -167,6 +168,8 @@ class VicunaTemplate(_EndsWithEos):
             turns = turns[1:]
         else:
             segments.append(Segment("literal", VICUNA_SYSTEM))
+        if len(turns) > 1 and starts_with_answer(turns):
+            turns = turns[1:]
         for number, turn in enumerate(turns):
             if turn.role == "assistant":
                 segments += [Segment("literal", " ASSISTANT: "), *self._answer(turn)]

@@ -5,7 +5,7 @@
 
 ``content`` may be a string. A picture is a path, a PIL image or encoded bytes; an image part
 without one takes the next of the images that are passed beside the messages. Keys that are None
-count as missing, as Arrow writes them.
+count as missing, as Arrow writes them. Calls and reasoning: :mod:`coat_data.text.message_fields`.
 """
 
 import base64
@@ -18,17 +18,18 @@ import numpy as np
 from PIL import Image
 
 from coat_data.sample import Media, MediaKind, Part, Sample, Turn
+from coat_data.text.message_fields import read_fields
 
 Picture: TypeAlias = str | os.PathLike[str] | bytes | Image.Image | Media
 Message: TypeAlias = Mapping[str, Any]
 
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 def messages_to_sample(
-    messages: Sequence[Message], images: Sequence[Picture] = (), *, continues: bool = False
+    messages: Sequence[Message], images: Sequence[Picture] = (), **fields: Any
 ) -> Sample:
-    """Convert a conversation; ``continues``: nothing is to follow its last text."""
+    """Convert a conversation; ``fields`` are those of the sample: ``tools``, ``continues``."""
     turns, sources = parse_messages(messages)
     remaining = iter(images)
     media: list[Media] = []
@@ -46,9 +47,7 @@ def messages_to_sample(
             f"{len(images)} images are given, {unused} more than the messages have places for; "
             'add parts {"type": "image"} or give fewer images'
         )
-    return Sample(
-        id="messages", turns=turns, media=tuple(media), source="messages", continues=continues
-    )
+    return Sample(id="messages", turns=turns, media=tuple(media), source="messages", **fields)
 
 
 def parse_messages(
@@ -72,7 +71,7 @@ def parse_messages(
             if kind != "text":
                 found = (part[key] for key in (kind, "url", "path", "base64") if key in part)
                 sources.append((kind, next(found, None)))
-        turns.append(Turn(role, tuple(parts)))
+        turns.append(Turn(role, tuple(parts), **read_fields(message, role)[0]))
     return tuple(turns), sources
 
 

@@ -68,6 +68,8 @@ class JinjaTemplate:
                 "plain, vicuna_v1 or chatml"
             )
         self._source = "".join(source.values()) if isinstance(source, Mapping) else source
+        names = ("reasoning_content", "thinking")  # gpt-oss has the second one
+        self._reasoning = next((name for name in names if name in self._source), names[0])
         # Longest token first, as a token may be a prefix of another one.
         self._special = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
@@ -153,12 +155,14 @@ class JinjaTemplate:
             role = turns[number - 1].role if number else ""
             place = max((s.end for s in spans if s.piece.turn == number - 1), default=-1)
             start = None
+            own = [span for span in spans if span.piece.turn == number]
             if number in cut:
                 pass
+            elif all(one.role != "user" for one in turns[:number]):
+                start = self._find_first(text, turn, own)
             elif place >= 0 and role in headers and text.startswith(headers[role], place):
                 start = place + len(headers[role])  # as rendering the prompt would show
             else:
-                own = [span for span in spans if span.piece.turn == number]
                 prompt = self._write_prompt(turns[:number], tools, pieces)
                 start = _find_start(text, prompt, turn, own, edits)
                 if start is not None and 0 <= place <= start == len(prompt):
@@ -168,6 +172,12 @@ class JinjaTemplate:
             elif number == len(turns) - 1:
                 raise ValueError(self._different_prompt(number in cut))
         return starts
+
+    def _find_first(self, text: str, turn: Turn, own: list[_Span]) -> int | None:
+        """Return where an answer without a question starts: behind the text for generation."""
+        lead = turn.text[: len(turn.text) - len(turn.text.lstrip())]
+        before = text[: own[0].start].removesuffix(lead) if own else ""
+        return len(before) if self._prompts and before.endswith(self._prompts) else None
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the content of a message with ``parts``: their kinds and texts."""
@@ -197,12 +207,12 @@ class JinjaTemplate:
             ) from error
 
     @cached_property
-    def _prompts(self) -> bool:
-        """Whether the template writes something for generation."""
+    def _prompts(self) -> str:
+        """What the template writes for generation behind a question; empty for nothing."""
         question = [Turn("user", (Part("text", "a"),))]
         pieces = list(_pieces(question))
-        texts = {self._write(question, (), iter(pieces), prompt) for prompt in (False, True)}
-        return len(texts) > 1
+        text, prompt = (self._write(question, (), iter(pieces), p) for p in (False, True))
+        return prompt.removeprefix(text)
 
     def _write_prompt(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], pieces: list[_Piece]
@@ -217,20 +227,13 @@ class JinjaTemplate:
 
     def _message(self, turn: Turn, pieces: Iterator[_Piece]) -> dict[str, Any]:
         parts = [(part.kind, next(pieces).text) for part in turn.parts]
-        message: dict[str, Any] = {"role": turn.role, "content": self.content(parts)}
-        if turn.reasoning:
-            message["reasoning_content"] = next(pieces).text
-        if turn.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": next(pieces).text,
-                        "arguments": _replace_strings(call.arguments, pieces),
-                    },
-                }
-                for call in turn.tool_calls
-            ]
+        message = {"role": turn.role, "content": self.content(parts), **turn.fields()}
+        if message.pop("reasoning_content", None):
+            message[self._reasoning] = next(pieces).text
+        for written, call in zip(message.get("tool_calls", ()), turn.tool_calls, strict=True):
+            name = next(pieces).text
+            arguments = _replace_strings(call.arguments, pieces)
+            written["function"] = {"name": name, "arguments": arguments}
         return message
 
     def _align(

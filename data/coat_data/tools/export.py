@@ -41,7 +41,7 @@ BAD_NAME = "left_out.jsonl"
 
 _NAMES: Mapping[ExportFormat, str] = {"llava": "data.json", "messages": "data.jsonl"}
 
-_SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
+_SPEAKERS: Mapping[Role, str] = {"user": "human", "assistant": "gpt", "tool": "observation"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,8 @@ def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     row["conversations"] = []
     for turn in sample.turns:
         texts = [part.text if part.kind == "text" else f"<{part.kind}>" for part in turn.parts]
-        said = {"from": _SPEAKERS[turn.role], "value": "".join(texts)}
-        row["conversations"].append(said | _loss(turn))
+        said = {"from": _SPEAKERS.get(turn.role, "system"), "value": "".join(texts)}
+        row["conversations"].append(said | turn.fields() | _loss(turn))
     return row
 
 
@@ -133,7 +133,7 @@ def messages_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
                 continue
             medium, name = next(waiting)
             content.append({"type": part.kind, "path": name, **_span(medium)})
-        messages.append({"role": turn.role, "content": content} | _loss(turn))
+        messages.append({"role": turn.role, "content": content} | turn.fields() | _loss(turn))
     return {**_head(sample), "messages": messages}
 
 
@@ -161,7 +161,7 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
         ]
 
     same = merge_texts(sample.turns) == merge_texts(read.turns) and media(sample) == media(read)
-    other = (sample.continues, sample.rejected) != (read.continues, read.rejected)
+    other = any(getattr(sample, n) != getattr(read, n) for n in ("continues", "tools", "rejected"))
     if not same or other:
         raise DataError(
             sample.where,
@@ -173,6 +173,7 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
 def _head(sample: Sample) -> dict[str, Any]:
     head: dict[str, Any] = {"id": sample.id}
     head |= {"continues": True} if sample.continues else {}
+    head |= {"tools": json.dumps(sample.tools)} if sample.tools else {}
     return head | ({RESPONSE: sample.rejected} if sample.rejected else {})
 
 

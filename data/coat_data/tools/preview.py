@@ -4,6 +4,7 @@ With a model: every token, supervised or not, and images from the pixel values, 
 images; else the media and the text of the rows.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,8 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     if isinstance(sample, DataError):
         return Card(where=sample.where, problem=sample.problem, remedy=sample.remedy)
     card = Card(where=sample.where, id=sample.id)
+    if sample.tools:
+        card.turns.append(("tools", [Span(json.dumps(sample.tools, indent=1), "plain")]))
     for turn in sample.turns:
         spans = [
             Span(part.tagged or part.text, "plain")
@@ -114,6 +117,7 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
             else Span(f"<{part.kind}>", "image")
             for part in turn.parts
         ]
+        spans += [Span(f"\n{name}: {value}", "plain") for name, value in turn.fields().items()]
         card.turns.append((turn.role, spans))
     if sample.rejected:
         card.turns.append(("rejected", [Span(sample.rejected, "plain")]))
