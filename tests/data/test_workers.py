@@ -111,7 +111,7 @@ def test_a_damaged_row_group_is_one_problem_and_keeps_the_numbers_of_other_rows(
 def test_an_unexpected_error_names_file_and_row(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(medium: Any) -> None:
+    def fail(medium: Any, *_: Any) -> None:
         if medium.path.endswith("3.png"):
             raise ZeroDivisionError("of a decoder")
 
@@ -121,7 +121,7 @@ def test_an_unexpected_error_names_file_and_row(
 
 
 def test_a_killed_worker_names_its_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(medium: Any) -> None:
+    def die(medium: Any, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(lint_tool, "image_size", die)
