@@ -117,6 +117,22 @@ def test_tool_conversations(tmp_path: Path, layout: str) -> None:
         qwen("phi3")[1](sample)
 
 
+def test_calls_in_texts(tmp_path: Path) -> None:
+    """Hermes' sets have calls in answers, and results in the tags that templates write."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    row = sharegpt(("human", "q"), ("gpt", call), RESPONSES[0], ("gpt", f"{call}\n"))
+    for name in ("qwen2_5", "qwen3"):
+        tokenizer, encoder = qwen(name)
+        sample = read(tmp_path, row)
+        messages = [said("user", "q"), said("assistant", call), said("tool", "sun")]
+        expected = tokenizer.apply_chat_template(
+            [*messages, said("assistant", f"{call}\n")], return_dict=True
+        )
+        assert encoder(sample).input_ids.tolist() == expected["input_ids"]
+        thought = NO_THOUGHT if name == "qwen3" else ""
+        assert trained(encoder, sample) == f"{call}<|im_end|>{thought}{call}\n<|im_end|>"
+
+
 def test_arrow_ids_and_nulls(tmp_path: Path) -> None:
     """Arrow gives each call the arguments of all; JSON text keeps a null."""
     calls = chat([CALLS[0], {"name": "now", "arguments": {"zone": "UTC"}}])
@@ -205,6 +221,11 @@ def test_a_refusal_is_the_answer_and_other_fields_are_named(tmp_path: Path) -> N
     refusal = said("assistant", None, refusal="I will not.", annotations=[{"a": 1}], audio=None)
     row = {"messages": [said("user", "q", name="ann"), refusal]}
     assert read(tmp_path, row).turns[1].text == "I will not."
+    parts = [{"type": "refusal", "refusal": "I will not."}]
+    assert (
+        read(tmp_path, {"messages": [said("user", "q"), said("assistant", parts)]}).turns[1:]
+        == (read(tmp_path, row).turns[1:])
+    )
     fields = lint(tmp_path / "rows.jsonl", print, workers=1).fields["rows"]
     assert set(fields.ignored) == {"messages[].annotations", "messages[].name"}
 

@@ -34,7 +34,7 @@ from coat_data.readers.turns import (
 )
 from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
 
-_TEXT_TYPES = ("text", "input_text", "output_text")
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _MEDIA_TYPES: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -121,11 +121,12 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
             (name for name in ("text", *_MEDIA_TYPES) if name in part), None
         )
         if kind in _TEXT_TYPES:
-            text = place.as_string(part.get("text"), f"{own}.text")
+            key = "refusal" if kind == "refusal" else "text"
+            text = place.as_string(part.get(key), f"{own}.{key}")
             if has_placeholder(text):  # media are parts of their own
                 place.notes.append("placeholder_as_text")
             yield _Piece("text", text)
-            unused = part.keys() - {"type", "text"}
+            unused = part.keys() - {"type", key}
         elif isinstance(kind, str) and kind in _MEDIA_TYPES:
             yield _Piece(_MEDIA_TYPES[kind], source=part)
             other = "video" if _MEDIA_TYPES[kind] == "image" else "image"

@@ -122,7 +122,7 @@ class JinjaTemplate:
             if turn.role != "assistant" or behind is None:
                 continue
             following = min((s.start for s in spans if s.start >= behind), default=len(text))
-            behind = _skip_space_of(turn, text, behind)
+            behind = _skip_rest_of(turn, own, text, behind)
             end, added = self._find_end(
                 text[behind:following], following == len(text), bool(turn.tool_calls) or not own
             )
@@ -469,11 +469,16 @@ def _find_start(
     return same + len(header)
 
 
-def _skip_space_of(turn: Turn, text: str, behind: int) -> int:
-    """Return the end of the white space that belongs to the answer that ends at ``behind``."""
+def _skip_rest_of(turn: Turn, own: list[_Span], text: str, behind: int) -> int:
+    """Return the end of the answer whose last word ends at ``behind``.
+
+    White space and added tokens may follow, such as ``</tool_call>``.
+    """
     said = turn.parts[-1].text if turn.parts and not turn.tool_calls else ""
-    space = said[len(said.rstrip()) :]
-    return behind + len(space) if space and text.startswith(space, behind) else behind
+    word = text[own[-1].start : own[-1].end] if own else ""
+    ends = [found.end() for found in re.finditer(re.escape(word), said)] if word else [0]
+    rests = [rest for end in reversed(ends) for rest in (said[end:], said[end:].rstrip())]
+    return behind + len(next((rest for rest in rests if text.startswith(rest, behind)), ""))
 
 
 def _segments(
