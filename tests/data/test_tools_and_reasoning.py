@@ -1,6 +1,7 @@
 """Tools, calls, results and reasoning of chat rows are trained as transformers writes them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_tool_conversations(tmp_path: Path, layout: str) -> None:
     assert encoder.prompt(sample).input_ids.tolist() == prompt["input_ids"]
     with pytest.raises(DataError, match=r"rows\.jsonl:1.*'chatml' has no place for tools, tool c"):
         encoder_of(tokenizer, "chatml")(sample)
-    with pytest.raises(DataError, match=r"rows\.jsonl:1.*does not write the tool"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1.*not write the tool.*take a model"):
         qwen("phi3")[1](sample)
 
 
@@ -212,7 +213,7 @@ def test_reasoning(tmp_path: Path, fields: dict[str, Any]) -> None:
     row = sharegpt(("human", "q"), ("gpt", "a"))
     row["conversations"][1] |= fields
     assert trained(qwen()[1], read(tmp_path, row)) == expected
-    with pytest.raises(DataError, match="leaves out a part of the last answer"):
+    with pytest.raises(DataError, match=r"leaves out .* its reasoning; take a model"):
         qwen("qwen2_5")[1](read(tmp_path, row))
 
 
@@ -228,6 +229,13 @@ def test_a_refusal_is_the_answer_and_other_fields_are_named(tmp_path: Path) -> N
     )
     fields = lint(tmp_path / "rows.jsonl", print, workers=1).fields["rows"]
     assert set(fields.ignored) == {"messages[].annotations", "messages[].name"}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama3_1", "phi3", "qwen3", "qwen3_instruct_2507"])
+def test_an_answer_without_a_question_is_supervised(tmp_path: Path, name: str) -> None:
+    row = sharegpt(("gpt", "Hello"), ("human", "q"), ("gpt", "a"))
+    assert re.fullmatch(r"Hello<[^<>]*>\s*(<think>\s*</think>\s*)?a<[^<>]*>",
+                        trained(qwen(name)[1], read(tmp_path, row)))  # fmt: skip
 
 
 def test_an_answer_before_the_first_question(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class JinjaTemplate:
                 answers.append((start, behind + end))
         asked = any(turn.role == "assistant" and turn.supervised for turn in turns)
         if asked and not answers and not add_generation_prompt:
-            raise ValueError(self._different_prompt(bool(cut)))
+            raise ValueError(self._different_prompt(turns, bool(cut)))
         return _segments(text, spans, answers, edits)
 
     def _find_starts(
@@ -170,7 +170,7 @@ class JinjaTemplate:
             if start is not None:
                 starts[number] = start
             elif number == len(turns) - 1:
-                raise ValueError(self._different_prompt(number in cut))
+                raise ValueError(self._different_prompt(turns, number in cut))
         return starts
 
     def _find_first(self, text: str, turn: Turn, own: list[_Span]) -> int | None:
@@ -202,8 +202,8 @@ class JinjaTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             roles = [turn.role for turn in turns]
             raise ValueError(
-                f"{self._name} refuses a conversation of {roles}: {error}; {self.remedy}, or "
-                "change the data"
+                f"{self._name} refuses a conversation of {roles}: {error}; {self._remedy(turns)}, "
+                "or change the data"
             ) from error
 
     @cached_property
@@ -212,7 +212,10 @@ class JinjaTemplate:
         question = [Turn("user", (Part("text", "a"),))]
         pieces = list(_pieces(question))
         text, prompt = (self._write(question, (), iter(pieces), p) for p in (False, True))
-        return prompt.removeprefix(text)
+        if text == prompt:
+            return ""
+        eos = self._tokenizer.special_tokens_map.get("eos_token") or ""  # Phi-3's, only at the end
+        return prompt.removeprefix(text.removesuffix(eos)) or prompt
 
     def _write_prompt(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], pieces: list[_Piece]
@@ -264,8 +267,8 @@ class JinjaTemplate:
             except _MismatchError as error:
                 problem = problem or str(error)
         raise ValueError(
-            f"{self._name} {problem}, so the supervised tokens are unknown; {self.remedy}, or "
-            "change the data"
+            f"{self._name} {problem}, so the supervised tokens are unknown; {self._remedy(turns)}, "
+            "or change the data"
         )
 
     def _match(
@@ -340,16 +343,21 @@ class JinjaTemplate:
                 "template has a place for tools, or leave out the field tools"
             )
 
-    def _different_prompt(self, is_cut: bool) -> str:
+    def _remedy(self, turns: Sequence[Turn]) -> str:
+        """Return :attr:`remedy`, but no template without tools and reasoning for these."""
+        used = any(turn.role == "tool" or turn.fields() for turn in turns)
+        return "take a model whose template writes tools and reasoning" if used else self.remedy
+
+    def _different_prompt(self, turns: Sequence[Turn], is_cut: bool) -> str:
         if is_cut:
             return (
                 f"{self._name} leaves out a part of the last answer, such as its reasoning; "
-                f"{self.remedy}, or leave out the reasoning"
+                f"{self._remedy(turns)}, or leave out the reasoning"
             )
         return (
             f"{self._name} writes the last answer behind other text than it renders for "
-            f"generation, so what is trained would never be asked for; {self.remedy}, or give the "
-            "answer the reasoning that the template expects"
+            f"generation, so what is trained would never be asked for; {self._remedy(turns)}, or "
+            "give the answer the reasoning that the template expects"
         )
 
     def _find_end(self, text: str, is_last: bool, anywhere: bool) -> tuple[int, str]:
