@@ -19,8 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from coat_data.saved_files import sync, write_text
-from coat_vlm.checkpoint.folder_files import FolderFiles
-from coat_vlm.checkpoint.manifest import Entry, find_wrong_size, write_manifest
+from coat_vlm.checkpoint.manifest import Entry, FolderFiles, find_wrong_size, write_manifest
 from coat_vlm.checkpoint.verify import WAIT_S
 from coat_vlm.distributed import ALONE, World
 

@@ -6,15 +6,18 @@ next save or at the end of the stage.
 """
 
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
+from torch import Tensor
 
 from coat_vlm.checkpoint.atomic_folder import (
     Check,
@@ -23,11 +26,8 @@ from coat_vlm.checkpoint.atomic_folder import (
     remove_folder,
     save_error,
 )
-from coat_vlm.checkpoint.folder_files import FolderFiles
-from coat_vlm.checkpoint.host_copies import HostCopies
-from coat_vlm.checkpoint.keep import KeepRule, choose_deletions
 from coat_vlm.checkpoint.load import list_checkpoints, path_step
-from coat_vlm.checkpoint.manifest import list_files
+from coat_vlm.checkpoint.manifest import FolderFiles, list_files
 from coat_vlm.checkpoint.metadata import (
     CONTENTS,
     TRAINER,
@@ -46,6 +46,87 @@ from coat_vlm.checkpoint.shards import ShardWriter
 from coat_vlm.distributed import World
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRule:
+    """Which checkpoints are kept; one that any of these rules names is kept."""
+
+    last: int
+    """The newest ones, without those of a spike."""
+    every_steps: int = 0
+    """Those whose step is a multiple of this; 0 turns this off."""
+    best: bool = False
+    """The one with the lowest validation loss."""
+
+
+def choose_deletions(
+    spikes: Mapping[int, bool], newest: int, rule: KeepRule, losses: Mapping[int, float]
+) -> list[int]:
+    """Return the steps of the checkpoints to delete; never ``newest``, the one just completed.
+
+    ``spikes``: step of each checkpoint -> whether loss or gradient norm had diverged then. Such a
+    checkpoint never takes the place of a good one in ``rule.last``, and stays only while there are
+    fewer. Later ones than ``newest`` are another process's.
+    """
+    earlier = sorted(step for step in spikes if step < newest)
+    good = [step for step in earlier if not spikes[step]]
+    spike = spikes[newest]
+    others = rule.last if spike else rule.last - 1
+    kept = {newest, *good[max(0, len(good) - others) :]}
+    marked = [step for step in reversed(earlier) if spikes[step]]
+    kept.update(marked[: max(0, rule.last - len(kept))])
+    if rule.every_steps:
+        kept.update(step for step in good if step % rule.every_steps == 0)
+    candidates = good if spike else [*good, newest]
+    measured = [step for step in candidates if math.isfinite(losses.get(step, math.inf))]
+    if rule.best and measured:
+        kept.add(min(measured, key=lambda step: losses[step]))
+    return [step for step in earlier if step not in kept]
+
+
+class HostCopies:
+    """Copies tensors into host memory that is allocated once and used again by later saves.
+
+    The memory for tensors of a GPU is page-locked, so that the copies run at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._locked: list[Tensor] = []
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a copy in host memory; complete after :meth:`wait`, valid until the next one.
+
+        Later copies of this name use the same memory.
+        """
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._buffers[name] = buffer
+            if tensor.is_cuda and buffer.numel():
+                self._lock(buffer)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the copies from a GPU."""
+        if self._locked:
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Free the memory."""
+        for buffer in self._locked:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(buffer.data_ptr())
+        self._locked.clear()
+        self._buffers.clear()
+
+    def _lock(self, buffer: Tensor) -> None:
+        """Lock the pages of a buffer; without permission the copy is slower, and still right."""
+        # Not pin_memory=True, whose allocator rounds sizes up to a power of two.
+        runtime: Any = torch.cuda.cudart()
+        if runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0).value == 0:
+            self._locked.append(buffer)
 
 
 class CheckpointSaver:

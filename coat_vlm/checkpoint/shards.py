@@ -17,8 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from coat_kernels import join_master
-from coat_vlm.checkpoint.folder_files import FolderFiles
-from coat_vlm.checkpoint.manifest import read_manifest
+from coat_vlm.checkpoint.manifest import FolderFiles, read_manifest
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.optim.state import LOW_BITS, by_element
 

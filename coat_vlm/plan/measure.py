@@ -34,12 +34,11 @@ from coat_vlm.model.family_model import trainable_class
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
 from coat_vlm.plan.stage import StagePlan, add_graphs, count_images_per_row, row_tokens
-from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.model_setup import build_planned_model, prepare_model
 from coat_vlm.train.passes import build_passes
 from coat_vlm.train.step import TrainStep
-from coat_vlm.train.step_log import StepLog
+from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
 from coat_vlm.train.tracking import Metrics
 

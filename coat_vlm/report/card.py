@@ -19,7 +19,7 @@ from coat_vlm.report.tables import (
     format_count,
     list_header_facts,
 )
-from coat_vlm.train.steady_rates import add_up
+from coat_vlm.train.tracking import add_up
 
 _PUBLISHED = "published"  # layout of a run of model.pretrained
 _LIBRARIES = dict.fromkeys(("llava", "language", _PUBLISHED), "transformers") | {"vila": "vila"}

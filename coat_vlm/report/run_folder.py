@@ -11,8 +11,7 @@ import yaml
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES
 from coat_vlm.run.heartbeat import read_states
-from coat_vlm.train.steady_rates import split_steps
-from coat_vlm.train.tracking import read_entries
+from coat_vlm.train.tracking import read_entries, split_steps
 
 _BY_STEP = ("step", "val", "eval", "monitor", "save")
 """Kinds of rows of which a step has one; the last one counts."""

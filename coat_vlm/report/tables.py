@@ -6,7 +6,7 @@ from typing import Any
 
 from coat_vlm.config import MODULES
 from coat_vlm.report.run_folder import RunFolder, StageLog
-from coat_vlm.train.steady_rates import add_up, average_rates
+from coat_vlm.train.tracking import add_up, average_rates
 
 GIB = 2**30
 

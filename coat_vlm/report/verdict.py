@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coat_vlm.report.evaluation import EvaluationRow
 from coat_vlm.report.run_folder import RunFolder, StageLog
-from coat_vlm.train.steady_rates import average_rates
+from coat_vlm.train.tracking import average_rates
 
 WAIT_LIMIT = 0.2  # share of the time spent waiting for data from which the report says so
 

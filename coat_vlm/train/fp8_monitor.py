@@ -8,7 +8,6 @@ steps have no hooks.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, watching
 from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
-from coat_vlm.train.tracking import Metrics
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
 """Kinds of tensors with one scale each, whose rates are checked. Tensors with group scales are not:
@@ -36,9 +34,10 @@ Write = Callable[[dict[str, Any]], None]
 """Writes an entry of metrics.jsonl."""
 
 
-class BlockMonitor:
-    """Compares the FP8 blocks of one stage with BF16; without ``config`` it is off.
+class Fp8Monitor:
+    """Measures FP8 in some steps of one stage.
 
+    With ``config`` it compares blocks with BF16; saturation is counted in the first and last step.
     ``split`` is whether weights are partitioned over the ranks (ZeRO-3). Raises ValueError if
     ``monitor.layers`` contains a name that is not an FP8 block, or there is none.
     """
@@ -60,21 +59,37 @@ class BlockMonitor:
         self._round_linears = arithmetic.round_linears
         self._world = world
         self._split = split
+        self._has_fp8 = report is not None
         self._inputs: dict[str, LiveInput] = {}
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step is monitored."""
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether something is measured in this step."""
+        return self._compares(step) or self._counts(step, total_steps)
+
+    def _compares(self, step: int) -> bool:
         return self._config is not None and step % self._config.every == 0
 
+    def _counts(self, step: int, total_steps: int) -> bool:
+        return self._has_fp8 and step in (1, total_steps)
+
     @contextmanager
-    def watch(self, stage: str, step: int, write: Write) -> Iterator[None]:
-        """Monitor the step in this context, write the result, and print warnings."""
-        with self.capture():
+    def watch(self, stage: str, step: int, total_steps: int, write: Write) -> Iterator[None]:
+        """Measure the step in this context, write the results, and print warnings."""
+        compares, entry = self._compares(step), {"stage": stage, "step": step}
+        with ExitStack() as measured:
+            if compares:
+                measured.enter_context(self.capture())
+            counts = None
+            if self._counts(step, total_steps):
+                counts = measured.enter_context(watching())
             yield
-        row, warnings = self.measure()
-        write({"kind": "monitor", "stage": stage, "step": step, **row})
-        for warning in warnings if self._world.is_main else ():
-            tqdm.write(f"WARNING stage {stage}, step {step}: {warning}")
+        if counts is not None:
+            write({"kind": "fp8", **entry, "rates": counts.rates()})
+        if compares:
+            row, warnings = self.measure()
+            write({"kind": "monitor", **entry, **row})
+            for warning in warnings if self._world.is_main else ():
+                tqdm.write(f"WARNING stage {stage}, step {step}: {warning}")
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -177,37 +192,3 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
         for metric, value, key in values
         if value is None or value > getattr(config, key)
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurements:
-    """Measures FP8 in some steps of one stage."""
-
-    name: str
-    """The stage's name."""
-    total_steps: int
-    has_fp8: bool
-    """Whether saturation is measured, in the first and the last step."""
-    monitor: BlockMonitor
-    metrics: Metrics
-
-    def is_due(self, step: int) -> bool:
-        """Whether something is measured in this step."""
-        return self.monitor.is_due(step) or self._counts(step)
-
-    @contextmanager
-    def watch(self, step: int) -> Iterator[None]:
-        """Measure the step in this context."""
-        with ExitStack() as measured:
-            if self.monitor.is_due(step):
-                watch = self.monitor.watch(self.name, step, self.metrics.write)
-                measured.enter_context(watch)
-            counts = measured.enter_context(watching()) if self._counts(step) else None
-            yield
-        if counts is not None:
-            self.metrics.write(
-                {"kind": "fp8", "stage": self.name, "step": step, "rates": counts.rates()}
-            )
-
-    def _counts(self, step: int) -> bool:
-        return self.has_fp8 and step in (1, self.total_steps)

@@ -25,8 +25,8 @@ from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import STAGES, Fp8Config, Recipe
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.run.lock import LOCK
-from coat_vlm.train.bad_samples import BAD_SAMPLES
 from coat_vlm.train.model_setup import check_run_folder
+from coat_vlm.train.step_log import BAD_SAMPLES
 from coat_vlm.train.tracking import METRICS, append_entry, rewind
 
 RECIPE = "recipe.yaml"

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 from coat_data.folder_lock import FolderLock
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import remove_folder
-from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver
+from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
@@ -39,7 +38,6 @@ from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.run.heartbeat import Heartbeat
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
-from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.data_record import SourceRecord
 from coat_vlm.train.divergence import (
@@ -51,7 +49,7 @@ from coat_vlm.train.divergence import (
 )
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
-from coat_vlm.train.fp8_monitor import BlockMonitor, Measurements
+from coat_vlm.train.fp8_monitor import Fp8Monitor
 from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.model_setup import (
     avoids_padding,
@@ -70,7 +68,7 @@ from coat_vlm.train.resume import (
 )
 from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
 from coat_vlm.train.step import TrainStep
-from coat_vlm.train.step_log import StepLog
+from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
 from coat_vlm.train.tracking import (
     METRICS,
@@ -285,7 +283,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     if config.dpo is not None:
         preference = Preference(model, opened.processor, recipe, config, stage.folder, world)
     passes = build_passes(model, recipe, config, opened.arithmetic, world, preference)
-    monitor = BlockMonitor(
+    monitor = Fp8Monitor(
         model, opened.conversion, recipe.monitor, opened.arithmetic, world, recipe.zero_stage == 3
     )
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
@@ -329,13 +327,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
                 row_tokens=data.row_tokens,
             ),
             overlaps=steps_overlap(recipe, config, opened.arithmetic, world),
-            measurements=Measurements(
-                name=name,
-                total_steps=opened.total_steps,
-                has_fp8=opened.conversion is not None,
-                monitor=monitor,
-                metrics=metrics,
-            ),
+            monitor=monitor,
             finished=done.step,
             sampler_state=continue_sampler(
                 data.loader.sampler, SamplerState(*done.sampler_state), stage.allow_changed_data

@@ -20,7 +20,7 @@ from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.packing import Sampler
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.optim import lr_factor
-from coat_vlm.train.fp8_monitor import Measurements
+from coat_vlm.train.fp8_monitor import Fp8Monitor
 from coat_vlm.train.passes import Passes, Results
 from coat_vlm.train.step_log import StepLog
 
@@ -56,7 +56,7 @@ class TrainStep:
     overlaps: bool = False
     """Whether a step's results may be read while the next step runs
     (:func:`coat_vlm.train.engine.steps_overlap`)."""
-    measurements: Measurements | None = None
+    monitor: Fp8Monitor | None = None
     on_entry: Callable[[dict[str, Any]], None] = lambda _: None
     """Called with a step's entry of metrics.jsonl, before the next step changes weights. An
     exception that it raises aborts the next step if that was already launched."""
@@ -89,15 +89,16 @@ class TrainStep:
         """
         passes, number = self.passes, self.finished + 1
         self.log.begin(data_wait, passes.world.device)
-        measured = self.measurements is not None and self.measurements.is_due(number)
+        measured = self.monitor is not None and self.monitor.is_due(number, self.total_steps)
         if micro_batches is None or stop_requested or measured:
             self.read()
         counts = self._count(micro_batches, stop_requested)
         if micro_batches is None or counts["without_batch"]:
             return True
         watch = nullcontext()
-        if self.measurements is not None and measured:
-            watch = self.measurements.watch(number)
+        if self.monitor is not None and measured:
+            write = self.log.metrics.write
+            watch = self.monitor.watch(self.name, number, self.total_steps, write)
         with watch:
             launched = self._launch(micro_batches, counts, started)
             if measured:  # the passes are repeated in the blocks of this step if it has NaN

@@ -5,7 +5,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from tqdm import tqdm
 from coat_data.saved_files import write_text
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.train.steady_rates import average_rates, format_apart, split_steps
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,60 @@ def _flatten(prefix: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, float
             yield f"{prefix}/{name}", value
 
 
+Entry = Mapping[str, Any]
+"""A step's entry of metrics.jsonl."""
+
+
+def split_steps(
+    entries: Iterable[Entry], first: Collection[int]
+) -> tuple[list[Entry], dict[str, list[Entry]]]:
+    """Split the steps of one stage into steady ones and, by kind, others.
+
+    ``first`` are the numbers of the first steps after a start or a resume, which compile and fill
+    queues. The others ``measured`` FP8, or were ``capturing`` CUDA graphs.
+    """
+    steady: list[Entry] = []
+    apart: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry["step"] in first:
+            apart["first"].append(entry)
+        elif entry["peak_memory_mb"] is None:
+            apart["measured"].append(entry)
+        elif entry.get("captured"):
+            apart["capturing"].append(entry)
+        else:
+            steady.append(entry)
+    return steady, dict(apart)
+
+
+def average_rates(entries: Sequence[Entry], ranks: int) -> dict[str, float]:
+    """Compute the rates over steps: sums of all ranks divided by the time; empty without steps.
+
+    ``wait`` is the share of the time spent waiting for data, ``imbalance`` a mean.
+    """
+    seconds = add_up(entries, "step_s")
+    if not seconds:
+        return {}
+    rates = {
+        f"{name}_per_s": add_up(entries, name) / seconds
+        for name in ("tokens", "vision_tokens", "samples")
+    }
+    work = sum(sum((entry.get("tflop") or {}).values()) for entry in entries)
+    if work:
+        rates["tflop_per_s_per_gpu"] = work / seconds / ranks
+    if any("imbalance" in entry for entry in entries):
+        rates["imbalance"] = add_up(entries, "imbalance") / len(entries)
+    return rates | {
+        "step_s": seconds / len(entries),
+        "wait": add_up(entries, "data_wait_s") / seconds,
+    }
+
+
+def add_up(entries: Iterable[Entry], key: str) -> float:
+    """Sum an entry over entries; absent ones count as 0."""
+    return sum(float(entry.get(key) or 0.0) for entry in entries)
+
+
 _RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait", "imbalance")
 
 
@@ -172,7 +226,7 @@ class StepLine:
     """Prints a line for every few steps of a stage, on the main process.
 
     Rates are those of the steady steps since the last line; the time of other steps stands after
-    them (:mod:`coat_vlm.train.steady_rates`).
+    them (:func:`split_steps`).
 
     ``done`` are the steps before a resume; the last step has a line whatever ``every`` is.
     """
@@ -180,11 +234,11 @@ class StepLine:
     def __init__(self, stage: str, total_steps: int, done: int, every: int, world: World) -> None:
         self._stage, self._total, self._every, self._world = stage, total_steps, every, world
         self._peak_mb: float | None = None
-        self._entries: list[Mapping[str, Any]] = []
+        self._entries: list[Entry] = []
         self._first = {done + 1}
         self._step_s: float | None = None
 
-    def show(self, entry: Mapping[str, Any]) -> None:
+    def show(self, entry: Entry) -> None:
         """Add a step's entry of metrics.jsonl, and print a line if one is due."""
         self._entries.append(entry)
         self._peak_mb = entry["peak_memory_mb"] or self._peak_mb
@@ -210,7 +264,11 @@ class StepLine:
             wait is not None and f"wait {wait:.1%}",
             uneven is not None and f"imbalance {uneven:.1%}",
             self._peak_mb and f"mem {self._peak_mb / 1e3:.1f} GB",
-            *format_apart(apart),
+            *(
+                f"{f'{len(steps)} {kind} steps' if len(steps) > 1 else f'{kind} step'} "
+                f"{add_up(steps, 'step_s'):.1f} s"
+                for kind, steps in apart.items()
+            ),
             f"eta {timedelta(seconds=left)}",
         ]
         print_on_main(self._world, " ".join(part for part in parts if part))

@@ -23,7 +23,7 @@ from coat_vlm.fp8.cuda_graphs import (
     _alias_parameters,  # pyright: ignore[reportPrivateUsage]
     _run_eagerly,  # pyright: ignore[reportPrivateUsage]
 )
-from coat_vlm.train.gradient_order import GradientOrder
+from coat_vlm.train.engine import GradientOrder
 
 
 class Replay(torch.autograd.Function):

@@ -20,10 +20,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from coat_kernels import decode_moment, join_master
-from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver
+from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.distributed import World
 from coat_vlm.optim import CoatAdamW
 

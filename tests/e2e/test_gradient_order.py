@@ -14,7 +14,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.plan.published import find_vocab_size
 from coat_vlm.train import engine
-from coat_vlm.train.gradient_order import GradientOrder
+from coat_vlm.train.engine import GradientOrder
 from coat_vlm.train.model_setup import build_planned_model
 
 WORKER = Path(__file__).parent / "gradient_order_worker.py"

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders
-from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.metadata import Progress, read_progress
-from coat_vlm.checkpoint.save import CheckpointSaver
+from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.distributed import ALONE
 from coat_vlm.optim import CoatAdamW

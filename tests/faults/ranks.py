@@ -25,10 +25,9 @@ from safetensors.torch import save_file
 
 from coat_vlm.checkpoint import atomic_folder, verify
 from coat_vlm.checkpoint.atomic_folder import write_folder
-from coat_vlm.checkpoint.keep import KeepRule
 from coat_vlm.checkpoint.load import find_checkpoint, load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver
+from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.distributed import World
 
 

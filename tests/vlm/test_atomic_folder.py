@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders, write_folder
-from coat_vlm.checkpoint.folder_files import FolderFiles
 from coat_vlm.checkpoint.load import find_checkpoint
-from coat_vlm.checkpoint.manifest import write_manifest
+from coat_vlm.checkpoint.manifest import FolderFiles, write_manifest
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.distributed import ALONE
 

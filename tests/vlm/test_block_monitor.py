@@ -14,7 +14,7 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks
-from coat_vlm.train.fp8_monitor import BlockMonitor, select_blocks
+from coat_vlm.train.fp8_monitor import Fp8Monitor, select_blocks
 
 LAYERS = 5
 CPU = Arithmetic(torch.float32, Fp8Config().resolved("coat"), round_linears=True)
@@ -29,10 +29,10 @@ def plain_model() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).train()
 
 
-def watched(config: MonitorConfig, **fp8: Any) -> tuple[Any, BlockMonitor]:
+def watched(config: MonitorConfig, **fp8: Any) -> tuple[Any, Fp8Monitor]:
     model, settings = plain_model(), Fp8Config(**fp8)
     report = convert(model, settings)
-    return model, BlockMonitor(model, report, config, CPU, ALONE, split=False)
+    return model, Fp8Monitor(model, report, config, CPU, ALONE, split=False)
 
 
 def train_step(model: Any, step: int = 0) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def train_step(model: Any, step: int = 0) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def measured(model: Any, monitor: BlockMonitor) -> dict[str, Any]:
+def measured(model: Any, monitor: Fp8Monitor) -> dict[str, Any]:
     with monitor.capture():
         train_step(model)
     return monitor.measure()[0]

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from coat_vlm.checkpoint.atomic_folder import read_json
-from coat_vlm.checkpoint.folder_files import FolderFiles
-from coat_vlm.checkpoint.manifest import write_manifest
+from coat_vlm.checkpoint.manifest import FolderFiles, write_manifest
 from coat_vlm.checkpoint.metadata import Contents, SavedParameter
 from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards, ShardWriter

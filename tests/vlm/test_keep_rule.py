@@ -1,6 +1,6 @@
 """Which checkpoints are deleted when a new one is complete."""
 
-from coat_vlm.checkpoint.keep import KeepRule, choose_deletions
+from coat_vlm.checkpoint.save import KeepRule, choose_deletions
 
 
 def deleted(

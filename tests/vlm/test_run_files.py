@@ -7,8 +7,8 @@ import pytest
 
 from coat_data.saved_files import replace_file
 from coat_vlm.config.load import load_recipe, save_recipe
-from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.resume import prepare_run_folder
+from coat_vlm.train.step_log import BadSamples
 from coat_vlm.train.tracking import METRICS, read_losses, rewind
 
 

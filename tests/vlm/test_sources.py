@@ -18,9 +18,9 @@ from coat_vlm.config import SourceConfig, StageConfig
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
-from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import open_data
 from coat_vlm.train.open_sources import iterate_texts, open_source, open_sources
+from coat_vlm.train.step_log import BadSamples
 from coat_vlm.train.tracking import rewind
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
