@@ -79,11 +79,7 @@ def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
             return FoundCheckpoint(path=path, damaged=tuple(problems))
         problems[name] = problem
         if world.is_main:
-            logger.warning(
-                "checkpoint %s is not used: %s",
-                path,
-                problem,
-            )
+            logger.warning("checkpoint %s is not used: %s", path, problem)
     if problems:
         details = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise ValueError(

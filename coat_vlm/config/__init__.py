@@ -6,25 +6,9 @@ overrides such as ``stages.sft.max_steps=10`` and returns a :class:`Recipe`. Thi
 other package of the project.
 """
 
-from coat_vlm.config.fp8 import (
-    FP8_PRECISIONS,
-    BlockPrecision,
-    CudaGraphs,
-    Fp8Config,
-    Fp8Precision,
-    MasterWeights,
-    Precision,
-)
-from coat_vlm.config.model import (
-    ImageConfig,
-    LanguageConfig,
-    ModelConfig,
-    ProjectorConfig,
-    TokenizerConfig,
-    VideoConfig,
-    VisionConfig,
-)
-from coat_vlm.config.recipe import Recipe, TrackingConfig
+from coat_vlm.config.fp8 import Fp8Config, Precision
+from coat_vlm.config.model import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.recipe import Recipe
 from coat_vlm.config.stage import (
     MODULES,
     STAGES,
@@ -36,27 +20,18 @@ from coat_vlm.config.stage import (
 )
 
 __all__ = [
-    "FP8_PRECISIONS",
     "MODULES",
     "STAGES",
-    "BlockPrecision",
-    "CudaGraphs",
     "Fp8Config",
-    "Fp8Precision",
     "ImageConfig",
     "LanguageConfig",
-    "MasterWeights",
     "ModelConfig",
     "ModuleName",
     "ModuleTraining",
     "Precision",
-    "ProjectorConfig",
     "Recipe",
     "SourceConfig",
     "StageConfig",
     "StageName",
-    "TokenizerConfig",
-    "TrackingConfig",
-    "VideoConfig",
     "VisionConfig",
 ]

@@ -32,8 +32,9 @@ from coat_vlm.export.transformers_parts import (
     select_weights,
     write_config,
 )
-from coat_vlm.model import IMAGE_TOKEN, CoatVlm, CoatVlmConfig
+from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import create_meta_model
+from coat_vlm.model.configuration import IMAGE_TOKEN
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.pretrained import load_weights
 from coat_vlm.model.processor import CoatVlmProcessor

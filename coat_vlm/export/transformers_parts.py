@@ -43,10 +43,7 @@ def add_legacy_names(config: dict[str, Any]) -> dict[str, Any]:
         return config
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     scales = scaling.get("rope_type", "default") != "default"
-    return config | {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling if scales else None,
-    }
+    return config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scales else None}
 
 
 def save_language(

@@ -14,14 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coat_vlm.config import (
-    ImageConfig,
-    LanguageConfig,
-    ModelConfig,
-    ProjectorConfig,
-    VideoConfig,
-    VisionConfig,
-)
+from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.model import ProjectorConfig, VideoConfig
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from coat_vlm.config import CudaGraphs
+from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import saturation, weights
 from coat_vlm.fp8.blocks import Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks

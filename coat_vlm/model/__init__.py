@@ -9,30 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coat_vlm.model.build import build_model
-    from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
+    from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig
     from coat_vlm.model.processor import CoatVlmProcessor
-    from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
+    from coat_vlm.model.vlm import CoatVlm
 
-__all__ = [
-    "IMAGE_TOKEN",
-    "CoatVlm",
-    "CoatVlmConfig",
-    "CoatVlmProcessor",
-    "OpenClipVisionConfig",
-    "build_model",
-    "count_parameters",
-    "module_parameters",
-]
+__all__ = ["CoatVlm", "CoatVlmConfig", "CoatVlmProcessor", "OpenClipVisionConfig", "build_model"]
 
 _MODULES = {
-    "IMAGE_TOKEN": "configuration",
     "CoatVlm": "vlm",
     "CoatVlmConfig": "configuration",
     "CoatVlmProcessor": "processor",
     "OpenClipVisionConfig": "configuration",
     "build_model": "build",
-    "count_parameters": "vlm",
-    "module_parameters": "vlm",
 }
 
 

@@ -19,7 +19,8 @@ import torch
 
 from coat_data.load.loader import check_batch_sizes
 from coat_data.sample import DataError, Media
-from coat_vlm.config import CudaGraphs, Fp8Config, ModelConfig, Recipe, StageConfig, StageName
+from coat_vlm.config import Fp8Config, ModelConfig, Recipe, StageConfig, StageName
+from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import arithmetic_of, fp8_blocks
 from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad, choose_rows
 from coat_vlm.model.configuration import CoatVlmConfig
@@ -37,11 +38,7 @@ from coat_vlm.plan.zero import (
     measure_state_bytes,
 )
 from coat_vlm.train.engine import choose_graphs
-from coat_vlm.train.model_setup import (
-    build_planned_model,
-    refuse_unmeasured,
-    select_stages,
-)
+from coat_vlm.train.model_setup import build_planned_model, refuse_unmeasured, select_stages
 from coat_vlm.train.open_sources import access_of, open_sources
 
 MARGIN = 1.03

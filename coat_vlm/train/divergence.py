@@ -50,10 +50,7 @@ class Detector:
     """
 
     def __init__(
-        self,
-        config: DivergenceConfig,
-        vocab_size: int,
-        entries: Iterable[Mapping[str, Any]] = (),
+        self, config: DivergenceConfig, vocab_size: int, entries: Iterable[Mapping[str, Any]] = ()
     ) -> None:
         self.first: int | None = None
         self.applied = 0  # steps that changed the weights

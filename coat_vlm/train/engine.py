@@ -25,7 +25,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from transformers import PreTrainedModel
 
-from coat_vlm.config import CudaGraphs, Recipe, StageConfig
+from coat_vlm.config import Recipe, StageConfig
+from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
@@ -175,11 +176,7 @@ def build_optimizer(
 
 
 def build_engine(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    stage: StageConfig,
-    arithmetic: Arithmetic,
-    world: World,
+    model: PreTrainedModel, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World
 ) -> deepspeed.DeepSpeedEngine:
     """Build the DeepSpeed engine of one stage around a model from ``model_setup.prepare_model``."""
     optimizer = build_optimizer(model, stage, arithmetic, world)

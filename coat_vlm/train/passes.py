@@ -26,12 +26,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, SpareMemory
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import copy_to_device
-from coat_vlm.model.sequence_parallel import (
-    SHARD,
-    SequenceGroup,
-    join_sequence_group,
-    shard_batch,
-)
+from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence_group, shard_batch
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.engine import build_engine, training_loop_clips

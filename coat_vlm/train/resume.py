@@ -173,11 +173,7 @@ def find_changes(old: Recipe, new: Recipe) -> list[Change]:
 
 
 def check_changes(
-    changes: Sequence[Change],
-    states: Mapping[str, State],
-    path: Path,
-    *,
-    allow_changed_data: bool,
+    changes: Sequence[Change], states: Mapping[str, State], path: Path, *, allow_changed_data: bool
 ) -> None:
     """Raise ValueError if a key changed that must not; the message names each with its reason.
 

@@ -60,23 +60,12 @@ from coat_vlm.train.model_setup import (
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
 from coat_vlm.train.preference import Preference
-from coat_vlm.train.resume import (
-    check_length,
-    continue_sampler,
-    prepare_run_folder,
-    reset_stage,
-)
+from coat_vlm.train.resume import check_length, continue_sampler, prepare_run_folder, reset_stage
 from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
-from coat_vlm.train.tracking import (
-    METRICS,
-    Metrics,
-    list_measured,
-    print_on_main,
-    read_losses,
-)
+from coat_vlm.train.tracking import METRICS, Metrics, list_measured, print_on_main, read_losses
 
 
 def run_recipe(
@@ -300,11 +289,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     done = _restore(stage, opened, passes, new, entries)
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
-        stage.run_dir,
-        recipe.tracking,
-        recipe.name,
-        enabled=world.is_main,
-        check=stage.lock.check,
+        stage.run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=stage.lock.check
     )
     start = {**opened.description, "sources": describe_sources(data), "row": data.shown_row}
     metrics.write({"kind": "stage", "status": "start", **start})
@@ -364,9 +349,7 @@ def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSa
         passes.engine,
         stage.world,
         KeepRule(
-            last=recipe.save_total_limit,
-            every_steps=recipe.keep_every_steps,
-            best=best is not None,
+            last=recipe.save_total_limit, every_steps=recipe.keep_every_steps, best=best is not None
         ),
         describe=partial(save_description, model=opened.model, processor=opened.processor),
         background=recipe.async_save,
@@ -376,11 +359,7 @@ def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSa
 
 
 def _restore(
-    stage: _Stage,
-    opened: _Opened,
-    passes: Passes,
-    new: Progress,
-    entries: Sequence[dict[str, Any]],
+    stage: _Stage, opened: _Opened, passes: Passes, new: Progress, entries: Sequence[dict[str, Any]]
 ) -> Progress:
     """Load the checkpoint from which the stage continues; remove what it wrote after that.
 

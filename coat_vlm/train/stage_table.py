@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from coat_data.load.collate import MAX_PADDING
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
-from coat_vlm.model import count_parameters, module_parameters
 from coat_vlm.model.lora import describe
+from coat_vlm.model.vlm import count_parameters, module_parameters
 from coat_vlm.train.data import StageData
 from coat_vlm.train.tracking import print_on_main
 

@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_data.saved_files import write_text
-from coat_vlm.config import STAGES, TrackingConfig
+from coat_vlm.config import STAGES
+from coat_vlm.config.recipe import TrackingConfig
 from coat_vlm.distributed import World
 
 logger = logging.getLogger(__name__)

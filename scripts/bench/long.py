@@ -21,7 +21,7 @@ from coat_cli.command import at_least
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of_recipe, store_frozen_weights
-from coat_vlm.model import count_parameters
+from coat_vlm.model.vlm import count_parameters
 from coat_vlm.plan.measure import (
     StageCase,
     build_stage_model,

@@ -15,9 +15,10 @@ from coat_cli.main import main
 from coat_vlm.config.load import list_builtin_recipes, load_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.model import CoatVlm, build_model, count_parameters
+from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
+from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.measure import (

@@ -19,7 +19,7 @@ import harness
 import step
 from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
-from coat_vlm.model import count_parameters
+from coat_vlm.model.vlm import count_parameters
 from coat_vlm.plan.measure import StageCase, build_stage_model, make_batch, open_case, take_steps
 from step import Implementation, StepResult, StepRun, list_implementations
 from step_models import (

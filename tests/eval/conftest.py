@@ -7,7 +7,8 @@ import pytest
 import torch
 from official_files import WORDS, make_benchmarks
 
-from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
+from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer

@@ -11,7 +11,8 @@ import torch
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.text import load_language_model, measure_perplexity, read_documents
-from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
+from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer

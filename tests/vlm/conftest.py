@@ -17,13 +17,8 @@ from coat_data.load.encode import Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
-from coat_vlm.config import (
-    LanguageConfig,
-    ModelConfig,
-    ProjectorConfig,
-    TokenizerConfig,
-    VisionConfig,
-)
+from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.model import ProjectorConfig, TokenizerConfig
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer

@@ -8,7 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.config.model import ProjectorConfig
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import read_config
 

@@ -11,7 +11,8 @@ from one_block import DECODERS, ENCODERS, decoder, encoder, inputs, relative, ru
 from torch import Tensor, nn
 
 from coat_kernels import Op
-from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
+from coat_vlm.config import Fp8Config
+from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Precision
 from coat_vlm.fp8 import convert, linear, norm_mlp, watching
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_vlm.config import ImageConfig, VideoConfig
+from coat_vlm.config import ImageConfig
+from coat_vlm.config.model import VideoConfig
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from coat_vlm.config import TrackingConfig
+from coat_vlm.config.recipe import TrackingConfig
 from coat_vlm.train.tracking import Metrics
 
 ROWS: list[dict[str, Any]] = [

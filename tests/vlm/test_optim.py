@@ -10,7 +10,8 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from coat_vlm.config import ModuleTraining, Precision
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.model import CoatVlm, module_parameters
+from coat_vlm.model import CoatVlm
+from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW, lr_factor, param_groups
 from coat_vlm.train.engine import build_optimizer
 from coat_vlm.train.model_setup import set_trainable

@@ -16,7 +16,7 @@ from coat_vlm.config import (
 )
 from coat_vlm.export.hugging_face import export
 from coat_vlm.generate import generate
-from coat_vlm.model import CoatVlm, build_model, module_parameters
+from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import (
@@ -24,6 +24,7 @@ from coat_vlm.model.processor import (
     build_processor,
     continue_processor,
 )
+from coat_vlm.model.vlm import module_parameters
 
 
 @pytest.fixture
