@@ -81,7 +81,9 @@ def run_doctor() -> int:
 def check_packages() -> Iterator[Finding]:
     """Import each package, and report its version."""
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
-    yield Finding("ok", "torch", f"{version('torch')} for {_describe_build()}")
+    build = f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else build
+    yield Finding("ok", "torch", f"{version('torch')} for {build}")
     for name, module in PACKAGES.items():
         try:
             imported = import_module(module)
@@ -167,13 +169,6 @@ def check_machine() -> Iterator[Finding]:
         f"{_format_gib(shared)}: data loading processes may crash with a bus error",
         "start the container with --shm-size=8g, or train with num_workers=0",
     )
-
-
-def _describe_build() -> str:
-    """Return the device that this torch was built for."""
-    if torch.version.hip is not None:
-        return f"ROCm {torch.version.hip}"
-    return "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
 def _format_gib(size: int) -> str:

@@ -153,18 +153,17 @@ class FolderSave:
             self._deadline = max(self._deadline, time.monotonic() + WAIT_S)
             for name, entry in written.items():
                 self._wait_until(
-                    lambda name=name, entry=entry: not self._find_wrong(name, entry),
+                    lambda name=name, entry=entry: (
+                        find_wrong_size(self.temporary, name, entry) is None
+                    ),
                     f"rank {rank} wrote {name}, and rank 0 does not see it with {entry.size} bytes",
                 )
         for rank in range(1, self._world.size):
             self._list_path(rank).unlink()
         for name, entry in own.items():
-            if wrong := self._find_wrong(name, entry):
+            if wrong := find_wrong_size(self.temporary, name, entry):
                 raise OSError(f"{wrong}, which were just written")
         return entries
-
-    def _find_wrong(self, name: str, entry: Entry) -> str | None:
-        return find_wrong_size(self.temporary, name, entry)
 
     def _wait_until(self, ready: Callable[[], bool], otherwise: str) -> None:
         """Wait for a condition on the files of another rank."""

@@ -202,11 +202,7 @@ def _compose_config(folder: Path, config: Any) -> CoatVlmConfig:
 
 
 def _compose_processor(folder: Path, found: Any, config: CoatVlmConfig) -> CoatVlmProcessor:
-    images, tokenizer, side = (
-        found.image_processor,
-        found.tokenizer,
-        config.vision_config.image_size,
-    )
+    images, tokenizer = found.image_processor, found.tokenizer
     if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != config.image_token_id:
         raise ValueError(
             f"{folder}: image_token_index is {config.image_token_id}, and the tokenizer has "
@@ -222,7 +218,7 @@ def _compose_processor(folder: Path, found: Any, config: CoatVlmConfig) -> CoatV
         )
     return CoatVlmProcessor(
         tokenizer,
-        image_size=side,
+        image_size=config.vision_config.image_size,
         image_mean=images.image_mean,
         image_std=images.image_std,
         image_resample=images.resample,

@@ -167,7 +167,10 @@ def _concatenate_scales(features: Tensor, grid: Grid, scales: Sequence[int]) -> 
         area_average(_merge_tiles(tiles, (side, side)), size)
         for side, tiles in zip(sides, smaller, strict=True)
     ]
-    return _split_tiles(torch.cat([*maps, whole], dim=-1), grid)
+    rows, columns = grid
+    x = torch.cat([*maps, whole], dim=-1)  # split again into tiles
+    x = x.reshape(rows, size[0] // rows, columns, size[1] // columns, -1)
+    return x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _merge_tiles(tiles: Tensor, grid: Grid) -> Tensor:
@@ -176,14 +179,6 @@ def _merge_tiles(tiles: Tensor, grid: Grid) -> Tensor:
     side = round(tiles.shape[1] ** 0.5)
     x = tiles.reshape(rows, columns, side, side, -1)
     return x.transpose(1, 2).reshape(rows * side, columns * side, -1)
-
-
-def _split_tiles(whole: Tensor, grid: Grid) -> Tensor:
-    """Invert :func:`_merge_tiles`."""
-    rows, columns = grid
-    height, width = whole.shape[0] // rows, whole.shape[1] // columns
-    x = whole.reshape(rows, height, columns, width, -1)
-    return x.transpose(1, 2).reshape(rows * columns, height * width, -1)
 
 
 def area_average(features: Tensor, size: Sequence[int]) -> Tensor:

@@ -9,8 +9,8 @@ The loss and the gradients of the micro-batch are the sums of the ranks'.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -82,6 +82,7 @@ def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
         )
 
 
+@dataclass(slots=True)
 class SequenceShard:
     """This rank's part of a micro-batch, and the exchanges with the other ranks.
 
@@ -89,18 +90,12 @@ class SequenceShard:
     numbers of features that this rank computes for each rank, and each rank for this one (sum: P).
     """
 
-    def __init__(
-        self,
-        group: SequenceGroup,
-        positions: Tensor,
-        sends: Sequence[int] = (),
-        receives: Sequence[int] = (),
-    ) -> None:
-        self.group = group
-        self.positions = positions
-        self.sends = list(sends)
-        self.receives = list(receives)
-        self.calls = 0
+    group: SequenceGroup
+    positions: Tensor
+    sends: list[int] = field(default_factory=list)
+    receives: list[int] = field(default_factory=list)
+    calls: int = 0
+    """Layers that exchanged tokens."""
 
     def gather_tokens(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """Exchange heads [1, H, T / N, D] for tokens [1, H / N, T, D], in a single all-to-all.
@@ -139,9 +134,9 @@ class SequenceShard:
 
     def send_features(self, features: Tensor) -> Tensor:
         """Exchange this rank's features [sum of sends, hidden] for those of ``positions`` [P]."""
-        return (
-            _exchange(features, self.group, self.sends, self.receives) if self.sends else features
-        )
+        if not self.sends:
+            return features
+        return _exchange(features, self.group, self.sends, self.receives)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -198,8 +193,8 @@ def shard_batch(
     bounds = torch.cat([bounds[:-1], bounds[-1:] + missing])
     lengths = bounds.diff().long()
     positions = torch.arange(len(ids) + missing) - bounds[:-1].long().repeat_interleave(lengths)
-    own = len(positions) // group.size
-    start, end = own * group.rank, own * (group.rank + 1)
+    tokens = len(positions) // group.size  # of a shard
+    start, end = tokens * group.rank, tokens * (group.rank + 1)
     inputs = {
         "input_ids": F.pad(ids, (0, missing))[None, start:end],
         "labels": F.pad(labels[1:], (0, missing + 1), value=IGNORE_INDEX)[None, start:end],
@@ -208,21 +203,21 @@ def shard_batch(
     if len(bounds) > 2:
         inputs |= {"cu_seq_lens_q": bounds, "max_length_q": int(lengths.max())}
     # Placeholders before each shard's start; a feature has the number of its placeholder.
-    wanted = torch.searchsorted(places, own * torch.arange(group.size + 1)).tolist()
+    needed = torch.searchsorted(places, tokens * torch.arange(group.size + 1)).tolist()
     media, made = _distribute_images(batch, group, config, len(places))
-    mine = places[wanted[group.rank] : wanted[group.rank + 1]] - start
+    mine = places[needed[group.rank] : needed[group.rank + 1]] - start
     shard = SequenceShard(group, mine)
     if len(places):
         rank, ranks = group.rank, range(group.size)
-        shard.sends = [_overlap(made, rank, wanted, other) for other in ranks]
-        shard.receives = [_overlap(made, other, wanted, rank) for other in ranks]
+        shard.sends = [_overlap(made, rank, needed, other) for other in ranks]
+        shard.receives = [_overlap(made, other, needed, rank) for other in ranks]
     return {**inputs, **media, SHARD: shard}
 
 
-def _overlap(made: list[int], maker: int, wanted: list[int], reader: int) -> int:
+def _overlap(made: list[int], maker: int, needed: list[int], reader: int) -> int:
     """Count the features that one rank makes and another one reads."""
-    start = max(made[maker], wanted[reader])
-    return max(0, min(made[maker + 1], wanted[reader + 1]) - start)
+    start = max(made[maker], needed[reader])
+    return max(0, min(made[maker + 1], needed[reader + 1]) - start)
 
 
 def _distribute_images(

@@ -343,24 +343,16 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         """Project all images to (N, T, H), or to (tokens, H) with several scales."""
         assert self.vision_tower is not None
         assert self.projector is not None
-        if self.config.s2_scales is None:
-            projected = self._project_tiles(pixel_values)
-            return projected if groups is None else pool_frames(projected, groups)
-        features = self.vision_tower(pixel_values)
-        return project_scales(features, grids, self.config.s2_scales, self.projector)
-
-    def _project_tiles(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Project tiles (N, 3, S, S) to (N, T, H); without gradients in chunks.
-
-        Under ZeRO-3 every rank must call the tower equally often, so all tiles are one chunk.
-        """
-        assert self.vision_tower is not None
-        assert self.projector is not None
+        if self.config.s2_scales is not None:
+            features = self.vision_tower(pixel_values)
+            return project_scales(features, grids, self.config.s2_scales, self.projector)
         chunks = [pixel_values]
+        # Under ZeRO-3 every rank must call the tower equally often, so all tiles are one chunk.
         if not (torch.is_grad_enabled() or hasattr(next(self.vision_tower.parameters()), "ds_id")):
             chunks = pixel_values.split(INFERENCE_TILES)
-        projected = [self.projector(self.vision_tower(chunk)) for chunk in chunks]
-        return projected[0] if len(projected) == 1 else torch.cat(projected)
+        parts = [self.projector(self.vision_tower(chunk)) for chunk in chunks]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return projected if groups is None else pool_frames(projected, groups)
 
     @cached_property
     def _why_logits_are_needed(self) -> str | None:

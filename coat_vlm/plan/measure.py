@@ -114,15 +114,11 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     if "tflop" in last:
         text += f", {sum(last['tflop'].values()) / seconds:.3g} TFLOP/s per GPU"
     if timing.peak_gb is not None:
-        planned = (expected_peak(plan) + shared) / 1e9
+        graphs = [*plan.find_captured().values()]
+        planned = (add_graphs(plan.own_memory, graphs).peak + shared) / 1e9
         error = 100 * (planned / timing.peak_gb - 1)
         text += f"\n  peak {timing.peak_gb:.2f} GB, planned {planned:.4g} GB ({error:+.1f}%)"
     return text
-
-
-def expected_peak(plan: StagePlan) -> float:
-    """Return the bytes of a rank's peak at the recipe's ZeRO stage, including CUDA graphs."""
-    return add_graphs(plan.own_memory, [*plan.find_captured().values()]).peak
 
 
 def open_case(

@@ -59,7 +59,19 @@ class SourceRecord:
 
     def open(self, sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> None:
         """Describe the data and compare it; ValueError if it changed or cannot be read."""
-        self._world.run_on_rank0(lambda: self._open(sources, datasets))
+
+        def describe() -> None:
+            self._record = describe_sources(sources, datasets)
+            self._changes = find_source_changes(self._path, self._record) if self._compare else []
+            if self._changes and not self._allow_changed:
+                raise ValueError(
+                    f"the data differs from {self._path}, with which this run started: "
+                    f"{'; '.join(self._changes)}; restore the lists and files of the sources, "
+                    "continue with the changed data (--allow-changed-data), or start a new run in "
+                    "another output_dir"
+                )
+
+        self._world.run_on_rank0(describe)
 
     def log_changes(self, metrics: Metrics, stage: str, step: int) -> None:
         """Print and log the allowed changes."""
@@ -72,19 +84,6 @@ class SourceRecord:
     def write(self) -> None:
         """Write the file, on the main process."""
         write_text(self._path, json.dumps(self._record, indent=1))
-
-    def _open(self, sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> None:
-        self._record = describe_sources(sources, datasets)
-        if not self._compare:
-            return
-        self._changes = find_source_changes(self._path, self._record)
-        if self._changes and not self._allow_changed:
-            raise ValueError(
-                f"the data differs from {self._path}, with which this run started: "
-                f"{'; '.join(self._changes)}; restore the lists and files of the sources, continue "
-                "with the changed data (--allow-changed-data), or start a new run in another "
-                "output_dir"
-            )
 
 
 def describe_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> Record:

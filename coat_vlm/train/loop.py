@@ -63,7 +63,12 @@ class StageLoop:
         with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"):
             try:
                 while step.finished < step.total_steps:
-                    self._save_and_measure(self._run_step(batches))
+                    stop = self._run_step(batches)
+                    if stop or self._is_due(step.passes.stage.save_steps):
+                        self._save()
+                    # What a signal or an error leaves out is measured when the stage continues.
+                    if stop or not self._measure():
+                        self._stop()
                 self.saver.finish()
             finally:
                 batches.close()
@@ -89,16 +94,6 @@ class StageLoop:
             # The previous step is logged, if it was not. Its error comes first.
             step.read()
             raise
-
-    def _save_and_measure(self, stop: bool) -> None:
-        """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
-
-        What a signal or an error leaves out is measured when the stage continues.
-        """
-        if stop or self._is_due(self.step.passes.stage.save_steps):
-            self._save()
-        if stop or not self._measure():
-            self._stop()
 
     def _save(self) -> None:
         """Save a checkpoint of the last finished step, unless it is saved."""

@@ -181,7 +181,10 @@ class Passes:
         limit = self.stage.max_grad_norm or math.inf
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, CoatAdamW):
-            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
+            # In FP32, also of BF16 gradients, without copying them.
+            grads: Any = [p.grad for p in parameters]
+            norms = torch._foreach_norm(grads, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
             divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # as DeepSpeed does
             optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
             return norm
@@ -247,12 +250,6 @@ def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict
         name: value if name in _CPU_INPUTS else copy_to_device(value, device)
         for name, value in inputs.items()
     }
-
-
-def _measure_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm [] of all gradients in FP32, also of BF16 ones, without copying them."""
-    norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @contextmanager

@@ -363,13 +363,25 @@ def _restore(
 ) -> Progress:
     """Load the checkpoint from which the stage continues; remove what it wrote after that.
 
-    Returns the finished progress: ``new`` without a checkpoint.
+    Returns the finished progress, ``new`` without a checkpoint.
     """
     world, found = stage.world, FoundCheckpoint()
     if opened.continues:
         vocab_size = len(opened.processor.tokenizer)
         found = choose_start(stage.checkpoints, stage.recipe.divergence, entries, vocab_size, world)
-    done = new if found.path is None else _load(found.path, passes, new, opened.total_steps)
+    done = new
+    if found.path is not None:
+        done = load_checkpoint(found.path, passes.engine, new, world)
+        check_length(done.stage, opened.total_steps, done.step)
+        print_on_main(world, f"stage {done.stage} continues from {found.path}")
+        if (done.world_size, done.zero_stage) != (world.size, new.zero_stage):
+            print_on_main(
+                world,
+                f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
+                f"repartitioned for {world.size} at stage {new.zero_stage}",
+            )
+        store_frozen_weights(passes.model)
+        quantize_frozen_weights(passes.model, passes.stage.lora)
     if world.is_main:
         stage.lock.check()
         for name in found.damaged:
@@ -377,23 +389,6 @@ def _restore(
         reset_stage(stage.run_dir, stage.name, done.step, fresh=found.path is None)
         opened.record.write()
     world.barrier()  # before another rank logs a bad sample
-    return done
-
-
-def _load(checkpoint: Path, passes: Passes, new: Progress, total_steps: int) -> Progress:
-    """Load a checkpoint from which the stage continues, and print which."""
-    world = passes.world
-    done = load_checkpoint(checkpoint, passes.engine, new, world)
-    check_length(done.stage, total_steps, done.step)
-    print_on_main(world, f"stage {done.stage} continues from {checkpoint}")
-    if (done.world_size, done.zero_stage) != (world.size, new.zero_stage):
-        print_on_main(
-            world,
-            f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
-            f"repartitioned for {world.size} at stage {new.zero_stage}",
-        )
-    store_frozen_weights(passes.model)
-    quantize_frozen_weights(passes.model, passes.stage.lora)
     return done
 
 
