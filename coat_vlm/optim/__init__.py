@@ -1,6 +1,64 @@
 """The optimizer with FP8 states, parameter groups and learning rate schedules."""
 
+import math
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from coat_vlm.config import StageConfig
+from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim.adamw import CoatAdamW
-from coat_vlm.optim.groups import lr_factor, param_groups
 
 __all__ = ["CoatAdamW", "lr_factor", "param_groups"]
+
+
+def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, Any]]:
+    """Groups of trainable parameters: per module those with weight decay, matrices, and others.
+
+    ``lr`` is 0: the loop sets it before every step, from ``peak_lr``.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, part in module_parameters(model).items():
+        embeddings = {
+            id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)
+        }
+        decayed, plain = [], []
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                is_matrix = parameter.ndim > 1 and id(parameter) not in embeddings
+                (decayed if is_matrix else plain).append(parameter)
+        for parameters, decay in ((decayed, stage.weight_decay), (plain, 0.0)):
+            if parameters:  # ZeRO 1 and 2 cannot partition empty groups
+                groups.append(
+                    {
+                        "params": parameters,
+                        "weight_decay": decay,
+                        "lr": 0.0,
+                        "peak_lr": stage.module(name).lr,
+                        "module": name,
+                    }
+                )
+    return groups
+
+
+def lr_factor(
+    step: int,
+    total_steps: int,
+    warmup_steps: int,
+    schedule: Literal["cosine", "linear", "constant"],
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """What the peak learning rate is multiplied with in a step.
+
+    Warmup rises as ``(step + 1) / warmup_steps``. After it, with ``p`` from 0 to 1 over the
+    remaining steps, cosine is ``min + (1 - min) (1 + cos(pi p)) / 2`` (Loshchilov and Hutter 2017,
+    equation 5) and linear ``min + (1 - min) (1 - p)``. Steps count from 0.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return min_lr_ratio + (1 - min_lr_ratio) * shape

@@ -47,9 +47,6 @@ class CoatAdamW(torch.optim.Optimizer):
             parameters are rounded stochastically, so that small steps take effect on average.
         seed: of stochastic rounding, which depends only on the seed, the step and the element.
             Second moments use it under ``bf16_stochastic`` and 0 otherwise.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     grad_scale: Tensor | None = None

@@ -72,6 +72,7 @@ def build_evaluation_rows(
         values = eval_json.get(name) or {}
         require = settings.get("require") or {}
         report = reports.get(name) or {}
+        counts = report.get("counts") or {}
         for metric in dict.fromkeys([report.get("headline", "accuracy"), *require]):
             rows.append(
                 EvaluationRow(
@@ -81,7 +82,9 @@ def build_evaluation_rows(
                     chance=baseline(values, metric, "chance"),
                     majority=baseline(values, metric, "majority"),
                     required=require.get(metric),
-                    n=_count_questions(report, metric),
+                    n=counts.get(f"category.{metric.rpartition('.')[0]}")
+                    if "." in metric
+                    else report.get("n"),
                     interval=_find_interval(values, report, metric),
                     problems=", ".join(
                         f"{report[key]} {kind}"
@@ -100,11 +103,6 @@ def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | Non
     """
     category, dot, name = metric.rpartition(".")
     return values.get(f"{category}{dot}{kind if name == 'accuracy' else f'{name}_{kind}'}")
-
-
-def _count_questions(report: Mapping[str, Any], metric: str) -> int | None:
-    category, dot, _ = metric.rpartition(".")
-    return (report.get("counts") or {}).get(f"category.{category}") if dot else report.get("n")
 
 
 def _find_interval(

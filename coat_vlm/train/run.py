@@ -8,8 +8,9 @@ A stage opens its data (:func:`_open`), builds its steps or restores them from a
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coat_data.folder_lock import FolderLock
+from coat_data.load.collate import MAX_PADDING
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import remove_folder
 from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
@@ -35,6 +37,8 @@ from coat_vlm.fp8 import (
 )
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model.folder import AnyProcessor
+from coat_vlm.model.lora import describe
+from coat_vlm.model.vlm import count_parameters, module_parameters
 from coat_vlm.run.heartbeat import Heartbeat
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
@@ -61,7 +65,6 @@ from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
 from coat_vlm.train.preference import Preference
 from coat_vlm.train.resume import check_length, continue_sampler, prepare_run_folder, reset_stage
-from coat_vlm.train.stage_table import describe_sources, describe_stage, print_tables
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
@@ -248,7 +251,7 @@ def _open(stage: _Stage) -> _Opened:
             lockstep=recipe.zero_stage == 3,
         )
     total_steps = data.total_steps(config)
-    print_tables(world, config, stage.name, model, data, total_steps)
+    _print_tables(world, config, stage.name, model, data, total_steps)
     return _Opened(
         model=model,
         processor=processor,
@@ -260,7 +263,7 @@ def _open(stage: _Stage) -> _Opened:
         evaluation=evaluation,
         total_steps=total_steps,
         continues=continues,
-        description=describe_stage(recipe, stage.name, model, world),
+        description=_describe_stage(recipe, stage.name, model, world),
     )
 
 
@@ -291,7 +294,7 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     metrics = Metrics(
         stage.run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=stage.lock.check
     )
-    start = {**opened.description, "sources": describe_sources(data), "row": data.shown_row}
+    start = {**opened.description, "sources": _describe_sources(data), "row": data.shown_row}
     metrics.write({"kind": "stage", "status": "start", **start})
     opened.record.log_changes(metrics, name, done.step)
     saver = _build_saver(stage, opened, passes)
@@ -413,3 +416,79 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     loop.step.log.metrics.write(
         {"kind": "stage", "status": "end", **opened.description, "wall_s": wall}
     )
+
+
+def _describe_stage(
+    recipe: Recipe, name: str, model: PreTrainedModel, world: World
+) -> dict[str, Any]:
+    """Return the entries of metrics.jsonl at a stage's start: modules, machine, versions."""
+    parts = module_parameters(model)
+    gpu = world.device.type == "cuda"
+    return {
+        "stage": name,
+        "trainable": {n: count_parameters(part, trainable_only=True) for n, part in parts.items()},
+        "total": {name: count_parameters(part) for name, part in parts.items()},
+        "world_size": world.size,
+        "device": torch.cuda.get_device_name(world.device) if gpu else "cpu",
+        "zero_stage": recipe.zero_stage,
+        "precision": recipe.precision,
+        "versions": {
+            package: version(package) for package in ("torch", "transformers", "deepspeed")
+        },
+    }
+
+
+def _describe_sources(data: StageData) -> list[dict[str, Any]]:
+    """Return rows, samples and passes per epoch, and mean tokens of a sample, of each source."""
+    return [
+        {**asdict(share), "passes": share.passes, "tokens": tokens}
+        for share, tokens in zip(data.shares, data.tokens, strict=True)
+    ]
+
+
+def _print_tables(
+    world: World,
+    stage: StageConfig,
+    name: str,
+    model: PreTrainedModel,
+    data: StageData,
+    total_steps: int,
+) -> None:
+    """Print the modules of a stage, and the rows, epochs and tokens of each source."""
+    samples = total_steps * data.samples_per_step(stage)
+    rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
+    rows = rows if stage.dpo is None else "preference pairs"
+    lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}"]
+    if data.packing is not None:
+        lines.append(
+            f"  packed: {data.packing.samples_per_row:.1f} samples and "
+            f"{data.packing.images_per_row:.1f} images in a row, {data.packing.fill:.1%} full"
+        )
+    if data.unpadded:
+        lines.append(f"  micro-batches with over {MAX_PADDING:.0%} of padding are packed instead")
+    if stage.sequence_parallel > 1:
+        lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
+    lines += [f"  WARNING {warning}" for warning in data.warnings]
+    lines.append(f"  label masks verified on {data.verified_rows} rows")
+    lines += [f"  {line}" for line in data.shown_row]
+    lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
+    for part, module in module_parameters(model).items():
+        training = stage.module(part)
+        lr = f"{training.lr:g}" if training.lr is not None else "-"
+        trains = "yes" if training.train else "frozen"
+        trains = "LoRA" if stage.lora is not None and part in stage.lora.modules else trains
+        lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
+    if stage.lora is not None:
+        lines.append(f"  {describe(model)}")
+    width = max(20, *(len(share.name) + 2 for share in data.shares))
+    measured = any(data.tokens)
+    header = f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}"
+    lines.append(header + (f"{'tokens':>10}{'of all':>9}" if measured else ""))
+    means = [mean or 0.0 for mean in data.tokens]
+    total = sum(mean * share.samples for share, mean in zip(data.shares, means, strict=True))
+    for share, mean in zip(data.shares, means, strict=True):
+        passes = samples / data.epoch_size * share.passes
+        line = f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}"
+        of_all = f"{mean * share.samples / max(1.0, total):.1%}"
+        lines.append(line + (f"{mean:>10,.0f}{of_all:>9}" if measured else ""))
+    print_on_main(world, "\n".join(lines))

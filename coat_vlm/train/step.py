@@ -205,17 +205,12 @@ class TrainStep:
         # No weight was updated, so repeating the passes finds the parameters.
         names = self.passes.find_bad_gradients(step.micro_batches, step.divisor)
         where = f"first in {names[0]}, one of {len(names)}" if names else "not when repeated"
+        cudnn = self.passes.world.device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+        hint = ", or set cudnn_attention=false (cuDNN attention was allowed)" if cudnn else ""
         raise ValueError(
             f"stage {self.name}, step {step.number}: gradients are NaN or infinite ({where}; the "
             f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
             f"far, max_skipped_steps is {allowed}: lower the learning rates, raise warmup_ratio or "
-            f"raise max_skipped_steps{_name_cudnn(self.passes.world.device)}, and continue with "
+            f"raise max_skipped_steps{hint}, and continue with "
             "--resume auto (divergence.action=stop then starts from before a spike)"
         )
-
-
-def _name_cudnn(device: torch.device) -> str:
-    """Return the setting to try against NaN gradients if cuDNN attention is allowed, or ""."""
-    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
-        return ""
-    return ", or set cudnn_attention=false (cuDNN attention was allowed)"
