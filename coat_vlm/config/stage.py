@@ -48,8 +48,8 @@ class SourceConfig:
     supervise: Literal["all", "last"] = "all"
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
     boxes: Literal["convert", "keep"] = "convert"
-    """``convert``: boxes of ``objects``, and tagged ones in texts, are written as the model's
-    family writes them; ``keep``: numbers and texts stay as they are."""
+    """``convert``: boxes are written as the model's family writes them, see docs/guides/data.md;
+    ``keep``: they stay as in the rows."""
 
     def __post_init__(self) -> None:
         if self.repeat is not None and self.weight is not None:

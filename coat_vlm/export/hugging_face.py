@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,11 +218,8 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
                 )
             stored = load_file(described / _ADAPTER / ADAPTER_WEIGHTS)
             weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
-            return _write(
-                target,
-                lambda temporary: _save_adapter(temporary, config, weights, processor),
-                lock.check,
-            )
+            save = partial(_save_adapter, config=config, weights=weights, processor=processor)
+            return _write(target, save, lock.check)
         contents = read_contents(source)
         base, adapters = split_adapters(_read_weights(source, contents, dtype))
         own = _collect_adapter_weights(config, base, adapters)

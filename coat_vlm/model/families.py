@@ -33,7 +33,7 @@ class Family:
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
     boxes: Literal["fractions", "thousandths", "tagged thousandths", "pixels"] = "fractions"
-    """How the family's publishers write boxes (``coat_data.readers.boxes.STYLES``), if they do."""
+    """How the family's publishers write boxes, if they do; ``pixels`` of the resized image."""
     adds_end_token: bool = False
     """Whether the tokenizer's end token is added to answers, as the chat template has none."""
 

@@ -8,6 +8,7 @@ those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoProcessor
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, image_size, open_image
-from coat_data.readers.boxes import FRACTIONS, STYLES, TAG, write_boxes
+from coat_data.readers.boxes import TAG, rewrite_boxes
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
@@ -40,6 +41,7 @@ class FamilyProcessor:
         self._processor = processor
         self._family = family
         self.tokenizer = processor.tokenizer
+        self.image_processor = processor.image_processor
         self.max_length = max_length
         self.pad_token_id = find_pad_id(self.tokenizer, vocab_size, processor.image_token)
 
@@ -65,10 +67,7 @@ class FamilyProcessor:
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
             )
-        if max_pixels is not None:
-            limit_pixels(
-                "model.max_pixels", processor.image_processor, config.model_type, max_pixels
-            )
+        limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
         text = config.get_text_config()
         max_length = text.max_position_embeddings if max_length is None else max_length
         return cls(processor, family, max_length, text.vocab_size)
@@ -82,30 +81,25 @@ class FamilyProcessor:
         assert template in (None, self.template)
         return FamilyEncoder(self._processor, self._family, self.max_length)
 
-    @property
-    def image_processor(self) -> Any:
-        """The image processor of transformers."""
-        return self._processor.image_processor
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of the processor and of the tokenizer."""
         self._processor.save_pretrained(folder)
 
 
-def limit_pixels(key: str, images: Any, model_type: str, max_pixels: int) -> None:
-    """Let a published model's image processor shrink larger images to ``max_pixels``.
-
-    ValueError, which names ``key``: it has no effect with this ``model_type``, or is too small.
-    """
+def limit_pixels(key: str, processor: Any, model_type: str, max_pixels: int | None) -> None:
+    """Shrink larger images to ``max_pixels``; ValueError, with ``key``, if that has no effect."""
+    if max_pixels is None:
+        return
     family = FAMILIES.get(model_type)
     if family is None or not family.limits_pixels:
         name = model_type if family is None else family.name
         names = ", ".join(one.name for one in FAMILIES.values() if one.limits_pixels)
         raise ValueError(
             f"{key}={max_pixels} has no effect with {name}, whose processor "
-            f"limits no number of pixels; remove it, and change preprocessor_config.json in a "
-            f"local folder of the model; families with such a limit: {names}"
+            "limits no number of pixels; remove it, and change preprocessor_config.json in a local "
+            f"folder of the model; families with such a limit: {names}"
         )
+    images = processor.image_processor
     least = images.size["shortest_edge"]  # pixels, in spite of its name
     if max_pixels < least:
         raise ValueError(
@@ -163,37 +157,6 @@ class ProcessorTemplate(JinjaTemplate):
         return self._processor.apply_chat_template(messages, tokenize=False, **options)
 
 
-def _split_tags(segment: Segment) -> list[Segment]:
-    """Make the tags of boxes in a text the tokens that the tokenizer has for them."""
-    if segment.kind != "text":
-        return [segment]
-    pieces = enumerate(TAG.split(segment.text))  # every second one is a tag
-    return [
-        segment._replace(kind="literal" if number % 2 else "text", text=text)
-        for number, text in pieces
-        if text
-    ]
-
-
-def _resized(processor: Any, image: Media) -> tuple[float, float]:
-    """Return width and height to which Qwen's image processor resizes an image."""
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # slow
-
-    width, height = image_size(image)
-    try:
-        height, width = smart_resize(
-            height,
-            width,
-            factor=processor.patch_size * processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
-        )
-    except ValueError as error:
-        problem = f"the image processor refuses {width} x {height} pixels: {error}"
-        raise DataError(image.name, problem, "crop it, or remove the row") from error
-    return width, height
-
-
 def _without_line_breaks(turn: Turn) -> Turn:
     """Return the turn without the line breaks between images and texts."""
     if all(part.kind == "text" for part in turn.parts):
@@ -219,7 +182,6 @@ class FamilyEncoder(Encoder):
         )
         self._processor = processor
         self._family = family
-        self._boxes = STYLES[family.boxes]
         self._filler: EncodedSample | None = None
 
     def __call__(self, sample: Sample) -> EncodedSample:
@@ -232,49 +194,40 @@ class FamilyEncoder(Encoder):
         return Size(len(self(sample).input_ids), len(sample.media))
 
     def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
-        written = self.written(sample)
-        segments = super()._render(written, add_generation_prompt=add_generation_prompt)
-        texts = [part.text for turn in written.turns for part in turn.parts]
-        if not (self._boxes.tagged and sample.media and any("<box>[[" in t for t in texts)):
+        sample, tagged = self.written(sample), self._family.boxes == "tagged thousandths"
+        segments = super()._render(sample, add_generation_prompt=add_generation_prompt)
+        if not (tagged and sample.media and any("<box>[[" in one.text for one in segments)):
             return segments
-        return [piece for segment in segments for piece in _split_tags(segment)]
+        # The tags of boxes are tokens; other special tokens in texts stay text.
+        return [
+            segment._replace(kind="literal" if TAG.fullmatch(text) else segment.kind, text=text)
+            for segment in segments
+            for text in (TAG.split(segment.text) if segment.kind == "text" else [segment.text])
+            if text or segment.kind != "text"
+        ]
 
     def written(self, sample: Sample) -> Sample:
-        """Return the sample with its boxes as the family writes them; reads headers of images.
-
-        Raises DataError, with the row, for an image that cannot be read.
-        """
-        style, where = self._boxes, sample.where
-        tagged = [part.tagged for turn in sample.turns for part in turn.parts]
-        if style == FRACTIONS or not any([*tagged, sample.rejected_tagged]):
+        """Return the sample with its boxes as the family writes them; reads headers of images."""
+        style, media = self._family.boxes, sample.media
+        if style == "fractions" or {medium.kind for medium in media} != {"image"}:
             return sample
 
         @cache
-        def edges(number: int) -> tuple[float, float]:
-            if style.edge is not None:
-                return style.edge, style.edge
-            if number >= len(sample.media) or sample.media[number].kind == "video":
-                problem = f"a box is in image {number} of the row's {len(sample.media)} media"
-                raise DataError(where, problem, "give the image, or set boxes: keep")
-            try:
-                return _resized(self._processor.image_processor, sample.media[number])
-            except DataError as error:
-                raise error.within(where) from error
+        def resize(number: int) -> tuple[float, float]:
+            from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # slow
 
-        shown = 0
-        turns: list[Turn] = []
-        for turn in sample.turns:
-            parts: list[Part] = []
-            for part in turn.parts:
-                shown += part.kind != "text"
-                if part.tagged:
-                    text = write_boxes(part.tagged, style, edges, where, max(shown - 1, 0))
-                    part = Part("text", text)
-                parts.append(part)
-            turns.append(replace(turn, parts=tuple(parts)))
-        worse = sample.rejected_tagged
-        worse = write_boxes(worse, style, edges, where, max(shown - 1, 0)) or sample.rejected
-        return replace(sample, turns=tuple(turns), rejected=worse, rejected_tagged="")
+            width, height = image_size(media[number])
+            images = self._processor.image_processor
+            limits = images.size["shortest_edge"], images.size["longest_edge"]
+            with suppress(ValueError):  # the processor will refuse the image
+                factor = images.patch_size * images.merge_size
+                height, width = smart_resize(height, width, factor, *limits)
+            return width, height
+
+        try:
+            return rewrite_boxes(sample, style, resize if style == "pixels" else None)
+        except DataError as error:
+            raise error.within(sample.where) from error
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
         """Return the sizes of the images that the model gets, for people."""

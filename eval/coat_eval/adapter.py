@@ -45,26 +45,19 @@ class ModelAdapter(ABC):
     """A model that answers batches greedily and computes the loss of given answers."""
 
     def __init__(
-        self,
-        model: Any,
-        encoder: PromptEncoder,
-        describe: Callable[[], dict[str, Any]],
-        image_processor: Any = None,
+        self, model: Any, encoder: PromptEncoder, describe: Callable[[], dict[str, Any]]
     ) -> None:
-        """Wrap a loaded model; ``describe`` returns its identity and may hash all weights.
-
-        ``image_processor``: transformers' own, with which ``encoder`` reads images.
-        """
+        """Wrap a loaded model; ``describe`` returns its identity and may hash all weights."""
         self.model = model
         self.encoder = encoder
         self.device = torch.device(model.device)
         self._describe = describe
-        self.image_processor = image_processor
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What answers depend on, as JSON; may hash all weights, so only one rank reads it."""
-        size = dict(getattr(self.image_processor, "size", None) or {})
+        images = getattr(self.encoder, "image_processor", None)  # of a published model
+        size = dict(getattr(images, "size", {}))
         return self._describe() | ({"image_size": size} if size else {})
 
     def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:

@@ -135,7 +135,10 @@ def format_differences(comparison: Comparison) -> str:
         ]
         table = _format_table(_COLUMNS, cells)
         lines += [f"A = {first}, B = {second}", "", table, ""]
-        lines += _name_image_sizes(comparison.sets[first], comparison.sets[second])
+        for name, one in comparison.sets[first].items():
+            a, b = one.image_size, comparison.sets[second][name].image_size
+            if a and b and a != b:
+                lines += [f"Images of {name}: {a} in A, {b} in B; see --max-pixels.", ""]
     if lines:
         lines.append(
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
@@ -146,16 +149,6 @@ def format_differences(comparison: Comparison) -> str:
         rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
         lines += ["", f"Rules: {rules}."]
     return "\n".join(lines)
-
-
-def _name_image_sizes(first: Mapping[str, ScoredSet], second: Mapping[str, ScoredSet]) -> list[str]:
-    """Return a paragraph if a set was answered with images of two sizes."""
-    for name, one in first.items():
-        sizes = one.image_size, second[name].image_size
-        if all(sizes) and sizes[0] != sizes[1]:
-            a, b = (", ".join(f"{key} {value}" for key, value in size.items()) for size in sizes)
-            return [f"Images have another size: {a} in A, {b} in B ({name}; --max-pixels).", ""]
-    return []
 
 
 def read_published() -> dict[str, dict[str, Any]]:

@@ -25,7 +25,6 @@ from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.benchmark import IMAGE_LINE
 from coat_eval.files import folder_sha256
 from coat_vlm.generate import GREEDY
-from coat_vlm.model.family_processor import limit_pixels
 
 _CLOCK = 1000
 """Ticks per second of frame times: processors count in whole frames."""
@@ -51,12 +50,10 @@ class HubAdapter(ModelAdapter):
                 "videos_as": encoder.videos_as,
             }
 
-        super().__init__(model, encoder, describe, getattr(processor, "image_processor", None))
+        super().__init__(model, encoder, describe)
 
     @classmethod
-    def load(
-        cls, name: str, device: torch.device, num_frames: int, max_pixels: int | None = None
-    ) -> "HubAdapter":
+    def load(cls, name: str, device: torch.device, num_frames: int) -> "HubAdapter":
         """Load a model from a folder, or from the Hub by name; ValueError if it is unsuitable."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -75,9 +72,6 @@ class HubAdapter(ModelAdapter):
                 f"the processor of {name} has no chat template; add chat_template.jinja to its "
                 "folder (newer versions on the Hub have one)"
             )
-        if max_pixels is not None:
-            images = getattr(processor, "image_processor", None)
-            limit_pixels("--max-pixels", images, model.config.model_type, max_pixels)
         return cls(model.to(device).eval(), processor, name, num_frames)
 
     @torch.inference_mode()
@@ -128,6 +122,7 @@ class HubEncoder:
 
     def __init__(self, processor: Any, num_frames: int) -> None:
         self._processor = processor
+        self.image_processor = getattr(processor, "image_processor", None)
         self.tokenizer = processor.tokenizer
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:

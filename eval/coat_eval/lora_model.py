@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from coat_eval.adapter import ModelAdapter
 from coat_eval.files import folder_sha256
@@ -20,25 +21,18 @@ def adapted(
     if folder is None:
         yield base
         return
-    with merged_adapter(base.model, folder, name), _image_size(base, folder if own_size else None):
-        yield base.with_identity(lambda: {**base.identity, "adapter_sha256": folder_sha256(folder)})
-
-
-@contextmanager
-def _image_size(base: ModelAdapter, folder: Path | None) -> Iterator[None]:
-    """Give a model the image size in a folder until the context ends."""
-    images = base.image_processor
-    if images is None or folder is None or not (folder / "preprocessor_config.json").is_file():
-        yield
-        return
-    from transformers import AutoImageProcessor
-
-    before = images.size
-    images.size = AutoImageProcessor.from_pretrained(folder).size
+    images: Any = getattr(base.encoder, "image_processor", None)
+    before = getattr(images, "size", None)
+    if own_size and before is not None and (folder / "preprocessor_config.json").is_file():
+        images.size = type(images).from_pretrained(folder).size
     try:
-        yield
+        with merged_adapter(base.model, folder, name):
+            yield base.with_identity(
+                lambda: {**base.identity, "adapter_sha256": folder_sha256(folder)}
+            )
     finally:
-        images.size = before
+        if before is not None:
+            images.size = before
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:

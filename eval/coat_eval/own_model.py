@@ -13,7 +13,6 @@ from coat_vlm.config import STAGES, Precision, Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load, media_inputs
-from coat_vlm.model.family_processor import FamilyProcessor, limit_pixels
 from coat_vlm.model.folder import AnyProcessor
 
 if TYPE_CHECKING:  # at run time coat_vlm must be imported before transformers (torchvision_ops.py)
@@ -34,27 +33,18 @@ class CoatAdapter(ModelAdapter):
         """Wrap a loaded model; ``weights`` returns the identity of its weights."""
         encoder = PromptEncoder(processor)
         encoder.keep_last_clip()
-        images = processor.image_processor if isinstance(processor, FamilyProcessor) else None
         dtype, blocks = str(model.dtype).removeprefix("torch."), bool(fp8_blocks(model))
         about = {
             "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
             # In FP8 a batch shares scales, so answers depend on the batch size.
             "scales_shared_by_batch": blocks,
         }
-        super().__init__(model, encoder, lambda: {**weights(), **about}, images)
+        super().__init__(model, encoder, lambda: {**weights(), **about})
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        device: torch.device,
-        precision: str | None = None,
-        max_pixels: int | None = None,
-    ) -> "CoatAdapter":
+    def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
         """Load a model folder, or the last stage of a run folder in the run's precision."""
-        loaded, processor, model_dir, precision = load_run_or_model(
-            Path(model), device, precision, max_pixels
-        )
+        loaded, processor, model_dir, precision = load_run_or_model(Path(model), device, precision)
         return cls(
             loaded,
             processor,
@@ -77,37 +67,17 @@ class CoatAdapter(ModelAdapter):
 
 
 def load_run_or_model(
-    folder: Path,
-    device: torch.device,
-    precision: str | None = None,
-    max_pixels: int | None = None,
+    folder: Path, device: torch.device, precision: str | None = None
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
-    """Load a model, or a run's last stage: model, processor, folder, precision or None.
-
-    ``max_pixels`` is for the folder of a published model; ValueError with others.
-    """
+    """Load a model, or a run's last stage: model, processor, folder, precision or None."""
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():
-        if max_pixels is not None:
-            raise ValueError(
-                f"--max-pixels {max_pixels}: {folder} gets images of the size of its training "
-                "(model.max_pixels of its recipe); drop --max-pixels"
-            )
         recipe = load_recipe(str(folder / "recipe.yaml"))
         model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
         precision = precision or recipe.precision
     loaded, processor = load(
         model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
     )
-    if max_pixels is not None:
-        if not isinstance(processor, FamilyProcessor):
-            raise ValueError(
-                f"--max-pixels {max_pixels} has no effect on {folder}, a composed model with an "
-                "image size of its own (model.image); drop it"
-            )
-        limit_pixels(
-            "--max-pixels", processor.image_processor, loaded.config.model_type, max_pixels
-        )
     return loaded, processor, model_dir, precision
 
 

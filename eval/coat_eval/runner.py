@@ -55,22 +55,18 @@ _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 
 
 def load_adapter(
-    model: str,
-    device: torch.device,
-    precision: str | None = None,
-    num_frames: int = 8,
-    max_pixels: int | None = None,
+    model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
     """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name."""
     folder = Path(model)
     config = read_json(folder / "config.json", "copy the model again")
     if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
-        return CoatAdapter.load(model, device, precision, max_pixels)
+        return CoatAdapter.load(model, device, precision)
     if precision is not None:
         raise ValueError(
             f"{model} is not a checkpoint of this project: it has its own dtype; drop --precision"
         )
-    return HubAdapter.load(model, device, num_frames, max_pixels)
+    return HubAdapter.load(model, device, num_frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

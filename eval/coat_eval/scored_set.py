@@ -36,7 +36,7 @@ class ScoredSet:
     """Repository and commit of the profile's scorer; empty for a question set."""
     precision: str = ""
     """Precision or dtype of the model; empty if the report does not say it."""
-    image_size: Mapping[str, int] = field(default_factory=dict)
+    image_size: str = ""
     """Image size in the processor of a published model."""
     deviations: Sequence[str] = ()
     """Reasons why the metrics are not comparable with published results."""
@@ -108,7 +108,7 @@ def _read_report(path: Path) -> ScoredSet:
         profile=", judge ".join(filter(None, (report["profile"], report.get("judge")))),
         follows="" if own_set else report["follows"],
         precision=report.get("precision") or report.get("dtype") or "",
-        image_size=report.get("image_size") or {},
+        image_size=", ".join(f"{k} {v}" for k, v in report.get("image_size", {}).items()),
         deviations=["your own question set"] if own_set else _find_deviations(report, rows),
         items=rows,
         ids=ids,

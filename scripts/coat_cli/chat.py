@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import (
-    Commands,
-    add_max_pixels,
-    add_precision,
-    at_least,
-    command,
-    complain,
-    say,
-)
+from coat_cli.command import Commands, add_loading, at_least, command, complain, say
 
 if TYPE_CHECKING:
     from coat_data.sample import Media, Sample, Turn
@@ -90,8 +82,7 @@ def _add_model(parser: argparse.ArgumentParser, where: str, max_new_tokens: int)
         metavar="N",
         help=f"default {max_new_tokens}",
     )
-    add_precision(parser)
-    add_max_pixels(add)
+    add_loading(parser)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -99,10 +90,10 @@ def _generate(args: argparse.Namespace) -> int:
     from coat_eval.generation import select_device
     from coat_eval.own_model import load_run_or_model
     from coat_vlm.generate import generate
+    from coat_vlm.model.family_processor import limit_pixels
 
-    model, processor, _, _ = load_run_or_model(
-        args.model, select_device(), args.precision, args.max_pixels
-    )
+    model, processor, _, _ = load_run_or_model(args.model, select_device(), args.precision)
+    limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
     sample = prompt_sample(args.prompt, args.media)
     say(generate(model, processor, [sample], args.max_new_tokens)[0])
     return 0
@@ -146,10 +137,10 @@ def _chat(args: argparse.Namespace) -> int:
     _check_media(args.media)
     from coat_eval.generation import select_device
     from coat_eval.own_model import load_run_or_model
+    from coat_vlm.model.family_processor import limit_pixels
 
-    model, processor, folder, _ = load_run_or_model(
-        args.model, select_device(), args.precision, args.max_pixels
-    )
+    model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
+    limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
     chat = _Conversation(model, processor, args.max_new_tokens)
     for kind, path in args.media:
         chat.attach(kind, path)

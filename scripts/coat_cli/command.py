@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from coat_vlm.config import Recipe
@@ -102,24 +102,20 @@ def find_model(folder: Path) -> Path:
     return find_final_model(folder, load_recipe(str(folder / "recipe.yaml")))
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--precision`` of a command that takes ``--model``."""
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--precision`` and ``--max-pixels`` of a command that takes ``--model``."""
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         help="default: the run's for a run folder, the dtype of the weights for a model folder "
         "(FP32 on a CPU)",
     )
-
-
-def add_max_pixels(add: Callable[..., Any]) -> None:
-    """Declare ``--max-pixels`` with a parser's ``add_argument``."""
-    add(
+    parser.add_argument(
         "--max-pixels",
         type=at_least(1),
         metavar="N",
-        help="shrink larger images to N pixels, as model.max_pixels of a recipe; for a Qwen2.5-VL "
-        "or Qwen3-VL without a recipe; default: the size in the model's or the adapter's folder",
+        help="shrink larger images of Qwen2.5-VL and Qwen3-VL to N pixels; default: as in training "
+        "(the size in the folder of the model or adapter)",
     )
 
 

@@ -80,12 +80,7 @@ def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Ca
         metavar="FIELD",
         help="fields to leave out that look like media or weights of the loss",
     )
-    add(
-        "--boxes",
-        choices=("convert", "keep"),
-        default="convert",
-        help="keep: boxes stay as they are in the rows; as boxes of a recipe's source",
-    )
+    add("--keep-boxes", action="store_true", help="leave boxes as in the rows, as boxes: keep")
     if parallel:
         add(
             "--num-workers",
@@ -113,7 +108,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "follow_links": args.follow_links,
         "columns": dict(args.columns) if args.columns else None,
         "ignore_fields": args.ignore_fields,
-        "boxes": args.boxes,
+        "boxes": "keep" if args.keep_boxes else "convert",
         "network": args.network,
         "limits": Limits.parse(args.limits),
     }

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coat_cli.command import (
     Commands,
-    add_max_pixels,
-    add_precision,
+    add_loading,
     at_least,
     check_effects,
     command,
@@ -91,7 +90,7 @@ recipe started from; the difference between the two results is the effect of tra
     add("--to", type=Path, metavar="DIR", help="folder to write, with one folder per task")
     add("--limit", type=at_least(1), metavar="N", help="only the first N questions of each task")
     add("--batch-size", type=at_least(1), metavar="N", help="default 32; with --text 4 windows")
-    add_precision(parser)
+    add_loading(parser)
     add = parser.add_argument_group("with --tasks").add_argument
     add(
         "--max-new-tokens",
@@ -123,7 +122,6 @@ recipe started from; the difference between the two results is the effect of tra
         metavar="N",
         help="processes that load data; default up to 12, on a CPU 0",
     )
-    add_max_pixels(add)
     add("--overwrite", action="store_true", help="replace answers of another model or prompt")
     add = parser.add_argument_group("with --text").add_argument
     add("--text-field", metavar="NAME", help="field of the texts in rows; default text")
@@ -132,7 +130,7 @@ recipe started from; the difference between the two results is the effect of tra
 
 _WITH_TASKS = (
     *("data", "media_root", "split", "profile", "adapters", "num_frames", "num_workers"),
-    *("overwrite", "max_pixels", *_JUDGE),
+    *("overwrite", *_JUDGE),
 )
 _WITH_TEXT = ("text_field", "window")
 
@@ -149,11 +147,13 @@ def _eval(args: argparse.Namespace) -> int:
     if not args.tasks:
         check_effects(args, dict.fromkeys(_WITH_TASKS, "is for --tasks"))
     if args.text:
-        check_effects(args, dict.fromkeys(("limit", "max_new_tokens"), "is for questions"))
+        check_effects(
+            args, dict.fromkeys(("limit", "max_new_tokens", "max_pixels"), "is for questions")
+        )
         return _eval_text(args)
     if args.tasks:
         return _eval_tasks(args)
-    names = ("precision", "to")
+    names = ("precision", "max_pixels", "to")
     check_effects(args, dict.fromkeys(names, "is for --tasks and --text; here the run decides"))
     return _eval_run(args)
 
@@ -249,6 +249,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
     from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
     from coat_eval.lora_model import adapted, name_adapters
     from coat_eval.runner import load_adapter, run_benchmark
+    from coat_vlm.model.family_processor import limit_pixels
     from coat_vlm.run.lock import LOCK, lock_folder
 
     if args.to is None:
@@ -285,10 +286,10 @@ def _eval_tasks(args: argparse.Namespace) -> int:
             for adapter in adapters
             for name, *_ in tasks
         }
-        frames, pixels = args.num_frames or 8, args.max_pixels
-        base = load_adapter(args.model, device, args.precision, frames, pixels)
+        base = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+        limit_pixels("--max-pixels", base.encoder, base.model.config.model_type, args.max_pixels)
         for adapter, folder in adapters.items():
-            with adapted(base, folder, args.model, own_size=pixels is None) as model:
+            with adapted(base, folder, args.model, own_size=args.max_pixels is None) as model:
                 for (name, task, data), own_set in zip(tasks, own_sets, strict=True):
                     out = args.to / adapter / name
                     report = run_benchmark(

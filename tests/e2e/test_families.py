@@ -305,8 +305,8 @@ def test_one_image_size(
     assert main(["generate", "--model", str(source), *image, "256"]) == 0
     assert main(["generate", "--model", str(source), *image, "9"]) != 0
     assert "--max-pixels=9 is less than the 64 pixels" in capsys.readouterr().err
-    assert main(["generate", "--model", str(run), *image, "256"]) != 0
-    assert "images of the size of its training" in capsys.readouterr().err
+    assert main(["eval", "--model", str(run), "--max-pixels", "256"]) != 0
+    assert "here the run decides" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

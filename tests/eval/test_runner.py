@@ -32,6 +32,7 @@ class Script(torch.nn.Module):
         self.stop_after: int | None = None
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.config = SimpleNamespace(model_type="script")
 
     def answer(self, _model: object, _encoder: object, prompts: list[str], _max: int) -> list[str]:
         if self.stop_after is not None and len(self.asked) == self.stop_after:

@@ -118,7 +118,7 @@ def test_images_that_the_processor_refuses(family: Any, tmp_path: Path) -> None:
     _, processor = family
     path = write(tmp_path, "<bbox>", {"ref": [], "bbox": [[0, 0, 1, 1]], "bbox_type": "norm1"})
     Image.new("RGB", (4000, 8)).save(tmp_path / "a.jpg")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*a\.jpg: .* refuses 4000 x 8 pixels"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: images of 4000 x 8 pixels"):
         processor.encoder()(SampleDataset(path)[0])
 
 

@@ -19,9 +19,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from coat_data.sample import DataError, Part, Turn
+from coat_data.sample import DataError, Part, Sample, Turn
 
 EDGES = {"norm1": (1.0, 1.0), "norm1000": (1000.0, 1000.0)}
 """Names of ms-swift's relative units -> numbers at the right and lower edge of the image."""
@@ -35,8 +34,7 @@ _BOX = re.compile(
 _OPEN = re.compile(r"<(?:box>|\|box_start)")  # found far sooner than a whole box
 _OBJECT = re.compile(r"<bbox (\d+) (\S+) (\S+)>(\[.*?\])</bbox>")
 """A box of a field: number of the image, numbers at its edges, box."""
-_NAME = re.compile(r"<ref-object>(.*?)</ref-object>", re.DOTALL)
-"""A name of a field."""
+_NAME = re.compile(r"<ref-object>(.*?)</ref-object>", re.DOTALL)  # of a field
 _REF = re.compile(
     rf"<ref>(.*?)</ref>|<\|object_ref_start\|>(.*?)<\|object_ref_end\|>|{_NAME.pattern}", re.DOTALL
 )
@@ -44,25 +42,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _JSON_KEY = re.compile(r'"\s*:\s*$')
 
 
-class BoxStyle(NamedTuple):
-    """How a model's training data write boxes."""
-
-    edge: float | None
-    """Number at the right and lower edge of the image: 1 for fractions with three decimals, others
-    for whole numbers; None for pixels of the image as the processor resizes it."""
-    tagged: bool = False
-    """Whether names and boxes are between InternVL's tags."""
-
-
-FRACTIONS = BoxStyle(1.0)
-STYLES = {
-    "fractions": FRACTIONS,
-    "thousandths": BoxStyle(1000.0),
-    "tagged thousandths": BoxStyle(1000.0, tagged=True),
-    "pixels": BoxStyle(None),
-}
-TAG = re.compile("(</?(?:ref|box)>)")
-"""A tag of ``tagged thousandths``."""
+TAG = re.compile("(</?(?:ref|box)>)")  # of InternVL
 
 
 def tag_box(
@@ -93,18 +73,12 @@ def tag_box(
     return f"<bbox {image} {size[0]} {size[1]}>{json.dumps(given)}</bbox>"
 
 
-def tag_name(name: str) -> str:
-    """Return the name of an object of a field between tags, for :func:`convert_tags`."""
-    return f"<ref-object>{name}</ref-object>"
-
-
 def convert_tags(
-    turns: Sequence[Turn], where: str, *, has_media: bool = True, keep: bool = False
+    turns: Sequence[Turn], where: str, *, has_media: bool, keep: bool = False
 ) -> tuple[Turn, ...]:
     """Return the turns with boxes and names as plain text, and with the tags in ``Part.tagged``.
 
-    Boxes in texts are converted only with media. ``keep`` leaves them as they are, and writes
-    those of fields with the numbers of the row.
+    Boxes in texts are converted only with media; ``keep`` writes all boxes as in the row.
     """
     texts = [part.text for turn in turns for part in turn.parts if "<" in part.text]
     tags = not keep and has_media and any(_OPEN.search(one) and _BOX.search(one) for one in texts)
@@ -112,56 +86,70 @@ def convert_tags(
         return tuple(turns)
 
     def convert(part: Part) -> Part:
-        if keep:
-            return replace(part, text=keep_numbers(part.text))
-        text = write_boxes(part.text, FRACTIONS, lambda _: (1.0, 1.0), where)
-        return replace(part, text=text, tagged=part.text if text != part.text else "")
+        text = write_boxes(part.text, "keep" if keep else "fractions", where)
+        return replace(part, text=text, tagged="" if keep or text == part.text else part.text)
 
     return tuple(replace(turn, parts=tuple(map(convert, turn.parts))) for turn in turns)
 
 
-def keep_numbers(tagged: str) -> str:
-    """Return a text with the boxes and names of fields as in the row."""
-    return _OBJECT.sub(lambda found: found[4], _NAME.sub(lambda found: found[1], tagged))
+def rewrite_boxes(
+    sample: Sample, style: str, edges: Callable[[int], tuple[float, float]] | None = None
+) -> Sample:
+    """Return the sample with its boxes in another style; arguments as of :func:`write_boxes`."""
+    shown = 0
+    turns: list[Turn] = []
+
+    def write(text: str) -> str:
+        return write_boxes(text, style, sample.where, max(shown - 1, 0), edges)
+
+    for turn in sample.turns:
+        parts: list[Part] = []
+        for part in turn.parts:
+            shown += part.kind != "text"
+            parts.append(Part("text", write(part.tagged)) if part.tagged else part)
+        turns.append(replace(turn, parts=tuple(parts)))
+    worse = write(sample.rejected_tagged) or sample.rejected
+    return replace(sample, turns=tuple(turns), rejected=worse, rejected_tagged="")
 
 
 def write_boxes(
     tagged: str,
-    style: BoxStyle,
-    edges: Callable[[int], tuple[float, float]],
+    style: str,
     where: str,
     image: int = 0,
+    edges: Callable[[int], tuple[float, float]] | None = None,
 ) -> str:
-    """Return a text with its tagged boxes and names in a model's convention.
+    """Return ``Part.tagged`` with its boxes and names in one of the styles of families.
 
-    Args:
-        tagged: ``Part.tagged``.
-        edges: returns the numbers at the edges of an image, by its number in the conversation.
-        image: number of the image that boxes of the text, which name none, are in.
+    ``image`` is the number of the image of boxes that name none; ``edges`` returns its pixels.
     """
+    if style == "keep":  # as in the row
+        return _OBJECT.sub(r"\4", _NAME.sub(r"\1", tagged))
+    with_tags = style == "tagged thousandths"
 
     def name(found: re.Match[str]) -> str:
         text = next(group for group in found.groups() if group is not None)
         is_json = found.string[: found.start()].endswith('"')
-        return f"<ref>{text}</ref>" if style.tagged and not is_json else text
+        return f"<ref>{text}</ref>" if with_tags and not is_json else text
 
     def box(numbers: Sequence[float], size: tuple[float, float], number: int) -> str:
-        ends = edges(number)
+        tag_box(numbers, size, where)  # checks them
         parts = [min(max(n / size[i % 2], 0.0), 1.0) for i, n in enumerate(numbers)]
-        if style.edge == 1.0:
+        if style == "fractions":
             return f"[{', '.join(f'{part:.3f}' for part in parts)}]"
-        # As Qwen2.5-VL's tools/process_bbox.ipynb: pixels end one before the edge.
-        last = int(style.edge is None)
-        whole = [min(round(p * ends[i % 2]), int(ends[i % 2]) - last) for i, p in enumerate(parts)]
-        return f"[{', '.join(map(str, whole))}]"
+        if edges is None:
+            return str([round(1000 * part) for part in parts])
+        ends = edges(number)  # exclusive, as in Qwen2.5-VL's tools/process_bbox.ipynb
+        return str([min(round(p * ends[i % 2]), int(ends[i % 2]) - 1) for i, p in enumerate(parts)])
 
     def of_field(found: re.Match[str]) -> str:
         size = float(found[2]), float(found[3])
         text = box(json.loads(found[4]), size, int(found[1]))
         is_json = _JSON_KEY.search(found.string[: found.start()])
-        return f"<box>[{text}]</box>" if style.tagged and not is_json else text
+        return f"<box>[{text}]</box>" if with_tags and not is_json else text
 
     def of_text(found: re.Match[str]) -> str:
+        thousandths = EDGES["norm1000"]
         numbers = [float(number) for number in _NUMBER.findall(found[2])]
         length = 2 if len(numbers) == 2 else 4
         if len(numbers) % length:
@@ -170,17 +158,13 @@ def write_boxes(
                 f"{found[0].strip()!r} has {len(numbers)} numbers",
                 "give two corners per box, or one point",
             )
-        thousandths = EDGES["norm1000"]
-        boxes: list[str] = []
-        for at in range(0, len(numbers), length):
-            own = numbers[at : at + length]
-            tag_box(own, thousandths, where)  # checks it
-            boxes.append(box(own, thousandths, image))
-        if style.tagged:
-            return f"{found[1]}<box>[{', '.join(boxes)}]</box>"
+        starts = range(0, len(numbers), length)
+        boxes = ", ".join(box(numbers[at : at + length], thousandths, image) for at in starts)
+        if with_tags:
+            return f"{found[1]}<box>[{boxes}]</box>"
         before = found.string[: found.start()]
         joined = before.endswith(("</box>", "<|box_end|>"))
         gap = found[1] or (", " if joined else " " if before[-1:].isalnum() else "")
-        return f"{gap}{', '.join(boxes)}"
+        return f"{gap}{boxes}"
 
     return _OBJECT.sub(of_field, _BOX.sub(of_text, _REF.sub(name, tagged)))

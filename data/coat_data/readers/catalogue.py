@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from coat_data.containers.ingested import Record
 from coat_data.readers import (
@@ -14,7 +14,7 @@ from coat_data.readers import (
     published,
     webdataset,
 )
-from coat_data.readers.boxes import keep_numbers
+from coat_data.readers.boxes import rewrite_boxes
 from coat_data.readers.reader import Place, Reader
 from coat_data.sample import DataError, Media, Part, Sample, Turn, row_name
 from coat_data.text.message_fields import read_fields
@@ -31,19 +31,12 @@ def _stored(row: Any, place: Place) -> Sample:
         path = entry["path"]
         entry["path"] = place.root.name(path) if stored else place.root.file(path, where)
         entry["frames"] = tuple(place.root.file(frame, where) for frame in entry["frames"])
-
-    def to_part(kind: Literal["text", "image", "video"], text: str, tagged: str | None) -> Part:
-        if tagged and place.keep_boxes:
-            return Part(kind, keep_numbers(tagged))
-        return Part(kind, text, tagged or "")
-
-    rejected = to_part("text", row["rejected"], row["rejected_tagged"])
-    return Sample(
+    sample = Sample(
         id=row["id"],
         turns=tuple(
             Turn(
                 turn["role"],
-                tuple(to_part(**part) for part in turn["parts"]),
+                tuple(Part(**part) for part in turn["parts"]),
                 turn["supervised"],
                 **read_fields(fields, turn["role"])[0],
             )
@@ -54,9 +47,10 @@ def _stored(row: Any, place: Place) -> Sample:
         row=row["row"],
         continues=bool(row["continues"]),
         tools=tuple(json.loads(row["tools"])),
-        rejected=rejected.text,
-        rejected_tagged=rejected.tagged,
+        rejected=row["rejected"],
+        rejected_tagged=row["rejected_tagged"],
     )
+    return rewrite_boxes(sample, "keep") if place.keep_boxes else sample
 
 
 READERS = (

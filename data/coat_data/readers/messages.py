@@ -19,7 +19,7 @@ from typing import Any
 
 from coat_data.containers.remote_file import is_url
 from coat_data.media.image import image_size
-from coat_data.readers.boxes import EDGES, tag_box, tag_name
+from coat_data.readers.boxes import EDGES, tag_box
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import media_fields, to_media, with_span
@@ -206,7 +206,8 @@ def _fill_objects(
             box = place.as_list(box, "the box of a <bbox>")
             edges, image = _edges(objects, number, images, place)
             return tag_box(box, edges, place.where, image)
-        return tag_name(place.as_string(next(names, None), "the name of a <ref-object>"))
+        name = place.as_string(next(names, None), "the name of a <ref-object>")
+        return f"<ref-object>{name}</ref-object>"
 
     for _, pieces in messages:
         for piece in pieces:
@@ -222,15 +223,12 @@ def _fill_objects(
 def _edges(
     objects: Mapping[str, Any], number: int, images: Sequence[Media], place: Place
 ) -> tuple[tuple[float, float], int]:
-    """Return the right and lower edge of the image of box ``number``, in the unit of the boxes.
-
-    The second result is the number of the image.
-    """
+    """Return the edges of the image of box ``number``, in the unit of the boxes, and its number."""
     unit = objects.get("bbox_type") or "real"
     of_boxes = objects.get("image_id") or []
     index = of_boxes[number] if isinstance(of_boxes, list) and number < len(of_boxes) else 0
     if unit in EDGES:
-        return EDGES[unit], index if isinstance(index, int) and index > 0 else 0
+        return EDGES[unit], index if index in range(len(images)) else 0
     if unit != "real" or not isinstance(index, int) or not 0 <= index < len(images):
         raise place.error(
             f"objects.bbox_type is {unit!r}, and box {number} is in image {index!r} of the row's "

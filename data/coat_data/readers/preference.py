@@ -108,9 +108,8 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
 def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     """Return the sample of ``Pair.row`` with its rejected answer; only the last is supervised."""
     said = (Turn("assistant", (Part("text", rejected),)),)
-    has_media = bool(sample.media)
-    (said,) = convert_tags(said, sample.where, has_media=has_media, keep=keep_boxes)
-    (part,) = said.parts
+    said = convert_tags(said, sample.where, has_media=bool(sample.media), keep=keep_boxes)
+    part = said[0].parts[0]
     last = sample.turns[-1]
     only_text = {part.kind for part in last.parts} <= {"text"} and not last.fields()
     if last.role != "assistant" or not only_text:
@@ -123,8 +122,8 @@ def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
         raise DataError(
             sample.where, "the chosen and the rejected answer are equal", "remove the row"
         )
-    pair = {"rejected": part.text, "rejected_tagged": part.tagged}
-    return replace(sample.only_last_supervised(), **pair)
+    sample = sample.only_last_supervised()
+    return replace(sample, rejected=part.text, rejected_tagged=part.tagged)
 
 
 def _check_conversations(
