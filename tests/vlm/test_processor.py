@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_conversations import make_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -33,6 +34,10 @@ from coat_vlm.model.processor import (
 )
 
 TEXTS = ["What is in the image? A red circle.", "How many shapes are there? Three."] * 5
+SIZES: dict[str, Any] = {
+    "image_size": 28, "image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6),
+    "image_mode": "pad", "image_resample": 2,
+}  # fmt: skip
 SETTINGS: dict[str, Any] = {"num_hidden_layers": 3, "image_size": 28, "patch_size": 7}
 
 
@@ -45,11 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def processor(tokenizer: PreTrainedTokenizerFast) -> CoatVlmProcessor:
     return CoatVlmProcessor(
         tokenizer,
-        image_size=28,
-        image_mean=(0.1, 0.2, 0.3),
-        image_std=(0.4, 0.5, 0.6),
-        image_mode="pad",
-        image_resample=2,
+        **SIZES,
         tokens_per_image=4,
         video={"num_frames": 3},
         max_length=200,
@@ -216,6 +217,44 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
 def test_wrong_messages_are_explained(processor: CoatVlmProcessor, messages: Any, problem: str):
     with pytest.raises(ValueError, match=problem):
         processor.apply_chat_template(messages, tokenize=True)
+
+
+def get_weather(city: str) -> str:
+    """
+    The weather.
+
+    Args:
+        city: The name of a city.
+    """
+    raise NotImplementedError(city)
+
+
+def test_tools_and_calls_are_rendered(processor: CoatVlmProcessor) -> None:
+    """Transformers rendered them, without a mask, and with a template that may drop them."""
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sun"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+    ]
+    with pytest.raises(ValueError, match="'vicuna_v1' has no place for tools"):
+        processor.apply_chat_template(messages[:1], tools=[get_weather], tokenize=True)
+    tokenizer = prepare_tokenizer(make_tokenizer("qwen3"))
+    ours = CoatVlmProcessor(
+        tokenizer, **SIZES, tokens_per_image=4, video={}, max_length=9999, template="tokenizer"
+    )
+    options: dict[str, Any] = {"tools": [get_weather], "return_dict": True, "tokenize": True}
+    expected: Any = tokenizer.apply_chat_template(messages, **options)
+    found = ours.apply_chat_template(messages, **options, return_assistant_tokens_mask=True)
+    assert found["input_ids"][0] == expected["input_ids"]
+    pairs = zip(found["input_ids"][0], found["assistant_masks"][0], strict=True)
+    said = tokenizer.decode([token for token, mask in pairs if mask])
+    assert '"Rome"' in said
+    assert said.endswith("<think>\nr\n</think>\n\na<|im_end|>")
+    assert "sun" not in said
+    text = ours.apply_chat_template(messages, tools=[get_weather])
+    assert text == tokenizer.apply_chat_template(messages, tools=[get_weather], tokenize=False)
 
 
 @pytest.mark.parametrize("bos", [None, "<|endoftext|>"], ids=["qwen", "llama"])
