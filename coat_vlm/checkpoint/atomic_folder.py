@@ -166,7 +166,6 @@ class FolderSave:
         return entries
 
     def _wait_until(self, ready: Callable[[], bool], otherwise: str) -> None:
-        """Wait for a condition on the files of another rank."""
         pause = 0.01
         while not ready():
             if time.monotonic() > self._deadline:

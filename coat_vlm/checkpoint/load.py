@@ -154,7 +154,6 @@ def load_engine_state(engine: DeepSpeedEngine, shards: Shards) -> None:
 def _copy_state(
     partition: Partition, saved: SavedPartition, group: dict[str, Any]
 ) -> dict[str, Any]:
-    """Copy the saved weights into a partition and return the saved state."""
     master = partition.tensor
     state: dict[str, Any] = dict(saved.numbers)
     for key in saved.elements:
@@ -180,7 +179,6 @@ def _set_weights(
 
 
 def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any]) -> dict[str, Any]:
-    """Assemble weights and state from all saved partitions that overlap; return the state."""
     master = partition.tensor
     weights = torch.zeros(master.numel(), device=master.device)  # FP32; padding is zero
     values: dict[str, Tensor] = {}

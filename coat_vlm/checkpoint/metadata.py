@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.partitions import get_persistent_buffers, map_parameter_groups
-from coat_vlm.optim.state import describe_states
 
 CONTENTS = "contents.json"
 TRAINER = "trainer.json"
@@ -130,13 +129,14 @@ def describe_contents(engine: DeepSpeedEngine) -> Contents:
         for name, parameter in model.named_parameters()
     }
     buffers = get_persistent_buffers(model)
+    settings = []
+    for group in optimizer.param_groups:
+        states = " ".join(filter(None, [type(optimizer).__name__, group.get("master")]))
+        settings.append({"states": states, "lr": float(group["lr"])})
     return Contents(
         parameters=parameters,
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
-        groups=[
-            {"states": describe_states(optimizer, group), "lr": float(group["lr"])}
-            for group in optimizer.param_groups
-        ],
+        groups=settings,
     )
 
 

@@ -98,7 +98,6 @@ def _weights_by_group(engine: DeepSpeedEngine) -> list[tuple[int, list[Any]]]:
 
 
 def _names(engine: DeepSpeedEngine) -> dict[int, str]:
-    """Map the id of each parameter to its (first) name."""
     model: Any = engine.module
     return {id(parameter): name for name, parameter in model.named_parameters()}
 

@@ -252,7 +252,6 @@ class CheckpointSaver:
         return self._description
 
     def _delete_old(self, target: Path) -> None:
-        """Delete the checkpoints that the rule does not keep; ``target`` is the newest one."""
         paths = {path_step(path): path for path in list_checkpoints(self.folder)}
         spikes = {step: is_spike(path) for step, path in paths.items()}
         losses = self._losses() if self._losses is not None else {}

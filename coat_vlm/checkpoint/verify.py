@@ -112,7 +112,6 @@ def _find_damaged_file(
 def _check_file(
     folder: Path, name: str, entry: Entry, bar: "tqdm[Any] | None" = None
 ) -> str | None:
-    """Compare a file with its SHA-256; return the problem of a damaged one."""
     path = folder / name
     digest = hashlib.sha256()
     try:

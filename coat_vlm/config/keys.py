@@ -120,7 +120,6 @@ def _list_paths(
 
 
 def _without_none(kind: Any) -> Any:
-    """Return X of ``X | None``."""
     if get_origin(kind) in (Union, types.UnionType):
         return next((arg for arg in get_args(kind) if arg is not type(None)), None)
     return kind

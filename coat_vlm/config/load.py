@@ -78,7 +78,6 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _read_text(path_or_name: str) -> tuple[str, str]:
-    """Return the recipe's name in messages, and its text."""
     path = Path(path_or_name)
     if path.is_file():
         try:
@@ -121,7 +120,6 @@ def _copy(value: Any) -> Any:
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
-    """Set a value in nested mappings and lists; mappings that do not exist are created."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ValueError(f"override {override!r}: expected key=value, such as seed=1")

@@ -186,7 +186,6 @@ class ModelConfig:
             )
 
     def _check_unset(self, names: Sequence[str], problem: str) -> None:
-        """Raise ValueError with ``problem`` if a key does not have its default."""
         for field_ in dataclasses.fields(self):
             make = field_.default_factory
             default = field_.default if make is dataclasses.MISSING else make()

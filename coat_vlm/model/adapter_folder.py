@@ -155,7 +155,6 @@ def _merge_layer(
 def _check_shared(
     parameters: Mapping[str, Tensor], changed: list[str], full: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Raise ValueError if modules that share a weight are not changed alike."""
     for name in changed:
         others = [n for n, one in parameters.items() if one is parameters[name] and n != name]
         alike = name in full and all(n in full and full[name].equal(full[n]) for n in others)

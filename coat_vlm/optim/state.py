@@ -87,11 +87,6 @@ def copy_state(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     return {"step": step, **tensors}
 
 
-def describe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Return the names of an optimizer and of a group's master weights, for checkpoints."""
-    return " ".join([type(optimizer).__name__, *filter(None, [group.get("master")])])
-
-
 def by_element(state: Mapping[str, Tensor], size: int) -> set[str]:
     """Return the keys of a state that have one entry per element, of ``size`` elements."""
     metadata = {key for moment in MOMENTS for key in _metadata(moment, state)}

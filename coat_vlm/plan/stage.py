@@ -153,7 +153,6 @@ class StagePlan:
         }
 
     def _accumulates(self, micro_batch: int) -> bool:
-        """Return whether a step has several micro-batches."""
         return self.stage.batch_size > micro_batch * self.replicas
 
     def largest_micro_batch(self, zero_stage: ZeroStage) -> int:

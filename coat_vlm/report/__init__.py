@@ -41,9 +41,7 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
 
     The file contains its styles, plots and sample images and loads no other resource. All text from
     the run (recipe, questions, predictions) is escaped. ``no_plan`` says why there is no ``plan``.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or is not a run folder.
+    Raises FileNotFoundError if the folder is not a run folder.
     """
     run = read_run_folder(Path(run_dir))
     sets = run.recipe.get("eval_sets") or {}
@@ -146,7 +144,6 @@ def _judge_stage(stage: StageLog) -> Iterator[tuple[str, str]]:
 
 
 def _count_skipped(stage: StageLog) -> int:
-    """Count the steps that were skipped because of non-finite gradients."""
     skipped = before = 0
     for row in stage.steps:
         count = row.get("skipped_steps") or 0

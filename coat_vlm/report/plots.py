@@ -100,8 +100,6 @@ def _plot_points(
 
 
 def _at(*keys: str) -> Value:
-    """Return a function that reads a value from nested mappings."""
-
     def value(row: Any) -> float | None:
         for key in keys:
             row = (row or {}).get(key)

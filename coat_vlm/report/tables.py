@@ -179,7 +179,6 @@ def _speed_row(stage: StageLog, planned: float | None) -> tuple[str, ...]:
 
 
 def _spent(rows: list[dict[str, Any]], *keys: str) -> str:
-    """Format the number and the time of events."""
     if not rows:
         return "-"
     seconds = sum(add_up(rows, key) for key in keys)

@@ -161,7 +161,6 @@ def _check_device(recipe: Recipe, findings: Findings) -> None:
 def _check_kept(
     recipe: Recipe, names: Sequence[StageName], run_dir: Path, findings: Findings
 ) -> None:
-    """Add a problem for each file of the run folder that is read after ``--overwrite``."""
     start = find_start(recipe, names[0], run_dir, emptied=True)
     sources = [
         s for name in names for s in (*recipe.stages[name].data, *recipe.stages[name].val_data)
@@ -269,7 +268,6 @@ def _check_meta_models(
     processor: AnyProcessor,
     findings: Findings,
 ) -> None:
-    """Build the model of each stage without memory, and check whether it can be used."""
     meta_models: list[PreTrainedModel] = []
     for name in names:
         with findings.collect():  # most problems are those of all stages

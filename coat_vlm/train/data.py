@@ -361,7 +361,6 @@ def _load_or_compute(
 
 
 def _load(path: Path, key: str, number: int) -> tuple[str, list[np.ndarray] | None]:
-    """Return the key and the arrays that were saved with it; None if there are none."""
     try:
         with np.load(path) as saved:
             if str(saved["key"]) == key:

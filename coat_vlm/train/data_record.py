@@ -161,7 +161,6 @@ def _parts(dataset: Rows) -> Sequence[SampleDataset]:
 
 
 def _describe_files(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return size and SHA-256 of the files with rows, by relative path."""
     files = [
         file
         for path in paths

@@ -213,7 +213,6 @@ def choose_start(
 
 
 def _find_bad_weight(model: nn.Module, world: World) -> str | None:
-    """Return the first parameter that is not finite on some rank; None if all are finite."""
     names, flags = [], []
     for name, parameter in model.named_parameters():
         part = getattr(parameter, "ds_tensor", parameter)  # this rank's under ZeRO stage 3

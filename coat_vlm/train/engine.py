@@ -3,11 +3,9 @@
 :func:`replace_slow_step` replaces two methods of DeepSpeed's optimizers to speed up BF16 steps:
 
 - ZeRO stages 1 and 2 check the gradients twice: each parameter for infinities and NaNs, then the
-  norm. The first check is removed. In a step of a VLM of 0.9B parameters it launched 6,400 of
-  16,000 kernels, for which the GPU waited (``scripts/bench/step.py --size 1b --optimizer own --zero
-  1 --batch 4 --profile``, commit 03afbd2).
-- Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters, with 4,000 of the 6,200
-  launches of a BF16 step of a model with 20M parameters (commit 1fac6ce). :func:`_foreach_step`
+  norm. The first check is removed: in a step of a VLM of 0.9B parameters it launched 6,400 of
+  16,000 kernels (``scripts/bench/step.py --profile``).
+- Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters. :func:`_foreach_step`
   does the same in a few launches for all parameters, and one wait, for the norm.
 
 Both use private attributes of DeepSpeed 0.19, and rely on DeepSpeed skipping a step whose norm is

@@ -92,7 +92,6 @@ class LiveEvaluation:
         }
 
     def _answers(self, model: PreTrainedModel, subset: EvalSubset) -> list[str] | None:
-        """Return the answers to all questions, or None if a rank received a signal."""
         own: dict[int, str] = {}
         batches = list(self._batches(subset.samples))
         bar = tqdm(

@@ -176,7 +176,6 @@ def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
-    """Return a line for each value of a block that exceeds its limit."""
     values = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
     values += [
         (f"{kind}, {rate}", row[kind][rate], limit)

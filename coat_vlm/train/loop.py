@@ -74,7 +74,6 @@ class StageLoop:
                 batches.close()
 
     def _run_step(self, batches: Generator[list[LoadedBatch]]) -> bool:
-        """Load the micro-batches of a step and run it; return whether any rank must stop."""
         step = self.step
         started = time.perf_counter()
         try:
@@ -96,7 +95,6 @@ class StageLoop:
             raise
 
     def _save(self) -> None:
-        """Save a checkpoint of the last finished step, unless it is saved."""
         if self.step.finished != self.saved:
             self.heartbeat.enter("saving a checkpoint", self.step.finished)
             begun = time.perf_counter()

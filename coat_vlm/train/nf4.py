@@ -94,7 +94,6 @@ def share_nf4(source: PreTrainedModel, copy: PreTrainedModel) -> None:
 
 
 def _frozen_linears(model: PreTrainedModel, settings: LoraTraining) -> Iterator[nn.Linear]:
-    """Yield the frozen linear layers of the modules with adapters, without the output layer."""
     output = model.get_output_embeddings()
     kinds = (nn.Linear, Bf16RoundedLinear, Nf4Linear, _RoundedNf4Linear)
     for name, part in module_parameters(model).items():

@@ -124,17 +124,15 @@ def _expand_entries(source: SourceConfig, entries: list[SourceEntry]) -> list[So
         raise DataError(
             source.exclude,
             f"contains no rows of {source.name!r} (sources {', '.join(names)}), only of "
-            f"{sorted(one or 'the files that it names' for one in listed) or 'none'}",
+            f"{sorted(name or 'the files that it names' for name in listed) or 'none'}",
             "use the source name of the run that wrote the file, or remove exclude",
         )
     configs = []
     for name, entry, has_rows in zip(names, entries, excludes, strict=True):
         weight, repeat = entry.weight, entry.repeat
         if source.weight is not None:
-            weight, repeat = (
-                source.weight * (1.0 if weight is None else weight / sum(weights)),
-                None,
-            )
+            weight = source.weight * (1.0 if weight is None else weight / sum(weights))
+            repeat = None
         elif source.repeat is not None:
             repeat = source.repeat * (repeat or 1.0)
         config = SourceConfig(
@@ -162,7 +160,6 @@ def _distribute_weight(
     configs: list[SourceConfig],
     datasets: Sequence[Rows],
 ) -> list[SourceConfig]:
-    """Distribute the weight of a list whose entries have none, in proportion to their samples."""
     if source.weight is None or len(entries) == 1 or entries[0].weight is not None:
         return configs
     samples = [

@@ -196,7 +196,6 @@ class Passes:
 
     @contextmanager
     def _check_modules_get_gradients(self) -> Iterator[None]:
-        """Check that the backward pass in this context reaches every trainable module."""
         parts = module_parameters(self.model)
         trained = {name: parts[name] for name in parts if self.stage.module(name).train}
         reached: set[str] = set()

@@ -279,7 +279,6 @@ def _load_saved_recipe(path: Path) -> Recipe:
 
 
 def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
-    """Return why a key must not change; None if it may."""
     if change.key[0] == "stages":
         name, *rest = change.key[1:]
         state = states.get(name)

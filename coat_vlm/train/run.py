@@ -208,7 +208,6 @@ def _run_stage(stage: _Stage) -> None:
 
 
 def _open(stage: _Stage) -> _Opened:
-    """Load the model from which the stage starts, and open the data for its processor."""
     recipe, config, world = stage.recipe, stage.config, stage.world
     continues = world.run_on_rank0(
         lambda: stage.resume and bool(list_checkpoints(stage.checkpoints))
@@ -268,7 +267,6 @@ def _open(stage: _Stage) -> _Opened:
 
 
 def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
-    """Build the steps of a stage; continue from its checkpoint if there is one."""
     recipe, config, world, name = stage.recipe, stage.config, stage.world, stage.name
     model, data = opened.model, opened.data
     preference = None
@@ -294,7 +292,11 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     metrics = Metrics(
         stage.run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=stage.lock.check
     )
-    start = {**opened.description, "sources": _describe_sources(data), "row": data.shown_row}
+    sources = [
+        {**asdict(share), "passes": share.passes, "tokens": tokens}
+        for share, tokens in zip(data.shares, data.tokens, strict=True)
+    ]
+    start = {**opened.description, "sources": sources, "row": data.shown_row}
     metrics.write({"kind": "stage", "status": "start", **start})
     opened.record.log_changes(metrics, name, done.step)
     saver = _build_saver(stage, opened, passes)
@@ -396,7 +398,6 @@ def _restore(
 
 
 def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
-    """Check and save the trained model."""
     name, finished = stage.name, loop.step.finished
     check_weights(opened.model, loop.watchdog.detector, name, stage.world)
     loop.heartbeat.enter("saving the model", finished)
@@ -438,14 +439,6 @@ def _describe_stage(
     }
 
 
-def _describe_sources(data: StageData) -> list[dict[str, Any]]:
-    """Return rows, samples and passes per epoch, and mean tokens of a sample, of each source."""
-    return [
-        {**asdict(share), "passes": share.passes, "tokens": tokens}
-        for share, tokens in zip(data.shares, data.tokens, strict=True)
-    ]
-
-
 def _print_tables(
     world: World,
     stage: StageConfig,
@@ -454,7 +447,6 @@ def _print_tables(
     data: StageData,
     total_steps: int,
 ) -> None:
-    """Print the modules of a stage, and the rows, epochs and tokens of each source."""
     samples = total_steps * data.samples_per_step(stage)
     rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
     rows = rows if stage.dpo is None else "preference pairs"
