@@ -125,3 +125,27 @@ def test_images_that_the_processor_refuses(family: Any, tmp_path: Path) -> None:
 def test_the_preview_shows_the_box_of_the_row(tmp_path: Path) -> None:
     preview(write(tmp_path, ROW_TAGS), tmp_path / "page.html")
     assert "&lt;/ref&gt;&lt;box&gt;[[250, 250," in (tmp_path / "page.html").read_text()
+
+
+@ONLY_QWEN
+def test_each_box_is_in_its_image(family: Any, tmp_path: Path) -> None:
+    """A box of a field is in the image of image_id, a tagged one in the last image before it."""
+    _, processor = family
+    Image.new("RGB", (640, 480)).save(tmp_path / "a.jpg")
+    Image.new("RGB", (24, 16)).save(tmp_path / "b.jpg")
+    asked = (
+        "<image> <box>(0,0),(1000,1000)</box> <image> <box>(0,0),(1000,1000)</box> <bbox> <bbox>"
+    )
+    row = {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "x"}],
+        "images": ["a.jpg", "b.jpg"],
+        "objects": {"bbox": [[0, 0, 24, 16], [0, 0, 640, 480]], "image_id": [1, 0]},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    sample = SampleDataset(tmp_path / "rows.jsonl")[0]
+    whole, prompt = processor.encoder()(sample), processor.encoder().prompt(sample)
+    text = processor.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)
+    first, second = "[0, 0, 31, 23]", "[0, 0, 23, 15]"
+    assert f" {first} " in text
+    assert f" {second} {second} {first}" in text
+    assert whole.input_ids[: len(prompt.input_ids)].equal(prompt.input_ids)
