@@ -1,11 +1,14 @@
 """Chat templates as segments, against layouts written out by hand and transformers' rendering."""
 
+import re
+
 import pytest
+from conftest import byte_level, wrap
 from transformers import PreTrainedTokenizerFast
 
-from coat_data.sample import Part, Turn
+from coat_data.sample import Part, ToolCall, Turn
 from coat_data.text.chat import VICUNA_SYSTEM, get_template
-from coat_data.text.tokens import Segment
+from coat_data.text.tokens import Segment, any_of
 
 IMAGE = Part("image")
 
@@ -137,3 +140,80 @@ def test_what_a_template_needs_is_checked_first(make_tokenizer):
     for name in ("plain", "vicuna_v1"):
         with pytest.raises(ValueError, match=rf"'{name}'.*eos_token"):
             get_template(name, llama)
+
+
+# As in ibm-granite/granite-3.3-2b-instruct: the unknown token is the end token.
+GRANITE = (
+    "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + "
+    "'<|end_of_text|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
+# As in moonshotai/Kimi-K2-Instruct: eos_token is not the token that ends turns.
+KIMI = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}"
+    "{{ '<|im_user|>' + m.role + '<|im_middle|>' + m.content }}{% for c in m.tool_calls or [] %}"
+    "<|tool_call_begin|>{{ c.function.name + ' ' + c.function.arguments | tojson }}"
+    "<|tool_call_end|>{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_user|>assistant<|im_middle|>{% endif %}"
+)
+
+
+def byte_level_with(jinja: str, eos: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose special tokens are those of a template, and ``eos``."""
+    return wrap(byte_level(), jinja, None, eos, sorted({eos, *re.findall(r"<\|\w+\|>", jinja)}))
+
+
+def call(**arguments: str) -> list[Turn]:
+    return [
+        *turns("What?"),
+        Turn("assistant", (), tool_calls=(ToolCall("find", arguments),)),
+        Turn("tool", (Part("text", "Sun"),)),
+        *turns("", "Sun.")[1:],
+    ]
+
+
+def test_the_end_token_may_be_the_unknown_token(make_tokenizer):
+    tokenizer = byte_level_with(GRANITE, "<|end_of_text|>")
+    tokenizer.unk_token = "<|end_of_text|>"
+    template = get_template("tokenizer", tokenizer)
+    assert written(template.render(turns("a", "b", "c", "d"))).count("<|end_of_text|>]]\n") == 2
+
+
+def test_calls_are_supervised_up_to_the_end_of_their_turn():
+    template = get_template("tokenizer", byte_level_with(KIMI, "[EOS]"))
+    text = written(template.render(call(city="Rome"), [{"name": "find"}]))
+    assert '[[<|tool_call_begin|>find {"city": "Rome"}<|tool_call_end|><|im_end|>]]' in text
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n"])
+def test_empty_turns_end_before_the_next(empty: str):
+    template = get_template("tokenizer", byte_level_with(KIMI, "[EOS]"))
+    text = written(template.render(turns("a", empty, empty, empty, "b", "c")))
+    assert text.count(f"[[{empty}<|im_end|>]]") == 2
+
+
+def test_a_greeting_is_supervised(make_tokenizer):
+    template = get_template("tokenizer", make_tokenizer("qwen2"))
+    greeting = turns("", "Hello", "Hi", "Yes?")[1:]
+    assert written(template.render(greeting)).count("assistant\n[[Hello<|im_end|>]]\n") == 1
+
+
+def test_answers_may_end_with_an_added_token(make_tokenizer):
+    template = get_template("tokenizer", make_tokenizer("llama3"))
+    answer = written(template.render(turns("a", "The tag <tool>", "b", "<tool>")))
+    assert "[[The tag <tool><|eot_id|>]]" in answer
+    assert answer.endswith("\n\n[[<tool><|eot_id|>]]")
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "\U000f0001\U000f0100"])
+def test_special_tokens_in_tools_are_refused(text: str):
+    template = get_template("tokenizer", byte_level_with(KIMI, "[EOS]"))
+    for tools, arguments in ([{"name": "find", "description": text}], {}), ([], {text: "a"}):
+        with pytest.raises(ValueError, match="the tools, or names of arguments, contain"):
+            template.render(call(**arguments), tools)
+
+
+def test_longest_token_is_found():
+    pattern = any_of(["<a", "<ab>", "<abc", "<" + "x" * 5000])
+    assert pattern.findall("<ab <ab> <abc> <b") == ["<a", "<ab>", "<abc"]
+    assert not any_of([]).search("")

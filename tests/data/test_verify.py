@@ -55,7 +55,7 @@ def end_not_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None
     [
         (first_newline_masked, r"of answer 0 the labels train 'One\.Two\.<\|im_end\|>', expected "
          r"'One\.\\nTwo\.' and"),
-        (separator_trained, r"besides its answers the labels train '\\n'"),
+        (separator_trained, r"of answer 1 the labels train '42<\|im_end\|>\\n', expected '42' and"),
         (end_not_trained, r"of answer 1 the labels train '42', expected '42' and"),
     ],
 )  # fmt: skip

@@ -6,10 +6,10 @@ code that made them. Media are not opened.
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.mixture.selection import Rows
-from coat_data.readers.boxes import TAG
 from coat_data.sample import DataError, Media, Part, Sample, Turn, starts_with_answer
 from coat_data.text.tokens import SegmentTokenizer
 
@@ -100,7 +100,7 @@ def check_labels(
     if any(turn.tool_calls for turn in remaining):
         _check_calls(sample, remaining, tokenizer.decode(trained))
         return
-    spans = _split_after_special(trained, tokenizer)
+    spans = _split(labels, tokenizer)
     if len(spans) > len(remaining):
         rest = tokenizer.decode([token for span in spans[len(remaining) :] for token in span])
         raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
@@ -133,15 +133,24 @@ def _check_calls(sample: Sample, turns: Sequence[Turn], trained: str) -> None:
             raise _error(sample, f"{said[:_SHOWN]!r} of the last answer is not trained")
 
 
-def _split_after_special(ids: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
-    spans: list[list[int]] = []
-    open_span = False
-    for token in ids:
-        if not open_span:
+def _split(labels: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
+    """Return the supervised spans, each up to a special token; cut where it ends several answers.
+
+    Within an answer there may be other special tokens, such as GPT-OSS's behind its reasoning.
+    """
+    spans: list[list[int]] = [[]]
+    for trained, group in groupby(labels, lambda label: label != IGNORE_INDEX):
+        if trained:
+            spans[-1] += group
+        elif spans[-1] and tokenizer.is_special_id(spans[-1][-1]):
             spans.append([])
-        spans[-1].append(token)
-        open_span = not tokenizer.is_special_id(token) or bool(TAG.match(tokenizer.decode([token])))
-    return spans
+    found: list[list[int]] = []
+    for span in filter(None, spans):
+        ends = [place + 1 for place, token in enumerate(span[:-1]) if token == span[-1]]
+        if not tokenizer.is_special_id(span[-1]):
+            ends = []
+        found += [span[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)]
+    return found
 
 
 def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
@@ -167,8 +176,11 @@ def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
 
 
 def _words(text: str) -> str:
-    """Return the text without tags and white space, which a template may write in another way."""
-    return re.sub(r"<[^<>]*>|\s", "", text)
+    """Return the text without tags and white space, which a template may write in another way.
+
+    Also without what GPT-OSS and Gemma 4 write before reasoning and answers.
+    """
+    return re.sub(r"<\|start\|>assistant|<\|channel\|?>\w+|\bto=\w+(?=<)|<[^<>]*>|\s", "", text)
 
 
 def _error(sample: Sample, problem: str) -> DataError:

@@ -8,9 +8,11 @@ An answer is supervised from the end of the text that the template renders for g
 first special token behind the answer.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -30,12 +32,15 @@ class _Piece(NamedTuple):
     """A string of a conversation."""
 
     turn: int
-    kind: Literal["text", "image", "video", "reasoning", "call"]
+    kind: Literal["text", "image", "video", "reasoning", "name", "call"]
     text: str
 
 
 _NEXT = Turn("assistant", (Part("text", "a"),), supervised=False)
 """Stands for the next answer, with a template that writes nothing for generation."""
+
+
+_EMPTY = _Piece(0, "call", "")
 
 
 class _Span(NamedTuple):
@@ -44,6 +49,18 @@ class _Span(NamedTuple):
     start: int
     end: int
     piece: _Piece
+
+
+class _Marked(NamedTuple):
+    """A piece whose words are hidden."""
+
+    words: list[str]
+    text: str
+    """With the private character in the place of each character of a word."""
+    lead: str
+    """The text before the first word."""
+    tail: str
+    """The text behind the last word."""
 
 
 class JinjaTemplate:
@@ -70,16 +87,14 @@ class JinjaTemplate:
         self._source = "".join(source.values()) if isinstance(source, Mapping) else source
         names = ("reasoning_content", "thinking")  # gpt-oss has the second one
         self._reasoning = next((name for name in names if name in self._source), names[0])
-        # Longest token first, as a token may be a prefix of another one.
-        self._special = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+        special = set(special_tokens(tokenizer).values())
+        self._special = any_of(special)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        kept = {token for token in added if token.strip()} - {*self._special, self.image_token}
+        kept = {token for token in added if token.strip()} - special - {self.image_token}
         constants = {first or second for first, second in _STRING.findall(self._source)}
         constants = {text.replace("\\n", "\n") for text in constants}
         words = {
-            text
-            for text in constants
-            if len(text.strip()) > 1 and not any(token in text for token in self._special)
+            text for text in constants if len(text.strip()) > 1 and not self._special.search(text)
         }
         # What is kept of the texts: first what most templates look for, then all that this one may.
         self._kept = [
@@ -104,6 +119,7 @@ class JinjaTemplate:
                 writes the last answer behind another text than that for generation; or does not
                 mark the end of an answer.
         """
+        self._check_tools(turns, tools)
         answered = [*turns, _NEXT] if add_generation_prompt and not self._prompts else turns
         pieces = list(_pieces(answered))
         text, spans, cut = self._align(answered, tools, pieces, add_generation_prompt)
@@ -122,7 +138,6 @@ class JinjaTemplate:
             if turn.role != "assistant" or behind is None:
                 continue
             following = min((s.start for s in spans if s.start >= behind), default=len(text))
-            behind = _skip_rest_of(turn, own, text, behind)
             end, added = self._find_end(
                 text[behind:following], following == len(text), bool(turn.tool_calls) or not own
             )
@@ -175,9 +190,11 @@ class JinjaTemplate:
 
     def _find_first(self, text: str, turn: Turn, own: list[_Span]) -> int | None:
         """Return where an answer without a question starts: behind the text for generation."""
-        lead = turn.text[: len(turn.text) - len(turn.text.lstrip())]
-        before = text[: own[0].start].removesuffix(lead) if own else ""
-        return len(before) if self._prompts and before.endswith(self._prompts) else None
+        if not self._prompts or not own:
+            return None
+        first = own[0].start + len(turn.text) - len(turn.text.lstrip())
+        before, found, behind = text[:first].rpartition(self._prompts)
+        return None if behind.strip() or not found else len(before) + len(found)
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the content of a message with ``parts``: their kinds and texts."""
@@ -248,24 +265,23 @@ class JinjaTemplate:
     ) -> tuple[str, list[_Span], set[int]]:
         """Return the rendered text, the places of the pieces, and turns whose text is incomplete.
 
-        ``pieces`` are changed: media become the private characters that stand for them.
+        ``pieces`` are changed: media get the texts that stand for them.
         """
         if len(pieces) > _LAST_MARK - _FIRST_MARK:
             raise ValueError(f"the conversation has more than {_LAST_MARK - _FIRST_MARK} parts")
         for number, piece in enumerate(pieces):
             if piece.kind in ("image", "video"):
-                pieces[number] = piece._replace(text=chr(_FIRST_MARK + number))
+                pieces[number] = piece._replace(text=self.image_token or chr(_FIRST_MARK + number))
         text = self._write(turns, tools, iter(pieces), add_generation_prompt)
         problem = ""
         for kept in self._kept:
             marked = [_mark(piece, chr(_FIRST_MARK + n), kept) for n, piece in enumerate(pieces)]
-            words = [found for found, _ in marked]
-            shown = (p._replace(text=t) for p, (_, t) in zip(pieces, marked, strict=True))
+            shown = (p._replace(text=m.text) for p, m in zip(pieces, marked, strict=True))
             with_marks = self._write(turns, tools, shown, add_generation_prompt)
             try:
-                return text, *self._match(text, with_marks, pieces, words, turns)
+                return text, *self._match(text, with_marks, pieces, marked, turns)
             except _MismatchError as error:
-                problem = problem or str(error)
+                problem = str(error)
         raise ValueError(
             f"{self._name} {problem}, so the supervised tokens are unknown; {self._remedy(turns)}, "
             "or change the data"
@@ -276,13 +292,19 @@ class JinjaTemplate:
         text: str,
         with_marks: str,
         pieces: list[_Piece],
-        words: Sequence[Sequence[str]],
+        marked: Sequence[_Marked],
         turns: Sequence[Turn],
     ) -> tuple[list[_Span], set[int]]:
         """Find the words of the pieces in ``text``, which was rendered ``with_marks`` as well."""
-        media = iter([n for n, piece in enumerate(pieces) if piece.kind in ("image", "video")])
-        token = self.image_token
-        pattern = _RUN if token is None else f"{_RUN}|{re.escape(token)}"
+        media = [n for n, piece in enumerate(pieces) if piece.kind in ("image", "video")]
+        token, pattern, next_media = self.image_token, _RUN, iter(media)
+        if token is not None:
+            pattern = f"{_RUN}|{re.escape(token)}"
+            if (written := with_marks.count(token)) != len(media):
+                raise ValueError(
+                    f"{self._name} writes {written} images for a conversation that has "
+                    f"{len(media)}; {self.remedy}"
+                )
         spans: list[_Span] = []
         found: list[list[str]] = [[] for _ in pieces]
         place = 0
@@ -291,40 +313,19 @@ class JinjaTemplate:
             if text[place:start] != with_marks[place:start]:
                 break
             place = end
-            number = next(media, None) if run[1] is None else ord(run[1]) - _FIRST_MARK
-            if number is None:
-                raise ValueError(self._other_media(with_marks, pieces))
+            number = next(next_media) if run[1] is None else ord(run[1]) - _FIRST_MARK
+            words, _, lead, tail = marked[number]
+            if pieces[number].kind == "name" and found[number] == words:
+                continue  # as with GPT-OSS, which names the call at its result
             found[number].append(text[start:end])
+            if found[number] == words[:1]:
+                start -= _length_before(text, start, lead, spans[-1].end if spans else 0)
+            if found[number] == words:
+                end += next(len(t) for t in (tail, tail.rstrip(), "") if text.startswith(t, end))
             spans.append(_Span(start, end, pieces[number]))
         if text[place:] != with_marks[place:]:
             raise _MismatchError("writes other text if the words of the conversation are others")
-        if token is not None and next(media, None) is not None:
-            raise ValueError(self._other_media(with_marks, pieces))
-        cut: set[int] = set()
-        for piece, expected, seen in zip(pieces, words, found, strict=True):
-            if token is not None and piece.kind in ("image", "video"):
-                continue
-            if seen == list(expected):
-                continue
-            role = turns[piece.turn].role
-            remaining = iter(expected)
-            if (
-                piece.kind in ("text", "reasoning")
-                and role == "assistant"
-                and all(word in remaining for word in seen)
-            ):
-                cut.add(piece.turn)
-                continue
-            kind = "tool call" if piece.kind == "call" else piece.kind
-            raise _MismatchError(f"does not write the {kind} of a turn of {role} exactly once")
-        return spans, cut
-
-    def _other_media(self, with_marks: str, pieces: list[_Piece]) -> str:
-        count = sum(piece.kind in ("image", "video") for piece in pieces)
-        return (
-            f"{self._name} writes {with_marks.count(self.image_token or '')} images for a "
-            f"conversation that has {count}; {self.remedy}"
-        )
+        return spans, _find_cut(turns, pieces, marked, found)
 
     def _check_media(
         self, spans: list[_Span], tools: Sequence[Mapping[str, Any]], text: str
@@ -348,6 +349,19 @@ class JinjaTemplate:
         used = any(turn.role == "tool" or turn.fields() for turn in turns)
         return "take a model whose template writes tools and reasoning" if used else self.remedy
 
+    def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Check that no text of the row that is rendered as the template's has special tokens."""
+        if not tools and not any(turn.tool_calls for turn in turns):
+            return
+        calls = [call.arguments for turn in turns for call in turn.tool_calls]
+        keys = [_replace_strings(arguments, repeat(_EMPTY)) for arguments in calls]
+        written = json.dumps([list(tools), keys], ensure_ascii=False)
+        if found := self._special.search(written) or re.search(_RUN, written):
+            raise ValueError(
+                f"the tools, or names of arguments, contain {found[0]!r}, which is a special token "
+                "or a private-use character, and would not stay text; remove it from them"
+            )
+
     def _different_prompt(self, turns: Sequence[Turn], is_cut: bool) -> str:
         if is_cut:
             return (
@@ -360,6 +374,16 @@ class JinjaTemplate:
             "give the answer the reasoning that the template expects"
         )
 
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """The special tokens behind the answers of a conversation without tools."""
+        turns = [Turn(role, (Part("text", "a"),)) for role in ("user", "assistant") * 2]
+        marks = [chr(_LAST_MARK - number) for number in range(4)]
+        text = self._write(turns, (), (_Piece(0, "text", mark) for mark in marks), False)
+        behind = [text.partition(mark)[2].lstrip() for mark in marks[1::2]]
+        found = map(self._special.match, behind)
+        return any_of({end[0] for end in found if end})
+
     def _find_end(self, text: str, is_last: bool, anywhere: bool) -> tuple[int, str]:
         """Find the end of an answer in the template text behind it, or a token to put there.
 
@@ -371,13 +395,12 @@ class JinjaTemplate:
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         if self.adds_end_token and eos is not None:
             return space, eos
-        if anywhere and eos is not None and eos in text:
-            return text.index(eos) + len(eos), ""
-        for token in self._special:
-            if stripped.startswith(token):
-                return space + len(token), ""
-        if anywhere and (places := [text.index(t) for t in self._special if t in text]):
-            return self._find_end(text[min(places) :], is_last, False)[0] + min(places), ""
+        if anywhere:
+            found = self._ends.search(text) or self._special.search(text)
+        else:
+            found = self._special.match(text, space)
+        if found:
+            return found.end(), ""
         if is_last and not stripped and eos is not None:
             return len(text), eos
         raise ValueError(
@@ -399,7 +422,7 @@ def _pieces(turns: Sequence[Turn]) -> Iterator[_Piece]:
         if turn.reasoning:
             yield _Piece(number, "reasoning", turn.reasoning)
         for call in turn.tool_calls:
-            yield _Piece(number, "call", call.name)
+            yield _Piece(number, "name", call.name)
             yield from (_Piece(number, "call", text) for text in _strings(call.arguments))
 
 
@@ -425,30 +448,29 @@ def _replace_strings(value: Any, pieces: Iterator[_Piece]) -> Any:
     return value
 
 
-def _mark(
-    piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]
-) -> tuple[list[str], str]:
-    """Return the words of a piece, and its text with ``mark`` in the place of their characters.
+def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]) -> _Marked:
+    """Hide the words of a piece: what is between the strings that are ``kept``, and white space.
 
-    A word is what is between the strings that are ``kept`` (the second pattern is that of calls),
-    without white space at its ends.
+    The second pattern is that of calls.
     """
     if piece.kind in ("image", "video"):
-        return [mark], mark
+        return _Marked([piece.text], mark, "", "")
     words: list[str] = []
     marked: list[str] = []
-    place = 0
-    pattern = kept[piece.kind == "call"]
-    for found in [*pattern.finditer(piece.text), None]:
+    place = behind = 0  # behind the last string that is kept, and behind the last word
+    lead = piece.text
+    for found in [*kept[piece.kind == "call"].finditer(piece.text), None]:
         start, end = (len(piece.text),) * 2 if found is None else found.span()
         text = piece.text[place:start]
-        word = text.strip()
-        if word:
+        if word := text.strip():
+            first = place + text.index(word)
+            lead = lead if words else piece.text[:first]
+            behind = first + len(word)
             words.append(word)
             text = text.replace(word, mark * len(word), 1)
         marked += [text, piece.text[start:end]]
         place = end
-    return words, "".join(marked)
+    return _Marked(words, "".join(marked), lead, piece.text[behind:])
 
 
 def _find_start(
@@ -467,26 +489,41 @@ def _find_start(
         return len(prompt)
     pairs = enumerate(zip(text, prompt, strict=False))
     same = next((place for place, (a, b) in pairs if a != b), min(len(text), len(prompt)))
-    answer = own[0].piece.text if own else turn.text
     first = own[0].start if own else len(text) - len(text[same:].lstrip())
-    lead = answer[: len(answer) - len(answer.lstrip())]
-    header = text[same:first].removesuffix(lead)
+    header = text[same:first] if own else text[same:first].removesuffix(turn.text)
     if header.strip() or prompt[same:].strip():
         return None
     edits[same] = (same + len(header), prompt[same:], False)
     return same + len(header)
 
 
-def _skip_rest_of(turn: Turn, own: list[_Span], text: str, behind: int) -> int:
-    """Return the end of the answer whose last word ends at ``behind``.
+def _find_cut(
+    turns: Sequence[Turn],
+    pieces: Sequence[_Piece],
+    marked: Sequence[_Marked],
+    found: Sequence[Sequence[str]],
+) -> set[int]:
+    """Return the numbers of answers of which a part is not found; other parts must be."""
+    cut: set[int] = set()
+    for piece, (words, *_), seen in zip(pieces, marked, found, strict=True):
+        remaining = iter(words)
+        if seen == words:
+            continue
+        role = turns[piece.turn].role
+        may_cut = role == "assistant" and piece.kind in ("text", "reasoning")
+        if not (may_cut and all(word in remaining for word in seen)):
+            kind = "tool call" if piece.kind in ("name", "call") else piece.kind
+            raise _MismatchError(f"does not write the {kind} of a turn of {role} exactly once")
+        cut.add(piece.turn)
+    return cut
 
-    White space and added tokens may follow, such as ``</tool_call>``.
-    """
-    said = turn.parts[-1].text if turn.parts and not turn.tool_calls else ""
-    word = text[own[-1].start : own[-1].end] if own else ""
-    ends = [found.end() for found in re.finditer(re.escape(word), said)] if word else [0]
-    rests = [rest for end in reversed(ends) for rest in (said[end:], said[end:].rstrip())]
-    return behind + len(next((rest for rest in rests if text.startswith(rest, behind)), ""))
+
+def _length_before(text: str, place: int, lead: str, least: int) -> int:
+    """Return the length of what stands of ``lead`` before ``place``; a template may trim it."""
+    for kept in (lead, lead.lstrip()):
+        if place - len(kept) >= least and text.startswith(kept, place - len(kept)):
+            return len(kept)
+    return 0
 
 
 def _segments(

@@ -10,6 +10,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
@@ -21,8 +22,6 @@ _CUT = chr(0x10FFFD)
 """A token of the copy that separates the text before it from that behind it."""
 _NAMES = re.compile(f"[{chr(_FIRST_NAME)}-{_CUT}]")
 """Private-use characters of Unicode's plane 16."""
-_REPEATED = re.compile(f"([{chr(_FIRST_NAME)}-{_CUT}])\\1{{7,}}")
-"""Tokens of an image."""
 _CACHED = 1000
 """Maximum number of template texts that are cached."""
 
@@ -71,8 +70,16 @@ class TokenizerLike(Protocol):
 
 
 def special_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
-    """Return the added special tokens by id: all except white space and the unknown token."""
-    unknown = tokenizer.special_tokens_map.get("unk_token")
+    """Return the added special tokens by id: all except white space and the unknown token.
+
+    The unknown token is that of unknown characters: byte-level tokenizers such as Granite's have
+    none, and name their end token so.
+    """
+    names = tokenizer.special_tokens_map
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    unknown = getattr(model, "unk_token", names.get("unk_token"))
+    if unknown in (names.get("bos_token"), names.get("eos_token")):
+        unknown = None
     return {
         index: str(token)
         for index, token in tokenizer.added_tokens_decoder.items()
@@ -138,35 +145,28 @@ class SegmentTokenizer:
             DataError: a text of the conversation contains one of the private names.
         """
         text, spans = self._join(segments)
-        repeats: dict[int, int] = {}
-        if _REPEATED.search(text):
-            text, spans, repeats = _collapse(text, spans)
         if as_transformers or self.hides_first_space:
             spans = [(start - (start > 0 and text[start - 1] == " "), end) for start, end in spans]
         encoding = self._copy.encode(text, add_special_tokens=False)
-        starts = [start for start, _ in encoding.offsets]
-        cuts = [start for start, _ in spans if self._joined_at(start, text, encoding, starts)]
+        offsets = encoding.offsets  # made anew at every access
+        cuts = [start for start, _ in spans if self._joined_at(start, text, offsets, encoding.ids)]
         if cuts:
-            text, spans, repeats = _insert_cuts(text, cuts, spans, repeats)
-            encoding = self._copy.encode(text, add_special_tokens=False)
-            starts = [start for start, _ in encoding.offsets]
-        ids: list[int] = encoding.ids
-        trained = [False] * len(ids)
+            pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+            # A cut stands before the supervised text that begins at its place.
+            spans = [(s + bisect_left(cuts, s + 1), e + bisect_left(cuts, e)) for s, e in spans]
+            encoding = self._copy.encode(_CUT.join(pieces), add_special_tokens=False)
+            offsets = encoding.offsets
+        trained = [False] * len(offsets)
         for start, end in spans:
-            left, right = bisect_left(starts, start), bisect_left(starts, end)
+            left, right = (bisect_left(offsets, (place, 0)) for place in (start, end))
             trained[left:right] = [True] * (right - left)
+        ids: list[int] = encoding.ids
+        if cuts:
+            cut = self._copy.token_to_id(_CUT)
+            trained = [flag for token, flag in zip(ids, trained, strict=True) if token != cut]
+            ids = [token for token in ids if token != cut]
         first = self.begin if begin else []
-        if not repeats and not cuts:
-            return first + ids, [False] * len(first) + trained
-        cut = self._copy.token_to_id(_CUT)
-        counts = [0 if token == cut else 1 for token in ids]
-        for place, count in repeats.items():
-            counts[bisect_left(starts, place)] = count
-        found = [*zip(ids, trained, counts, strict=True)]
-        return (
-            first + [token for token, _, count in found for _ in range(count)],
-            [False] * len(first) + [flag for _, flag, count in found for _ in range(count)],
-        )
+        return first + ids, [False] * len(first) + trained
 
     def text(self, text: str) -> list[int]:
         """Return the ids of a user's text by itself; none is a special token."""
@@ -191,14 +191,14 @@ class SegmentTokenizer:
         spans: list[tuple[int, int]] = []
         place = 0
         for kind, text, trained in segments:
-            if kind == "literal":
-                text = self._name(text)
-            elif _NAMES.search(text):
+            if found := _NAMES.search(text):
                 raise DataError(
-                    f"text {text[:80]!r}",
+                    f"text {text[max(found.start() - 40, 0) :][:80]!r}",
                     "contains private-use characters of Unicode's plane 16",
                     "remove them",
                 )
+            if kind == "literal":
+                text = self._name(text)
             end = place + len(text)
             if trained and spans and spans[-1][1] == place:
                 spans[-1] = (spans[-1][0], end)
@@ -217,16 +217,17 @@ class SegmentTokenizer:
                 self._named[text] = named
         return named
 
-    def _joined_at(self, place: int, text: str, encoding: Any, starts: list[int]) -> bool:
+    def _joined_at(
+        self, place: int, text: str, offsets: Sequence[tuple[int, int]], ids: Sequence[int]
+    ) -> bool:
         """Whether the text before ``place`` has other tokens with the text behind it."""
-        number = bisect_left(starts, place)
-        if number and encoding.offsets[number - 1][1] > place:
+        number = bisect_left(offsets, (place, 0))
+        if number and offsets[number - 1][1] > place:
             return True
         behind = text[place : place + 2]
         if not behind[:1].isspace() or (behind[0] == " " and not behind.isspace()):
             return False
-        before = self._copy.encode(text[:place], add_special_tokens=False).ids
-        return before != encoding.ids[:number]
+        return self._copy.encode(text[:place], add_special_tokens=False).ids != ids[:number]
 
     def _check_ids(self) -> None:
         for index, token in self._special.items():
@@ -238,48 +239,21 @@ class SegmentTokenizer:
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of ``tokens``, the longest first."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    if not longest_first:
-        return re.compile("(?!)")
-    firsts = "".join(re.escape(first) for first in sorted({token[0] for token in longest_first}))
-    # The look at the first character makes it fast where there are thousands of tokens.
-    return re.compile(f"(?=[{firsts}])(?:{'|'.join(map(re.escape, longest_first))})")
+    """Return a pattern of any of ``tokens``, the longest first; fast for thousands of them."""
 
+    def write(ends: Iterable[str]) -> str:
+        by_first: dict[str, list[str]] = {}
+        for end in ends:
+            by_first.setdefault(end[:1], []).append(end)
+        optional = "?" if by_first.pop("", None) else ""
+        choices: list[str] = []
+        for same in by_first.values():
+            prefix = commonprefix(same)  # noqa: RUF071 - of texts
+            choices.append(re.escape(prefix) + write(end[len(prefix) :] for end in same))
+        return f"(?:{'|'.join(choices)}){optional}" if choices else ""
 
-def _collapse(
-    text: str, spans: list[tuple[int, int]]
-) -> tuple[str, list[tuple[int, int]], dict[int, int]]:
-    """Replace repeated special tokens, such as those of an image, by one each, with its count.
-
-    A special token separates the texts around it, so that their tokens do not change.
-    """
-    repeats: dict[int, int] = {}
-    removed: list[tuple[int, int]] = []  # place in the old text, characters removed up to there
-    total = 0
-    for found in _REPEATED.finditer(text):
-        count = len(found[0])
-        repeats[found.start() - total] = count
-        total += count - 1
-        removed.append((found.end(), total))
-    ends = [end for end, _ in removed]
-
-    def moved(place: int) -> int:
-        number = bisect_left(ends, place + 1)
-        return place - (removed[number - 1][1] if number else 0)
-
-    spans = [(moved(start), moved(end)) for start, end in spans]
-    return _REPEATED.sub(lambda found: found[1], text), spans, repeats
-
-
-def _insert_cuts(
-    text: str, cuts: list[int], spans: list[tuple[int, int]], repeats: dict[int, int]
-) -> tuple[str, list[tuple[int, int]], dict[int, int]]:
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    # A cut stands before the supervised text that begins at its place.
-    spans = [(s + bisect_left(cuts, s + 1), e + bisect_left(cuts, e)) for s, e in spans]
-    repeats = {place + bisect_left(cuts, place + 1): count for place, count in repeats.items()}
-    return _CUT.join(pieces), spans, repeats
+    found = {token for token in tokens if token}
+    return re.compile(write(found) if found else "(?!)")
 
 
 def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
@@ -297,6 +271,8 @@ def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     state["added_tokens"].append(
         {"id": max(largest + 1, size), "content": _CUT, "special": True, **cut}
     )
+    if state["model"].get("unk_token") in names:
+        state["model"]["unk_token"] = names[state["model"]["unk_token"]]
     if isinstance(vocab, dict):
         state["model"]["vocab"] = {names.get(piece, piece): n for piece, n in vocab.items()}
     elif vocab is not None:  # of Unigram: pieces with their scores
