@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import Commands, at_least, command, find_model, say, stoppable
+from coat_cli.command import Commands, at_least, check_effects, command, find_model, say, stoppable
 
 if TYPE_CHECKING:
     from coat_data.load.encode import Encoder
@@ -259,6 +259,8 @@ def _stats(args: argparse.Namespace) -> int:
 def _preview(args: argparse.Namespace) -> int:
     from coat_data.tools.preview import card_lines, preview
 
+    if not args.model:
+        check_effects(args, {"ids": "shows token ids, which need --model"})
     model = _model_view(args.model) if args.model else None
     shown = {"number": args.limit, "model": model, "ids": args.ids}
     cards = preview(args.path, args.out, **shown, **_options(args))

@@ -57,6 +57,7 @@ def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any) 
     assert "Which <script>?" in spans(html, "context")
     assert "<script>" not in html
     assert "absent.png: no such file" in html
+    assert main([*arguments, "--ids"]) == 2
     address = re.search(r"data:image/png;base64,([^\"]+)", html)
     assert address is not None
     with Image.open(io.BytesIO(base64.b64decode(address[1]))) as shown:
