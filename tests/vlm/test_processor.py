@@ -249,7 +249,7 @@ def test_tools_and_calls_are_rendered(processor: CoatVlmProcessor) -> None:
     found = ours.apply_chat_template(messages, **options, return_assistant_tokens_mask=True)
     assert found["input_ids"][0] == expected["input_ids"]
     pairs = zip(found["input_ids"][0], found["assistant_masks"][0], strict=True)
-    said = tokenizer.decode([token for token, mask in pairs if mask])
+    said: Any = tokenizer.decode([token for token, mask in pairs if mask])
     assert '"Rome"' in said
     assert said.endswith("<think>\nr\n</think>\n\na<|im_end|>")
     assert "sun" not in said

@@ -240,7 +240,10 @@ def is_missing(value: object) -> bool:
 
 def given(row: Mapping[str, Any], *names: str) -> Any:
     """Return the first of several fields that is not null; None if there is none."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    return None
 
 
 def has_placeholder(text: str) -> bool:

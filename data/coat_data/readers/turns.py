@@ -54,20 +54,20 @@ def read_turns(
     say calls as JSON, one or a list; these belong to the answer before them, if there is one.
     """
     read: list[RawTurn] = []
+    usual = {*speakers, *contents}
     call_speakers = ("function_call", "tool_call", place.columns.get("function_tag"))
     for number, turn in enumerate(turns):
         field = f"{name}[{number}]"
         turn = place.as_object(turn, field, f"give it {speakers[0]} and {contents[0]}")
         speaker, content = given(turn, *speakers), given(turn, *contents)
         role = get_role(speaker, roles, f"{field}.{speakers[0]}", place)
-        known = {*speakers, *contents, *LOSS_FIELDS}
+        known = usual
         if role == "assistant" and not content and turn.get("refusal"):
-            content = turn["refusal"]
-            known.add("refusal")
+            content, known = turn["refusal"], {*usual, "refusal"}
         is_call = speaker in call_speakers
         if is_call:
             turn, content = {**turn, "tool_calls": content or "[]"}, ""
-        own = _read_fields(turn, role, known, field, place) if len(turn) > 1 else {}
+        own = {} if turn.keys() <= known else _read_fields(turn, role, known, field, place)
         calls = own.get("tool_calls", ())
         if is_call and read and read[-1].role == "assistant":
             before = read[-1].fields
@@ -81,7 +81,8 @@ def read_turns(
 def _read_fields(
     turn: Mapping[str, Any], role: Role, known: Collection[str], name: str, place: Place
 ) -> dict[str, Any]:
-    others = {key: turn[key] for key in turn.keys() - known if key not in place.ignore}
+    names = turn.keys() - known - {*LOSS_FIELDS} - place.ignore
+    others = {name: turn[name] for name in names}
     try:
         fields, used = read_fields(others, role)
     except DataError as error:
@@ -147,6 +148,8 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
 def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, ...]:
     """Return the turns, the last ones of which are those ``read``, with their fields."""
+    if not any(raw.fields for raw in read):
+        return tuple(turns)
     first = len(turns) - len(read)
     pairs = zip(turns[first:], read, strict=True)
     return (*turns[:first], *(replace(t, **raw.fields) if raw.fields else t for t, raw in pairs))
