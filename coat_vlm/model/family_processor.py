@@ -69,8 +69,8 @@ class FamilyProcessor:
             )
         limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
         text = config.get_text_config()
-        max_length = text.max_position_embeddings if max_length is None else max_length
-        return cls(processor, family, max_length, text.vocab_size)
+        longest: int = text.max_position_embeddings if max_length is None else max_length
+        return cls(processor, family, longest, text.vocab_size)
 
     def adopt_template(self, name: str | None) -> None:
         """Keep the model's own chat template; a recipe cannot name another one."""
