@@ -160,10 +160,10 @@ def open_data(
             num_workers=recipe.num_workers,
             skip_bad=replace_bad or budget is None,  # training raises the error of a bad row
         )
-        lengths = [own[:, 0] for own in sizes]
+        lengths = [size[:, 0] for size in sizes]
         tokens = [float(t[t > 0].mean()) if t.any() else None for t in lengths]
         if flops is not None:
-            costs = [flops.estimate(own[:, 0], own[:, 1]) for own in sizes]
+            costs = [flops.estimate(size[:, 0], size[:, 1]) for size in sizes]
         if budget is not None:
             sampler = PackedSampler(mixture, sizes, budget, stage.batch_size, recipe.seed, costs)
     pad_token_id = processor.pad_token_id
@@ -309,10 +309,10 @@ def split_documents(
         join=join,
         empty=np.empty((0, 3), dtype=np.int64),
     )
-    found = list(datasets)
+    split_datasets = list(datasets)
     for number, chunks in zip(chosen, saved, strict=True):
-        found[number] = DocumentChunks(datasets[number], chunks)
-    return found
+        split_datasets[number] = DocumentChunks(datasets[number], chunks)
+    return split_datasets
 
 
 def _load_or_compute(
@@ -399,27 +399,27 @@ def _find_template_warnings(
 
     The whole stage has one template, and no template suits both documents and chat.
     """
-    found: list[str] = []
+    warnings: list[str] = []
     for source, dataset in zip(sources, datasets, strict=True):
         kinds = row_kinds(dataset)
         if kinds.documents and kinds.others:
-            found.append(
+            warnings.append(
                 f"{source.name}: {kinds.documents} of {kinds.documents + kinds.others} inspected "
                 "rows are documents, the others are not: template plain splits only the documents; "
                 "make two sources of it"
             )
         if template != "plain":
             if kinds.documents:
-                found.append(
+                warnings.append(
                     f"{source.name}: contains documents, which template {template} trains as chat "
                     "answers and does not split, so that long ones are bad rows: train documents "
                     "in a separate stage with template: plain"
                 )
             continue
         if kinds.dropped_question is not None:
-            found.append(
+            warnings.append(
                 f"{source.name}: template plain drops the users' turns, and "
                 f"{kinds.dropped_question} has no image or video: train conversations in a "
                 "separate stage with a chat template"
             )
-    return found
+    return warnings

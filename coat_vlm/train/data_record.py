@@ -185,7 +185,7 @@ def _row_files(folder: Path) -> Iterator[str]:
 
 def _describe_samples(dataset: Rows) -> list[dict[str, Any]]:
     """Return row, place and hashes of evenly spaced rows; a bad row is described by its error."""
-    found = []
+    samples = []
     for index in np.unique(np.linspace(0, len(dataset) - 1, SAMPLED_ROWS).astype(int)).tolist():
         try:
             sample = dataset[index]
@@ -202,8 +202,8 @@ def _describe_samples(dataset: Rows) -> list[dict[str, Any]]:
             where, text = sample.where, _hash(json.dumps(turns).encode())
             media = _hash("".join(map(_hash_medium, sample.media)).encode())
         row = original_row(dataset, index)
-        found.append({"row": row, "where": where, "text": text, "media": media})
-    return found
+        samples.append({"row": row, "where": where, "text": text, "media": media})
+    return samples
 
 
 def _hash_medium(medium: Media) -> str:

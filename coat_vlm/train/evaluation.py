@@ -92,7 +92,7 @@ class LiveEvaluation:
         }
 
     def _answers(self, model: PreTrainedModel, subset: EvalSubset) -> list[str] | None:
-        own: dict[int, str] = {}
+        rank_answers: dict[int, str] = {}
         batches = list(self._batches(subset.samples))
         bar = tqdm(
             batches,
@@ -108,11 +108,11 @@ class LiveEvaluation:
             texts = generate_batch(
                 model, self._encoder, prompts, MAX_NEW_TOKENS, synced=self._lockstep
             )
-            own.update(zip(indices, texts, strict=True))
+            rank_answers.update(zip(indices, texts, strict=True))
         if self._world.any(SIGNALS.received is not None):
             return None
         answers: dict[int, str] = {}
-        for part in self._world.gather(own):
+        for part in self._world.gather(rank_answers):
             answers.update(part)
         return [answers[index] for index in range(len(subset.samples))]
 
@@ -126,8 +126,8 @@ class LiveEvaluation:
             groups = [[i for i in groups[0] if bool(samples[i].media) == x] for x in (True, False)]
         rank, size = self._world.rank, self._world.size
         for group in groups:
-            own = group[rank::size]
-            if self._lockstep and len(own) < -(-len(group) // size):
-                own.append(group[0])
-            for begin in range(0, len(own), BATCH_SIZE):
-                yield own[begin : begin + BATCH_SIZE]
+            indices = group[rank::size]
+            if self._lockstep and len(indices) < -(-len(group) // size):
+                indices.append(group[0])
+            for begin in range(0, len(indices), BATCH_SIZE):
+                yield indices[begin : begin + BATCH_SIZE]

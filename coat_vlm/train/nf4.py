@@ -87,10 +87,10 @@ def quantize_frozen_weights(model: PreTrainedModel, settings: LoraTraining | Non
 
 def share_nf4(source: PreTrainedModel, copy: PreTrainedModel) -> None:
     """Let a deep copy that shares its frozen parameters compute with the original's NF4 copies."""
-    for own, other in zip(source.modules(), copy.modules(), strict=True):
-        if isinstance(own, Nf4Linear):
-            other.__class__ = own.__class__
-            vars(other)["nf4"] = own.nf4
+    for layer, other in zip(source.modules(), copy.modules(), strict=True):
+        if isinstance(layer, Nf4Linear):
+            other.__class__ = layer.__class__
+            vars(other)["nf4"] = layer.nf4
 
 
 def _frozen_linears(model: PreTrainedModel, settings: LoraTraining) -> Iterator[nn.Linear]:

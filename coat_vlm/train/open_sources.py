@@ -64,15 +64,15 @@ def open_sources(
     for source in sources:
         entries = read_list(source.path) if source.select is None else None
         if entries is None:
-            found, opened = [source], [open_source(source, seed, access=access)]
+            expanded, opened = [source], [open_source(source, seed, access=access)]
         else:
-            found = _expand_entries(source, entries)
+            expanded = _expand_entries(source, entries)
             opened = [
                 open_source(config, seed, entry.field_map, access=access)
-                for config, entry in zip(found, entries, strict=True)
+                for config, entry in zip(expanded, entries, strict=True)
             ]
-            found = _distribute_weight(source, entries, found, opened)
-        configs += found
+            expanded = _distribute_weight(source, entries, expanded, opened)
+        configs += expanded
         datasets += opened
     check_names(configs)
     return configs, datasets
@@ -220,7 +220,7 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
 
     The counts of all rows of a step are ``data_notes`` of metrics.jsonl.
     """
-    found: list[str] = []
+    warnings: list[str] = []
     for source, dataset in zip(sources, datasets, strict=True):
         counts = FieldCounts()
         for row in range(min(ROWS_PER_SOURCE, len(dataset))):
@@ -228,8 +228,8 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
                 counts.add(dataset[row])
             except DataError:
                 continue  # counted when training reads it
-        found += counts.warnings(source.name)
-    return found
+        warnings += counts.warnings(source.name)
+    return warnings
 
 
 def iterate_texts(recipe: Recipe) -> Iterator[str]:

@@ -136,11 +136,11 @@ class Preference:
         answer has the larger one. ``logps``: log-probabilities of whole answers.
         """
         self._trainer.log({})
-        found: dict[str, float] = self._trainer.state.log_history.pop()
+        metrics: dict[str, float] = self._trainer.state.log_history.pop()
         return {
             group: {
                 name.removeprefix(f"{group}/"): value
-                for name, value in found.items()
+                for name, value in metrics.items()
                 if name.startswith(f"{group}/")
             }
             for group in _GROUPS

@@ -285,8 +285,8 @@ def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
         if state == "finished":
             return f"stage {name} is finished"
         if state is None:
-            place = [*STAGES].index(name)
-            later = next((other for other in STAGES[place:] if other in states), None)
+            position = [*STAGES].index(name)
+            later = next((other for other in STAGES[position:] if other in states), None)
             return later and f"stage {later}, which comes after {name}, has begun"
         if not rest:
             return f"stage {name} has begun"
@@ -345,7 +345,7 @@ def _matches(key: tuple[str, ...], pattern: str) -> bool:
         parts.pop()
         key = key[: len(parts)]
     return len(parts) == len(key) and all(
-        part in ("*", own) for part, own in zip(parts, key, strict=True)
+        part in ("*", name) for part, name in zip(parts, key, strict=True)
     )
 
 

@@ -370,15 +370,17 @@ def _restore(
 
     Returns the finished progress, ``new`` without a checkpoint.
     """
-    world, found = stage.world, FoundCheckpoint()
+    world, checkpoint = stage.world, FoundCheckpoint()
     if opened.continues:
         vocab_size = len(opened.processor.tokenizer)
-        found = choose_start(stage.checkpoints, stage.recipe.divergence, entries, vocab_size, world)
+        checkpoint = choose_start(
+            stage.checkpoints, stage.recipe.divergence, entries, vocab_size, world
+        )
     done = new
-    if found.path is not None:
-        done = load_checkpoint(found.path, passes.engine, new, world)
+    if checkpoint.path is not None:
+        done = load_checkpoint(checkpoint.path, passes.engine, new, world)
         check_length(done.stage, opened.total_steps, done.step)
-        print_on_main(world, f"stage {done.stage} continues from {found.path}")
+        print_on_main(world, f"stage {done.stage} continues from {checkpoint.path}")
         if (done.world_size, done.zero_stage) != (world.size, new.zero_stage):
             print_on_main(
                 world,
@@ -389,9 +391,9 @@ def _restore(
         quantize_frozen_weights(passes.model, passes.stage.lora)
     if world.is_main:
         stage.lock.check()
-        for name in found.damaged:
+        for name in checkpoint.damaged:
             remove_folder(stage.checkpoints / name)
-        reset_stage(stage.run_dir, stage.name, done.step, fresh=found.path is None)
+        reset_stage(stage.run_dir, stage.name, done.step, fresh=checkpoint.path is None)
         opened.record.write()
     world.barrier()  # before another rank logs a bad sample
     return done

@@ -188,8 +188,8 @@ class TrainStep:
 
     def _check_finite(self, step: _LaunchedStep) -> tuple[float, float | None]:
         """Wait for a step and return loss and norm; a skipped one is counted."""
-        own_loss, norm = step.results.wait()
-        loss = self.passes.world.sum([own_loss])[0]
+        rank_loss, norm = step.results.wait()
+        loss = self.passes.world.sum([rank_loss])[0]
         if norm is None or math.isfinite(norm):
             if math.isfinite(loss):
                 return loss, norm

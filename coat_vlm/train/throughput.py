@@ -57,7 +57,7 @@ class Throughput:
             counts |= {f"flops/{step}/{replica}": 0.0 for step, replica in slots}
         for step, loaded in enumerate(micro_batches):
             work = measure_work(loaded.batch, self._image_token_id)
-            found: dict[str, float] = {
+            measured: dict[str, float] = {
                 "supervised_tokens": work.supervised_tokens,
                 "tokens": int(loaded.batch["attention_mask"].sum()),
                 "samples": loaded.num_samples,
@@ -66,10 +66,12 @@ class Throughput:
                 **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, *NOTES)},
             }
             if self.flops is not None:
-                found |= self.flops.count(work)
+                measured |= self.flops.count(work)
                 if self._replicas > 1:
-                    counts[f"flops/{step}/{self._replica}"] = sum(found[name] for name in MODULES)
-            for name, number in found.items():
+                    counts[f"flops/{step}/{self._replica}"] = sum(
+                        measured[name] for name in MODULES
+                    )
+            for name, number in measured.items():
                 counts[name] += number
         return counts
 
@@ -84,10 +86,10 @@ class Throughput:
             entry["tflop"] = {
                 name: round_digits(counts[name] / 1e12) for name in MODULES if counts[name]
             }
-            own = [number for name, number in counts.items() if name.startswith("flops/")]
-            if own:
+            flops = [number for name, number in counts.items() if name.startswith("flops/")]
+            if flops:
                 entry["imbalance"] = round(
-                    measure_imbalance(np.reshape(own, (-1, self._replicas))), 4
+                    measure_imbalance(np.reshape(flops, (-1, self._replicas))), 4
                 )
         entry["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
         notes = {name: int(counts[name]) for name in NOTES if counts[name]}
