@@ -10,9 +10,11 @@ first special token behind the answer.
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import repeat
+from itertools import pairwise, repeat
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -128,16 +130,20 @@ class JinjaTemplate:
             next_answer = next(span for span in spans if span.piece.turn == len(turns))
             text = text[: next_answer.start]
             spans = [span for span in spans if span.end <= next_answer.start]
+        by_turn: dict[int, list[_Span]] = {number: [] for number in range(-1, len(turns))}
+        for span in spans:
+            by_turn[span.piece.turn].append(span)
+        places = [*(span.start for span in spans), len(text)]
         answers: list[tuple[int, int]] = []
         edits: dict[int, tuple[int, str, bool]] = {}  # by start: end, new text, whether supervised
-        starts = self._find_starts(turns, tools, text, spans, pieces, cut, edits)
+        starts = self._find_starts(turns, tools, text, by_turn, pieces, cut, edits)
         for number, turn in enumerate(turns):
-            own = [span for span in spans if span.piece.turn == number]
+            own = by_turn[number]
             start = starts.get(number)
             behind = own[-1].end if own else start
             if turn.role != "assistant" or behind is None:
                 continue
-            following = min((s.start for s in spans if s.start >= behind), default=len(text))
+            following = places[bisect_left(places, behind)]
             end, added = self._find_end(
                 text[behind:following], following == len(text), bool(turn.tool_calls) or not own
             )
@@ -156,7 +162,7 @@ class JinjaTemplate:
         turns: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]],
         text: str,
-        spans: list[_Span],
+        by_turn: Mapping[int, list[_Span]],
         pieces: list[_Piece],
         cut: set[int],
         edits: dict[int, tuple[int, str, bool]],
@@ -168,9 +174,9 @@ class JinjaTemplate:
             if turn.role != "assistant" or not turn.supervised:
                 continue
             role = turns[number - 1].role if number else ""
-            place = max((s.end for s in spans if s.piece.turn == number - 1), default=-1)
+            place = max((span.end for span in by_turn[number - 1]), default=-1)
             start = None
-            own = [span for span in spans if span.piece.turn == number]
+            own = by_turn[number]
             if number in cut:
                 pass
             elif all(one.role != "user" for one in turns[:number]):
@@ -487,8 +493,7 @@ def _find_start(
     """
     if text.startswith(prompt):
         return len(prompt)
-    pairs = enumerate(zip(text, prompt, strict=False))
-    same = next((place for place, (a, b) in pairs if a != b), min(len(text), len(prompt)))
+    same = len(commonprefix([text, prompt]))  # noqa: RUF071 - of texts
     first = own[0].start if own else len(text) - len(text[same:].lstrip())
     header = text[same:first] if own else text[same:first].removesuffix(turn.text)
     if header.strip() or prompt[same:].strip():
@@ -536,16 +541,17 @@ def _segments(
     cuts = {0, len(text), *edits, *(end for end, _, _ in edits.values())}
     cuts |= {place for span in [*spans, *answers] for place in span[:2]}
     by_start = {span.start: span for span in spans}
-    ordered = sorted(cuts)
+    begins, ends = ({both[side] for both in answers if both[0] < both[1]} for side in (0, 1))
     segments: list[Segment] = []
     removed_to = 0
-    for start, end in zip(ordered, [*ordered[1:], len(text)], strict=True):
+    trained = False
+    for start, end in pairwise(sorted(cuts | {len(text) + 1})):
         if start in edits:
-            removed_to, added, trained = edits[start]
-            segments.append(Segment("literal", added, trained))
-        if start < removed_to or start == end:
+            removed_to, added, is_trained = edits[start]
+            segments.append(Segment("literal", added, is_trained))
+        trained = start in begins or (trained and start not in ends)
+        if start < removed_to:
             continue
-        trained = any(first <= start < last for first, last in answers)
         span = by_start.get(start)
         if span is None:
             segments.append(Segment("literal", text[start:end], trained))
