@@ -209,7 +209,7 @@ def test_answers_may_end_with_an_added_token(make_tokenizer):
 def test_special_tokens_in_tools_are_refused(text: str):
     template = get_template("tokenizer", byte_level_with(KIMI, "[EOS]"))
     for tools, arguments in ([{"name": "find", "description": text}], {}), ([], {text: "a"}):
-        with pytest.raises(ValueError, match="the tools, or names of arguments, contain"):
+        with pytest.raises(ValueError, match="the tools, or names in a call, contain"):
             template.render(call(**arguments), tools)
 
 

@@ -271,15 +271,18 @@ def unspaced(text: str) -> str:
     return re.sub(r"\s", "", text)
 
 
-@pytest.fixture(scope="module", params=TEXT_TEMPLATES)
-def text_model(request: pytest.FixtureRequest) -> tuple[str, Any, Encoder]:
-    tokenizer = make_tokenizer(request.param)
-    encoder = Encoder(
+def text_encoder(tokenizer: Any) -> Encoder:
+    return Encoder(
         tokenizer, get_template("tokenizer", tokenizer),
         ImageTransform(1, (0.5,) * 3, (0.5,) * 3),
         tokens_per_image=0, image_token_id=None, max_length=100_000,
     )  # fmt: skip
-    return request.param, tokenizer, encoder
+
+
+@pytest.fixture(scope="module", params=TEXT_TEMPLATES)
+def text_model(request: pytest.FixtureRequest) -> tuple[str, Any, Encoder]:
+    tokenizer = make_tokenizer(request.param)
+    return request.param, tokenizer, text_encoder(tokenizer)
 
 
 @pytest.fixture(scope="module", params=sorted(MAKERS))
@@ -333,6 +336,15 @@ def test_families(family_model: tuple[str, Any, Encoder], kind: str) -> None:
     samples = map(without_breaks, conversations(kind, images=True))
     found = [compare(sample, encoder, processor, name) for sample in samples]
     assert all(found) or name not in TRAINED[kind]
+
+
+def test_deepseek_r1_is_trained_with_trls_template() -> None:
+    name = "deepseek_r1_distill_training"
+    tokenizer = make_tokenizer(name)
+    answer = Turn("assistant", (Part("text", "<think>\nRome?\n</think>\n\nRome."),))
+    turns = (Turn("user", (Part("text", "Where?"),)), answer) * 2
+    sample = Sample(id="", turns=turns, source="reasoning")
+    assert compare(sample, text_encoder(tokenizer), tokenizer, name)
 
 
 def test_special_tokens_in_texts(text_model: tuple[str, Any, Encoder]) -> None:

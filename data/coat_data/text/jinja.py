@@ -42,9 +42,6 @@ _NEXT = Turn("assistant", (Part("text", "a"),), supervised=False)
 """Stands for the next answer, with a template that writes nothing for generation."""
 
 
-_EMPTY = _Piece(0, "call", "")
-
-
 class _Span(NamedTuple):
     """The place of a piece, or of a part of it, in the rendered text."""
 
@@ -359,13 +356,14 @@ class JinjaTemplate:
         """Check that no text of the row that is rendered as the template's has special tokens."""
         if not tools and not any(turn.tool_calls for turn in turns):
             return
-        calls = [call.arguments for turn in turns for call in turn.tool_calls]
-        keys = [_replace_strings(arguments, repeat(_EMPTY)) for arguments in calls]
+        empty = repeat(_Piece(0, "call", ""))
+        calls = [call for turn in turns for call in turn.tool_calls]
+        keys = [(call.name, _replace_strings(call.arguments, empty)) for call in calls]
         written = json.dumps([list(tools), keys], ensure_ascii=False)
         if found := self._special.search(written) or re.search(_RUN, written):
             raise ValueError(
-                f"the tools, or names of arguments, contain {found[0]!r}, which is a special token "
-                "or a private-use character, and would not stay text; remove it from them"
+                f"the tools, or names in a call, contain {found[0]!r}, a special token or private-"
+                "use character that would not stay text; remove it from them"
             )
 
     def _different_prompt(self, turns: Sequence[Turn], is_cut: bool) -> str:
