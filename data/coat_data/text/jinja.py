@@ -11,9 +11,9 @@ first special token behind the answer.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
@@ -255,7 +255,7 @@ class JinjaTemplate:
             message[self._reasoning] = next(pieces).text
         for written, call in zip(message.get("tool_calls", ()), turn.tool_calls, strict=True):
             name = next(pieces).text
-            arguments = _replace_strings(call.arguments, pieces)
+            arguments = _map_strings(call.arguments, lambda _: next(pieces).text)
             written["function"] = {"name": name, "arguments": arguments}
         return message
 
@@ -356,9 +356,8 @@ class JinjaTemplate:
         """Check that no text of the row that is rendered as the template's has special tokens."""
         if not tools and not any(turn.tool_calls for turn in turns):
             return
-        empty = repeat(_Piece(0, "call", ""))
         calls = [call for turn in turns for call in turn.tool_calls]
-        keys = [(call.name, _replace_strings(call.arguments, empty)) for call in calls]
+        keys = [(call.name, _map_strings(call.arguments, lambda _: "")) for call in calls]
         written = json.dumps([list(tools), keys], ensure_ascii=False)
         if found := self._special.search(written) or re.search(_RUN, written):
             raise ValueError(
@@ -420,6 +419,7 @@ class _MismatchError(Exception):
 
 def _pieces(turns: Sequence[Turn]) -> Iterator[_Piece]:
     """Yield the strings of a conversation, in the order in which messages are written."""
+    texts: list[str] = []
     for number, turn in enumerate(turns):
         for part in turn.parts:
             yield _Piece(number, part.kind, part.text)
@@ -427,28 +427,19 @@ def _pieces(turns: Sequence[Turn]) -> Iterator[_Piece]:
             yield _Piece(number, "reasoning", turn.reasoning)
         for call in turn.tool_calls:
             yield _Piece(number, "name", call.name)
-            yield from (_Piece(number, "call", text) for text in _strings(call.arguments))
+            texts.clear()
+            _map_strings(call.arguments, lambda text: texts.append(text) or text)
+            yield from (_Piece(number, "call", text) for text in texts)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings in values of JSON, without keys."""
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Change the strings in values of JSON, except keys."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _strings(child)
-    elif isinstance(value, Sequence):
-        for child in value:
-            yield from _strings(child)
-
-
-def _replace_strings(value: Any, pieces: Iterator[_Piece]) -> Any:
-    if isinstance(value, str):
-        return next(pieces).text
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _replace_strings(child, pieces) for key, child in value.items()}
+        return {key: _map_strings(child, change) for key, child in value.items()}
     if isinstance(value, Sequence):
-        return [_replace_strings(child, pieces) for child in value]
+        return [_map_strings(child, change) for child in value]
     return value
 
 

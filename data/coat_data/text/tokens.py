@@ -69,8 +69,10 @@ class TokenizerLike(Protocol):
         ...
 
 
-def special_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
+def special_tokens(tokenizer: TokenizerLike, media_tokens: Sequence[str] = ()) -> dict[int, str]:
     """Return the added special tokens by id: all except white space and the unknown token.
+
+    ``media_tokens`` are special in any case.
 
     The unknown token is that of unknown characters: byte-level tokenizers such as Granite's have
     none, and name their end token so.
@@ -83,7 +85,8 @@ def special_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
     return {
         index: str(token)
         for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special and str(token) != unknown and str(token).strip()
+        if (token.special and str(token) != unknown and str(token).strip())
+        or str(token) in media_tokens
     }
 
 
@@ -97,10 +100,7 @@ class SegmentTokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerLike, media_tokens: Sequence[str] = ()) -> None:
-        """Copy the tokenizer; ValueError if it is not a fast one.
-
-        ``media_tokens`` are special in any case.
-        """
+        """Copy the tokenizer; ValueError if it is not a fast one."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
@@ -109,12 +109,7 @@ class SegmentTokenizer:
                 "transformers"
             )
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
-        self._special |= {
-            index: str(token)
-            for index, token in tokenizer.added_tokens_decoder.items()
-            if str(token) in media_tokens
-        }
+        self._special = special_tokens(tokenizer, media_tokens)
         self._names = {
             token: chr(_FIRST_NAME + number) for number, token in enumerate(self._special.values())
         }
