@@ -3,6 +3,7 @@
 What needs no decord runs everywhere, with children that speak the protocol and misbehave.
 """
 
+import gc
 import importlib.util
 import multiprocessing
 import pickle
@@ -126,6 +127,21 @@ def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
     assert frames_of(copy, clip) == expected
     copy.close()
     reader.close()
+
+
+def test_a_forked_process_frees_nothing_that_its_parent_decoded(clip: Media):
+    """A worker waited forever for FFmpeg's threads, which only its parent has."""
+    gc.disable()
+    try:
+        VideoReader(VideoSettings(num_frames=4)).read(clip)
+        worker = multiprocessing.get_context("fork").Process(target=gc.collect, daemon=True)
+        worker.start()
+        worker.join(20)
+        stuck = worker.is_alive()
+        worker.kill()
+    finally:
+        gc.enable()
+    assert not stuck
 
 
 def test_streams_that_decord_shows_wrong_are_not_given_to_it(tmp_path: Path):

@@ -8,7 +8,9 @@ packets are held up to the next keyframe at most.
 """
 
 import contextlib
+import gc
 import io
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -49,6 +51,10 @@ _MAX_READ_ERRORS = 100  # reading errors after which the rest of a file is skipp
 _MAX_DECODED_FRAMES = 1 << 19
 """Maximum number of decoded frames, so that an endless file cannot block a loader; 4.8 hours at
 30 fps."""
+
+# A forked worker must not free what its parent decoded: FFmpeg would wait for threads that only the
+# parent has. Frames with side data are in cycles, which a worker's garbage collection would find.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @dataclass(frozen=True, slots=True)
