@@ -118,6 +118,8 @@ def test_answer_without_an_end_is_ended_by_eos(make_tokenizer):
             "a turn of user exactly",
         ),
         ("{{ raise_exception('no images please') }}", "no images please"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ messages[1].content }}<|im_end|>{{ messages[0].content | reverse }}", "order of the"),
     ],
 )

@@ -26,6 +26,9 @@ _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 """The private-use characters of Unicode's plane 15."""
 _RUN = f"([{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}])\\1*"
 _STRING = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError
+)  # fmt: skip
 _JSON = ('"', "\\", *map(chr, range(32)))
 """Characters that JSON writes in another way."""
 
@@ -219,7 +222,7 @@ class JinjaTemplate:
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             return self.apply(messages, add_generation_prompt=add_generation_prompt, **options)
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except _TEMPLATE_ERRORS as error:
             roles = [turn.role for turn in turns]
             raise ValueError(
                 f"{self._name} refuses a conversation of {roles}: {error}; {self._remedy(turns)}, "
