@@ -48,7 +48,7 @@ class SourceConfig:
     supervise: Literal["all", "last"] = "all"
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
     boxes: Literal["convert", "keep"] = "convert"
-    """``convert``: boxes are written as the model's family writes them, see docs/guides/data.md;
+    """``convert``: boxes as the model's family writes them (docs/guides/conversations.md);
     ``keep``: they stay as in the rows."""
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ def _add_looks(jobs: Commands) -> None:
   coat-vlm data lint "shards/{000..001}.tar" --check-media decode
   coat-vlm data lint chat.json --read-as llava --check-media none
   coat-vlm data lint flat.csv --columns image=img_path question=q answer=a
-  coat-vlm data lint chat.json --model recipe.yaml
+  coat-vlm data lint chat.json --media-root images --model my_recipe.yaml
 
 exit status: 0 if all rows are good, else 1
 """,
@@ -214,7 +214,7 @@ exit status: 0 if all rows are good, else 1
         """\
   coat-vlm data preview chat.json --media-root images --out chat.html
   coat-vlm data preview chat.json --model Qwen/Qwen2.5-VL-3B-Instruct --limit 3
-  coat-vlm data preview data/chat --model recipe.yaml --ids
+  coat-vlm data preview data/chat --model my_recipe.yaml --ids
 
 supervised text is behind >, other text behind |
 """,
@@ -402,7 +402,7 @@ def _add_export(jobs: Commands) -> None:
         "write a source as LLaVA JSON or messages JSONL",
         """\
   coat-vlm data export data/chat --format messages --to data/messages
-  coat-vlm data export "data/{000..099}.tar" --format llava --to data/llava
+  coat-vlm data export "shards/{000..001}.tar" --format llava --to data/llava
 """,
     )
     add = _add_source(parser, parallel=False)

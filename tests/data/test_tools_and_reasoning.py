@@ -291,7 +291,7 @@ def test_messages_of_arrow_with_the_names_of_both_forms(tmp_path: Path) -> None:
 def test_the_guides_row(tmp_path: Path) -> None:
     """The guide says what is supervised."""
     guide = (
-        (Path(__file__).parents[2] / "docs/guides/data.md")
+        (Path(__file__).parents[2] / "docs/guides/conversations.md")
         .read_text(encoding="utf-8")
         .partition("### Tools and r")[2]
     )

@@ -220,9 +220,9 @@ def sharpen(folder: Path) -> None:
     """Enlarge the matrices of an exported model, so that no two tokens are nearly equal."""
     model = AutoModelForImageTextToText.from_pretrained(folder)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:  # with large embeddings Gemma repeats its last token
+                parameter.mul_(0.05 if "embed_tokens" in name else 8)
     model.save_pretrained(folder)
 
 
