@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coat_cli.main import build_parser, parse
 
-NOT_RUN = re.compile(r"torchrun|deepspeed|train quickstart|data download|--measure")
+NOT_RUN = re.compile(r"torchrun|deepspeed|train quickstart|data download|--measure|Qwen/")
 """Examples of ``--help`` that need minutes, several GPUs or downloads."""
 
 
