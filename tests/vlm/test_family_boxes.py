@@ -65,7 +65,8 @@ def write(folder: Path, answer: str, objects: Any = None, *, worse: str = "") ->
 
 def trained(processor: Any, sample: Sample) -> str:
     encoder = processor.encoder()
-    check_labels(sample, *encoder.layout(sample), encoder)
+    laid_out, labels = encoder.layout(sample)
+    check_labels(sample, laid_out, labels, encoder)
     encoded = encoder(sample)
     ids = encoded.input_ids[encoded.labels != IGNORE_INDEX].tolist()
     text = processor.tokenizer.decode(ids[:-1])

@@ -47,5 +47,5 @@ def test_options_reach_the_encoder(tiny, tiny_tokenizer):
     media = processor_of(tiny, tiny_tokenizer, image, video).encoder().media
     assert isinstance(media.transform, TiledTransform)
     assert (media.transform.min_tiles, media.transform.max_tiles) == (2, 5)
-    assert media._max_pixels == 1000
+    assert media.max_pixels == 1000
     assert media.video == VideoSettings(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
