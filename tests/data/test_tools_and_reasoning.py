@@ -293,7 +293,7 @@ def test_the_guides_row(tmp_path: Path) -> None:
     guide = (
         (Path(__file__).parents[2] / "docs/guides/conversations.md")
         .read_text(encoding="utf-8")
-        .partition("### Tools and r")[2]
+        .partition("## Reasoning and tools")[2]
     )
     row = json.loads(guide.partition("```json")[2].partition("```")[0])
     sample = read(tmp_path, row)
