@@ -143,19 +143,20 @@ def test_logits_and_loss_are_those_of_transformers(
 ) -> None:
     ours, stock = load_both(folder, in_own_memory)
     assert type(ours).__name__ == type(stock).__name__
-    found, shown = messages(SAMPLES["wide"])
-    other, more = messages(SAMPLES["two images"])
+    mixed = ("wide", "two images", "text")
+    rows = [messages(SAMPLES[name]) for name in mixed]
     reader: Any = AutoProcessor.from_pretrained(folder)
-    texts = [render(reader, folder.name, one) for one in (found, other)]
+    texts = [render(reader, folder.name, found) for found, _ in rows]
+    images = [shown for _, shown in rows]
     stock_inputs = reader(
-        text=texts, images=[shown, more], return_tensors="pt", padding=True, padding_side="right",
+        text=texts, images=images, return_tensors="pt", padding=True, padding_side="right",
         **special(reader),
     )  # fmt: skip
     stock.train()
     ours.train()  # no dropout
     expected = stock(**stock_inputs)
     encoder = processor.encoder()
-    encoded = [encoder(SAMPLES[name]) for name in ("wide", "two images")]
+    encoded = [encoder(SAMPLES[name]) for name in mixed]
     batch = collate(encoded, pad_token_id=processor.tokenizer.pad_token_id)
     inputs = copy_batch_to_device(batch, CPU)
     labels = inputs.pop("labels")
