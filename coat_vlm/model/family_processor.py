@@ -7,7 +7,7 @@ those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -22,7 +22,7 @@ from transformers import AutoProcessor
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.readers.boxes import TAG, rewrite_boxes
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Part, Sample, Turn
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
@@ -133,16 +133,15 @@ class ProcessorTemplate(JinjaTemplate):
         super().__init__(cast(TokenizerLike, processor.tokenizer), template)
         self._processor = processor
 
-    def render(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool = False,
-    ) -> list[Segment]:
-        """Return the segments of ``turns``; see :class:`JinjaTemplate`."""
-        turns = [_without_line_breaks(turn) for turn in turns]
-        return super().render(turns, tools, add_generation_prompt=add_generation_prompt)
+    def adapt(self, turn: Turn) -> Turn:
+        """Return the turn without the line breaks between images and texts."""
+        if all(part.kind == "text" for part in turn.parts):
+            return turn
+        stripped = (
+            Part("text", _LINE_BREAKS.sub("", part.text)) if part.kind == "text" else part
+            for part in turn.parts
+        )
+        return replace(turn, parts=tuple(p for p in stripped if p.kind != "text" or p.text))
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the parts of a message, without the media themselves."""
@@ -155,17 +154,6 @@ class ProcessorTemplate(JinjaTemplate):
     def apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render messages."""
         return self._processor.apply_chat_template(messages, tokenize=False, **options)
-
-
-def _without_line_breaks(turn: Turn) -> Turn:
-    """Return the turn without the line breaks between images and texts."""
-    if all(part.kind == "text" for part in turn.parts):
-        return turn
-    stripped = (
-        Part("text", _LINE_BREAKS.sub("", part.text)) if part.kind == "text" else part
-        for part in turn.parts
-    )
-    return replace(turn, parts=tuple(p for p in stripped if p.kind != "text" or p.text))
 
 
 class FamilyEncoder(Encoder):
@@ -237,13 +225,9 @@ class FamilyEncoder(Encoder):
         side = self._processor.image_processor.patch_size
         return ", ".join(f"{w * side} x {h * side}" for _, h, w in grids.tolist())
 
-    def _encode(
-        self,
-        sample: Sample,
-        media: Sequence[Media],
-        segments: list[Segment],
-    ) -> EncodedSample:
-        self._check_media(sample, media, segments)
+    def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
+        media = sample.media
+        self._check_media(sample, segments)
         try:
             texts, inputs = self._read([open_image(medium) for medium in media])
             ids, labels = self._tokens(segments, texts)
@@ -297,14 +281,12 @@ class FamilyEncoder(Encoder):
             self._filler = EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
         return self._filler
 
-    def _check_media(
-        self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
-    ) -> None:
-        if any(medium.kind == "video" for medium in media):
+    def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
+        if any(medium.kind == "video" for medium in sample.media):
             raise DataError(
                 sample.where,
                 "shows a video, and a model of model.pretrained is trained on images and text",
                 "remove the row or its source, or compose the model of model.vision and "
                 "model.language",
             )
-        super()._check_media(sample, media, segments)
+        super()._check_media(sample, segments)

@@ -406,12 +406,7 @@ def _add_export(jobs: Commands) -> None:
 """,
     )
     add = _add_source(parser, parallel=False)
-    add(
-        "--format",
-        choices=("llava", "messages"),
-        required=True,
-        help="layout that is written",
-    )
+    add("--format", choices=("llava", "messages"), required=True, help="layout that is written")
     add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
 
 

@@ -109,13 +109,13 @@ def check_labels(
     for number, span in reversed([*enumerate(spans)]):
         got = tokenizer.decode(span)
         end = tokenizer.decode(span[-1:]) if tokenizer.is_special_id(span[-1]) else ""
-        ended = bool(end) or (sample.continues and number == len(spans) - 1)
+        is_last = number == len(spans) - 1
         turn = remaining.pop()
-        while number < len(spans) - 1 and len(remaining) > number:
-            if _reads(got, turn, end, encoder):
+        while not (reads := _reads(got, turn, end, encoder)):
+            if is_last or len(remaining) <= number:
                 break
             turn = remaining.pop()
-        if not (ended and _reads(got, turn, end, encoder)):
+        if not (reads and (end or (is_last and sample.continues))):
             raise _error(
                 sample,
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
@@ -146,9 +146,8 @@ def _split(labels: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]
             spans.append([])
     found: list[list[int]] = []
     for span in filter(None, spans):
-        ends = [place + 1 for place, token in enumerate(span[:-1]) if token == span[-1]]
-        if not tokenizer.is_special_id(span[-1]):
-            ends = []
+        end = span[-1] if tokenizer.is_special_id(span[-1]) else None
+        ends = [place + 1 for place, token in enumerate(span[:-1]) if token == end]
         found += [span[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)]
     return found
 
@@ -160,12 +159,8 @@ def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
     body = got.removesuffix(end)
     if not encoder.template.as_transformers:
         # Decoding drops a space in front; one that belongs to the template may show as well.
-        spaces = ("", " ") if tokenizer.hides_first_space else ("",)
-        return any(
-            body == space + answer or body == answer.removeprefix(space)
-            for answer in answers
-            for space in spaces
-        )
+        space = " " if tokenizer.hides_first_space else ""
+        return any(body in (text, space + text, text.removeprefix(space)) for text in answers)
     for answer in answers:
         thought, _, said = answer.rpartition("</think>")
         before = body.rstrip().removesuffix(said.strip())

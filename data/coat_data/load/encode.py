@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,27 +116,26 @@ class Encoder:
             encoded, rejected = self.answered(sample, answers)
             encoded = replace(encoded, rejected=rejected)
         else:
-            encoded = self._encode(sample, sample.media, segments)
+            encoded = self._encode(sample, segments)
         _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
 
     def check_kind(self, sample: Sample) -> None:
         """Check that a sample is of the kind in :attr:`preferences`."""
-        if self.preferences is None or self.preferences == bool(sample.rejected):
-            return
-        if sample.rejected:
+        if sample.rejected and self.preferences is False:
             raise DataError(
                 sample.where,
                 "is a preference pair (chosen and rejected), which only a stage named dpo trains",
                 "move its source to stages.dpo, or train on the chosen answer with ignore_fields: "
                 "[rejected]",
             )
-        raise DataError(
-            sample.where,
-            "has one answer, and a stage named dpo trains pairs (chosen and rejected)",
-            "move its source to another stage, or add the rejected answer",
-        )
+        if self.preferences and not sample.rejected:
+            raise DataError(
+                sample.where,
+                "has one answer, and a stage named dpo trains pairs (chosen and rejected)",
+                "move its source to another stage, or add the rejected answer",
+            )
 
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
@@ -166,7 +165,7 @@ class Encoder:
     ) -> tuple[list[int], list[int], list[MediaPlan]]:
         _check_answered(sample)
         segments = self.segments(sample)
-        self._check_media(sample, sample.media, segments)
+        self._check_media(sample, segments)
         try:
             plans = [plan(medium) for medium in sample.media]
             return *self._tokens(segments, [self._media_text(plan) for plan in plans]), plans
@@ -199,19 +198,14 @@ class Encoder:
         The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
         Raises DataError as a call does, or if the conversation has no user turn.
         """
-        turns, media = _asked(sample)
-        segments = self._render(replace(sample, turns=turns), add_generation_prompt=True)
-        encoded = self._encode(sample, media, segments)
+        encoded = self.conversation(_asked(sample), add_generation_prompt=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
         """Encode all turns as they are; nothing follows the last text of one that ``continues``."""
-        segments = (
-            self._render(sample, add_generation_prompt=True)
-            if add_generation_prompt
-            else self.segments(sample)
-        )
-        return self._encode(sample, sample.media, segments)
+        if add_generation_prompt:
+            return self._encode(sample, self._render(sample, add_generation_prompt=True))
+        return self._encode(sample, self.segments(sample))
 
     def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``, with the labels of the answer.
@@ -219,11 +213,11 @@ class Encoder:
         The tokens are a prefix of the whole conversation's. The media are read once.
         """
         prompt = self.prompt(sample)
-        turns, media = _asked(sample)
+        asked = _asked(sample)
         found = []
         for answer in answers:
             said = Turn("assistant", (Part("text", answer),))
-            ids, labels = self.layout(replace(sample, turns=(*turns, said), media=media))
+            ids, labels = self.layout(replace(asked, turns=(*asked.turns, said)))
             end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
             tail = torch.tensor(ids[before[-1] + 1 if before else 0 : end])
@@ -240,31 +234,23 @@ class Encoder:
             found.append(replace(prompt, input_ids=input_ids, labels=labels))
         return found
 
-    def _encode(
-        self,
-        sample: Sample,
-        media: Sequence[Media],
-        segments: list[Segment],
-    ) -> EncodedSample:
-        self._check_media(sample, media, segments)
+    def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
+        self._check_media(sample, segments)
         try:
-            opened = [self.media.open(medium) for medium in media]
+            opened = [self.media.open(medium) for medium in sample.media]
             plans = [plan for plan, _ in opened]
             ids, labels = self._tokens(segments, [self._media_text(plan) for plan in plans])
             self._check_length(sample, len(ids), plans)
             pixel_values = self.media.write(opened)
         except DataError as error:
-            if error.where == sample.where:
-                raise
-            raise error.within(sample.where) from error
+            raise error if error.where == sample.where else error.within(sample.where) from error
         counts, self.media.counts = self.media.counts, Counter()
         input_ids = as_tensor(ids)
-        grids, groups = self._media_layout(plans)
-        positions = None
+        found: dict[str, Any] = {**self._media_layout(plans)}
         if self.image_token_id is not None:
-            positions = (input_ids == self.image_token_id).nonzero().squeeze(1)
+            found["image_positions"] = (input_ids == self.image_token_id).nonzero().squeeze(1)
         return EncodedSample(
-            input_ids, as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
+            input_ids, as_tensor(labels), pixel_values, **found, counts=dict(counts)
         )
 
     def read_media(self, media: Sequence[Media]) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -274,32 +260,28 @@ class Encoder:
         ``frame_groups`` as in :class:`EncodedSample`.
         """
         if media and not self.shows_media:
-            self._check_media(Sample(id="prompt", turns=(), source="prompt"), media, [])
+            shown = Sample(id="prompt", turns=(), media=tuple(media), source="prompt")
+            self._check_media(shown, [])
         opened = [self.media.open(medium) for medium in media]
         plans = [plan for plan, _ in opened]
         texts = [self._media_text(plan) for plan in plans]
-        grids, groups = self._media_layout(plans)
-        found = {"pixel_values": self.media.write(opened)}
-        found |= {} if grids is None else {"image_grids": grids}
-        found |= {} if groups is None else {"frame_groups": groups}
-        return texts, found
+        return texts, {"pixel_values": self.media.write(opened)} | self._media_layout(plans)
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
         """Return number, width and height of the images that the model gets, for people."""
         *number, _, height, width = encoded.pixel_values.shape
         return f"{math.prod(number)} x {width} x {height}"
 
-    def _media_layout(
-        self, plans: list[MediaPlan]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grids = groups = None
+    def _media_layout(self, plans: list[MediaPlan]) -> dict[str, torch.Tensor]:
+        """Return ``image_grids`` and ``frame_groups`` of :class:`EncodedSample`, if not None."""
+        found: dict[str, torch.Tensor] = {}
         if self.media.transform.mode == "dynamic_s2":
             shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
-            grids = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
+            found["image_grids"] = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
         if self.media.video.pool_frames > 1:
             sizes = [size for plan in plans for size in plan.group_sizes]
-            groups = torch.tensor(sizes, dtype=torch.int64)
-        return grids, groups
+            found["frame_groups"] = torch.tensor(sizes, dtype=torch.int64)
+        return found
 
     def _tokens(
         self, segments: Sequence[Segment], texts: Sequence[str]
@@ -329,18 +311,13 @@ class Encoder:
     def _media_text(self, plan: MediaPlan) -> str:
         """Return the text of the tokens of an image or video."""
         tile = self._image_token * len(self._image_ids)
-        return "".join(f"{before}{tile}" for before in self._before_tiles(plan))
-
-    def _before_tiles(self, plan: MediaPlan) -> list[str]:
-        """Return the text before each tile of an image, or frame of a video, that has tokens."""
         if self.media.video.time_tokens and plan.times_s is not None:
-            return [f"<{time:.1f} seconds>" for time in plan.group_times_s]
+            return "".join(f"<{time:.1f} seconds>{tile}" for time in plan.group_times_s)
         between = "\n" if any(tiles.separated for tiles in plan.tiles) else ""
-        return ["", *[between] * (plan.num_token_tiles - 1)]
+        return between.join([tile] * plan.num_token_tiles)
 
-    def _check_media(
-        self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
-    ) -> None:
+    def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
+        media = sample.media
         if media and not self.shows_media:
             raise DataError(
                 sample.where,
@@ -385,13 +362,14 @@ def as_tensor(numbers: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
-def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
+def _asked(sample: Sample) -> Sample:
+    """Return the sample up to its last question or result."""
     asked = [number for number, turn in enumerate(sample.turns) if turn.role in ("user", "tool")]
     if not asked:
         raise DataError(sample.where, "there is no question to answer", "add a human turn")
     turns = sample.turns[: asked[-1] + 1]
     num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
-    return turns, sample.media[:num_media]
+    return replace(sample, turns=turns, media=sample.media[:num_media])
 
 
 def _check_answered(sample: Sample) -> None:

@@ -1,6 +1,8 @@
 """Tokens as text for people: what is supervised, what is context, and where images are."""
 
+import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from coat_data.load.encode import IGNORE_INDEX, Encoder
@@ -28,26 +30,22 @@ def token_spans(
     A character of several tokens is one span, with the label of the last token.
     """
     spans: list[Span] = []
-    before: list[int] = []
-    pending: list[int] = []
-    run = 0
-    for index, token in enumerate(ids):
-        if token == image_token_id:
-            run += 1
-            last = index + 1 == len(ids) or ids[index + 1] != image_token_id
-            if last:
-                spans.append(Span(f"[{run} image tokens]", "image"))
-                run = 0
-            before = pending = []
+    for is_image, places in groupby(range(len(ids)), lambda place: ids[place] == image_token_id):
+        run = [*places]
+        if is_image:
+            spans.append(Span(f"[{len(run)} image tokens]", "image"))
             continue
-        pending = [*pending, token]
-        text = decode([*before, *pending])[len(decode(before)) if before else 0 :]
-        next_is_text = index + 1 < len(ids) and ids[index + 1] != image_token_id
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and next_is_text and len(pending) < 4:
-            continue  # the first bytes of a character
-        kind = "context" if labels[index] == IGNORE_INDEX else "trained"
-        spans.append(Span(text, kind, tuple(pending)))
-        before, pending = pending, []
+        before: list[int] = []
+        pending: list[int] = []
+        for place in run:
+            pending = [*pending, ids[place]]
+            text = decode([*before, *pending])[len(decode(before)) if before else 0 :]
+            cut = text.endswith("\N{REPLACEMENT CHARACTER}") and place != run[-1]
+            if cut and len(pending) < 4:
+                continue  # the first bytes of a character
+            kind = "context" if labels[place] == IGNORE_INDEX else "trained"
+            spans.append(Span(text, kind, tuple(pending)))
+            before, pending = pending, []
     return spans
 
 
@@ -62,17 +60,10 @@ def as_lines(spans: Sequence[Span], *, ids: bool = False) -> list[str]:
             + (span.text if span.kind == "image" else repr(span.text))
             for span in spans
         ]
-    merged: list[tuple[str, str]] = []
-    for span in spans:
-        text = span.text
-        if merged and merged[-1][0] == _mark(span):
-            text = merged.pop()[1] + text
-        merged.append((_mark(span), text))
     return [
         f"{mark} {_printable(line)}"
-        for mark, text in merged
-        for line in text.replace("\n", "\n\0").split("\0")
-        if line
+        for mark, same in groupby(spans, _mark)
+        for line in re.findall(r"[^\n]*\n|[^\n]+", "".join(span.text for span in same))
     ]
 
 

@@ -4,8 +4,9 @@ Supervised are the answers, and the token that ends each. Texts of the conversat
 their own, so that none can look like a part of the template.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from coat_data.sample import Turn, starts_with_answer
 from coat_data.text.jinja import JinjaTemplate
@@ -24,31 +25,10 @@ LETTER_SUFFIX = "\nAnswer with the option's letter from the given choices direct
 """LLaVA 1.5's prompt for multiple choice (haotian-liu/LLaVA, docs/Evaluation.md)."""
 
 
-class ChatTemplate(Protocol):
-    """Renders conversations as segments."""
-
-    as_transformers: bool
-    """Whether the text is tokenized as transformers tokenizes a rendered conversation."""
-
-    def render(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool = False,
-    ) -> list[Segment]:
-        """Return the segments of ``turns``, optionally with the prefix of the next answer."""
-        ...
-
-
-def get_template(name: str, tokenizer: TokenizerLike) -> ChatTemplate:
+def get_template(name: str, tokenizer: TokenizerLike) -> "ChatTemplate":
     """Return the chat template plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own)."""
-    makers: dict[str, Callable[[TokenizerLike], ChatTemplate]] = {
-        "plain": PlainTemplate,
-        "vicuna_v1": VicunaTemplate,
-        "chatml": ChatmlTemplate,
-        "tokenizer": JinjaTemplate,
-    }
+    own = (PlainTemplate, VicunaTemplate, ChatmlTemplate)
+    makers = {**{maker.name: maker for maker in own}, "tokenizer": JinjaTemplate}
     if name not in makers:
         raise ValueError(f"unknown chat template {name!r}; allowed: {', '.join(makers)}")
     return makers[name](tokenizer)
@@ -76,10 +56,10 @@ def begin_of_text(tokenizer: TokenizerLike) -> list[Segment]:
     return [Segment("literal", bos)] if adds_it else []
 
 
-class _BuiltIn:
+class _BuiltIn(ABC):
     """A template for questions and answers, without tools and reasoning."""
 
-    name = ""
+    name: str
     as_transformers = False
 
     def render(
@@ -90,26 +70,22 @@ class _BuiltIn:
         add_generation_prompt: bool = False,
     ) -> list[Segment]:
         """Return the segments of ``turns``, and optionally the text before the next answer."""
-        found = [
-            field
-            for field, used in (
-                ("tools", bool(tools)),
-                ("tool calls", any(turn.tool_calls for turn in turns)),
-                ("turns of the role tool", any(turn.role == "tool" for turn in turns)),
-                ("reasoning", any(turn.reasoning for turn in turns)),
-            )
-            if used
-        ]
-        if found:
+        used = {
+            "tools": bool(tools),
+            "tool calls": any(turn.tool_calls for turn in turns),
+            "turns of the role tool": any(turn.role == "tool" for turn in turns),
+            "reasoning": any(turn.reasoning for turn in turns),
+        }
+        if found := [field for field, is_used in used.items() if is_used]:
             raise ValueError(
                 f"the chat template {self.name!r} has no place for {', '.join(found)}; set "
                 "template to tokenizer, with a tokenizer whose template has"
             )
         return self.segments(turns, add_generation_prompt)
 
+    @abstractmethod
     def segments(self, turns: Sequence[Turn], add_generation_prompt: bool) -> list[Segment]:
         """Return the segments of a conversation without tools."""
-        raise NotImplementedError
 
 
 class _EndsWithEos(_BuiltIn):
@@ -207,3 +183,6 @@ class ChatmlTemplate(_BuiltIn):
         if add_generation_prompt:
             segments.append(Segment("literal", "<|im_start|>assistant\n"))
         return segments
+
+
+ChatTemplate: TypeAlias = _BuiltIn | JinjaTemplate

@@ -69,6 +69,7 @@ class JinjaTemplate:
     """The tokenizer's own chat template, or another one in Jinja."""
 
     as_transformers = True
+    """Whether the text is tokenized as transformers tokenizes a rendered conversation."""
     remedy = "set template to vicuna_v1 or chatml"
     """How to use another template, for errors."""
     image_token: str | None = None
@@ -122,6 +123,7 @@ class JinjaTemplate:
                 mark the end of an answer.
         """
         self._check_tools(turns, tools)
+        turns = [self.adapt(turn) for turn in turns]
         answered = [*turns, _NEXT] if add_generation_prompt and not self._prompts else turns
         pieces = list(_pieces(answered))
         text, spans, cut = self._align(answered, tools, pieces, add_generation_prompt)
@@ -201,6 +203,10 @@ class JinjaTemplate:
         first = own[0].start + len(turn.text) - len(turn.text.lstrip())
         before, found, behind = text[:first].rpartition(self._prompts)
         return None if behind.strip() or not found else len(before) + len(found)
+
+    def adapt(self, turn: Turn) -> Turn:
+        """Return the turn as it is rendered."""
+        return turn
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the content of a message with ``parts``: their kinds and texts."""
@@ -325,7 +331,9 @@ class JinjaTemplate:
                 continue  # as with GPT-OSS, which names the call at its result
             found[number].append(text[start:end])
             if found[number] == words[:1]:
-                start -= _length_before(text, start, lead, spans[-1].end if spans else 0)
+                least = spans[-1].end if spans else 0
+                trimmed = (lead, lead.lstrip(), "")  # a template may trim it
+                start -= next(len(t) for t in trimmed if text.endswith(t, least, start))
             if found[number] == words:
                 end += next(len(t) for t in (tail, tail.rstrip(), "") if text.startswith(t, end))
             spans.append(_Span(start, end, pieces[number]))
@@ -472,11 +480,7 @@ def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]
 
 
 def _find_start(
-    text: str,
-    prompt: str,
-    turn: Turn,
-    own: list[_Span],
-    edits: dict[int, tuple[int, str, bool]],
+    text: str, prompt: str, turn: Turn, own: list[_Span], edits: dict[int, tuple[int, str, bool]]
 ) -> int | None:
     """Return where an answer starts: behind ``prompt``, which the text begins with.
 
@@ -513,14 +517,6 @@ def _find_cut(
             raise _MismatchError(f"does not write the {kind} of a turn of {role} exactly once")
         cut.add(piece.turn)
     return cut
-
-
-def _length_before(text: str, place: int, lead: str, least: int) -> int:
-    """Return the length of what stands of ``lead`` before ``place``; a template may trim it."""
-    for kept in (lead, lead.lstrip()):
-        if place - len(kept) >= least and text.startswith(kept, place - len(kept)):
-            return len(kept)
-    return 0
 
 
 def _segments(

@@ -54,10 +54,7 @@ class ExportSummary:
 
 
 def export(
-    path: str | Path,
-    out_dir: str | Path,
-    to: ExportFormat,
-    **options: Any,
+    path: str | Path, out_dir: str | Path, to: ExportFormat, **options: Any
 ) -> ExportSummary:
     """Write every good sample of ``path``, and its media, to the new folder ``out_dir``."""
     dataset = SampleDataset(path, in_order=True, **options)

@@ -11,13 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from coat_data.containers.ingested import (
-    BAD_SAMPLES_NAME,
-    Manifest,
-    Shard,
-    features,
-    to_record,
-)
+from coat_data.containers.ingested import BAD_SAMPLES_NAME, Manifest, Shard, features, to_record
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Sample

@@ -32,12 +32,7 @@ def count_workers(workers: int | None) -> int:
 
 
 def map_chunks(
-    dataset: SampleDataset,
-    work: Callable[[Chunk], T],
-    job: str,
-    *,
-    workers: int | None,
-    rows: int,
+    dataset: SampleDataset, work: Callable[[Chunk], T], job: str, *, workers: int | None, rows: int
 ) -> Iterator[T]:
     """Yield ``work(samples)`` for consecutive chunks of all rows, in order, with a progress bar.
 
