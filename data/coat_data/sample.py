@@ -89,11 +89,9 @@ class Media:
 
     def frame_images(self) -> "tuple[Media, ...]":
         """Return ``frames`` as images."""
-        own = {"kind": "image", "start": None, "end": None, "frames": (), "fps": None}
-        own["frames_data"] = ()
-        data = self.frames_data or [None] * len(self.frames)
-        pairs = zip(self.frames, data, strict=True)
-        return tuple(replace(self, **own, path=path, data=image) for path, image in pairs)
+        image = Media(kind="image", limits=self.limits, root=self.root)
+        pairs = zip(self.frames, self.frames_data or [None] * len(self.frames), strict=True)
+        return tuple(replace(image, path=path, data=data) for path, data in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +268,5 @@ class Sample:
     def only_last_supervised(self) -> "Sample":
         """Return the sample with labels only on its last answer."""
         last = max(n for n, turn in enumerate(self.turns) if turn.role == "assistant")
-        turns = (
-            *(replace(turn, supervised=False) for turn in self.turns[:last]),
-            *self.turns[last:],
-        )
-        return replace(self, turns=turns).check()
+        before = tuple(replace(turn, supervised=False) for turn in self.turns[:last])
+        return replace(self, turns=before + self.turns[last:]).check()

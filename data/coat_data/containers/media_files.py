@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import stat
 from importlib.util import find_spec
 
@@ -36,6 +37,12 @@ def image_suffixes() -> frozenset[str]:
     """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
     Image.init()
     return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
+
+
+def natural_key(name: str) -> list[str | int]:
+    """Return a key that sorts digits as whole numbers: ``a9_2`` before ``a10_1``."""
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ read. The sampled times are the same for both.
 
 import importlib.util
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from coat_data.containers.media_files import image_suffixes
+from coat_data.containers.media_files import image_suffixes, natural_key
 from coat_data.containers.remote_file import is_url
 from coat_data.media.decord_reader import DecordError, DecordReader
 from coat_data.media.image import is_animated, open_image
@@ -74,7 +73,7 @@ class VideoReader:
         """Read the sampled frames; a video with fewer frames gives each of them once.
 
         ``convert`` is applied to each frame when it is decoded, so that only its result is held.
-        Frames of a folder (in the order of :func:`natural_key`) or a list are sampled by time like
+        Frames of a folder (in the order of ``natural_key``) or a list are sampled by time like
         a video if there is ``media.fps``, otherwise evenly by number: ``num_frames`` of them, or,
         unless the sampling is uniform, up to ``max_frames``.
 
@@ -247,12 +246,6 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     if not paths:
         raise _unreadable(media, "the folder has no image files")
     return replace(media, frames=tuple(map(str, paths))).frame_images()
-
-
-def natural_key(stem: str) -> list[str | int]:
-    """Return a key that sorts digits as whole numbers: ``a9_2`` before ``a10_1``."""
-    parts = re.split("([0-9]+)", stem)
-    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
 
 
 def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:

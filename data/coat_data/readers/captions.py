@@ -34,16 +34,10 @@ from coat_data.sample import Media, MediaKind, Sample, Turn
 from coat_data.text.chat import SHORT_ANSWER_SUFFIX
 
 _MEDIA_FIELDS: Mapping[str, MediaKind | None] = {
-    **dict.fromkeys(
-        ("image", "images", "image_path", "image_file", "image_name", "image_url", "img"), "image"
-    ),
-    **dict.fromkeys(("img_path", "jpg"), "image"),
+    **dict.fromkeys(("image", "images", "image_path", "image_file", "image_name"), "image"),
+    **dict.fromkeys(("image_url", "img", "img_path", "jpg"), "image"),
     **dict.fromkeys(("video", "videos", "video_path", "clip"), "video"),
-    "file_name": None,
-    "filename": None,
-    "filepath": None,
-    "file": None,
-    "path": None,
+    **dict.fromkeys(("file_name", "filename", "filepath", "file", "path"), None),
 }
 """Columns of media; for None, the file name extension decides the kind."""
 
@@ -62,15 +56,10 @@ def _has_columns(row: Any) -> bool:
     if not isinstance(row, Mapping):
         return False
     names = {str(name).lower() for name in row}
-    media = {
-        str(name).lower()
-        for name, value in row.items()
-        if str(name).lower() in _MEDIA_FIELDS
-        and not (str(name).lower() in _NOT_ALONE and is_missing(value))
-    }
-    return names >= _WEBVID or bool(
-        media and names & set(_CAPTION_FIELDS) and "question" not in names
-    )
+    filled = {str(name).lower() for name, value in row.items() if not is_missing(value)}
+    has_media = bool(names & (_MEDIA_FIELDS.keys() - _NOT_ALONE) or filled & _MEDIA_FIELDS.keys())
+    has_caption = bool(names & set(_CAPTION_FIELDS)) and "question" not in names
+    return names >= _WEBVID or (has_media and has_caption)
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
@@ -127,10 +116,7 @@ def _is_video_set(row: Any) -> bool:
 
 def _from_video_set(row: Any, place: Place) -> Sample:
     row = place.as_object(row)
-    captions = [
-        place.as_object(entry, f"captions[{number}]", "give it idx and content")
-        for number, entry in enumerate(place.as_list(row.get("captions"), "captions"))
-    ]
+    captions = place.as_objects(row.get("captions"), "captions", "give it idx and content")
     if not captions:
         raise place.error("captions is empty", "remove the row")
     if len(captions) > 1:

@@ -5,15 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from coat_data.containers.ingested import Record
-from coat_data.readers import (
-    captions,
-    documents,
-    llava,
-    messages,
-    pairs,
-    published,
-    webdataset,
-)
+from coat_data.readers import captions, documents, llava, messages, pairs, published, webdataset
 from coat_data.readers.boxes import rewrite_boxes
 from coat_data.readers.reader import Place, Reader
 from coat_data.sample import DataError, Media, Part, Sample, Turn, row_name

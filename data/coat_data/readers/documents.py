@@ -50,10 +50,7 @@ def _from_text(row: Any, place: Place) -> Sample:
 def _interleaved(row: Any, place: Place) -> Sample:
     """Convert a document: sentences joined by spaces, images of one sentence in their order."""
     row = place.as_object(row)
-    sentences = [
-        place.as_string(text, f"text_list[{number}]")
-        for number, text in enumerate(place.as_list(row.get("text_list"), "text_list"))
-    ]
+    sentences = place.as_strings(row.get("text_list"), "text_list")
     shown = _images(row, len(sentences), place)
     parts: list[Part] = []
     media: list[Media] = []
@@ -69,9 +66,9 @@ def _interleaved(row: Any, place: Place) -> Sample:
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
     images: dict[int, list[Media]] = defaultdict(list)
-    for number, info in enumerate(place.as_list(row.get("image_info") or [], "image_info")):
+    infos = place.as_objects(row.get("image_info") or [], "image_info", "give it image_name")
+    for number, info in enumerate(infos):
         name = f"image_info[{number}]"
-        info = place.as_object(info, name, "give it image_name")
         index = info.get("matched_text_index")
         if not isinstance(index, int) or not 0 <= index < num_sentences:
             raise place.error(

@@ -20,13 +20,7 @@ from typing import Any
 from coat_data.readers.fields import given, is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
 from coat_data.readers.row_media import MEDIA_FIELDS, media_fields
-from coat_data.readers.turns import (
-    PLACEHOLDERS,
-    Said,
-    media_first,
-    place_media,
-    with_system,
-)
+from coat_data.readers.turns import PLACEHOLDERS, Said, media_first, place_media, with_system
 from coat_data.sample import Sample
 
 
@@ -137,8 +131,5 @@ CAULDRON = Reader(
     _cauldron,
 )
 QUESTION = Reader(
-    "question",
-    "a question and an answer per row, with image or video",
-    _is_question,
-    _question,
+    "question", "a question and an answer per row, with image or video", _is_question, _question
 )

@@ -16,8 +16,7 @@ table, which are tried in order below the media root.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coat_data.readers.boxes import tag_box
 from coat_data.readers.fields import is_missing
@@ -41,13 +40,10 @@ def _short_answer(row: Row, place: Place) -> Said:
     if answer is None and is_missing(row.get("answers")):
         answer = row.get("answer")
     elif answer is None:
-        answers = [
-            place.as_string(
-                one.get("answer") if isinstance(one, Mapping) else one, f"answers[{number}]"
-            ).strip()
-            for number, one in enumerate(place.as_list(row["answers"], "answers"))
-        ]
-        answer = Counter(answers).most_common(1)[0][0]
+        given = place.as_list(row["answers"], "answers")
+        texts = [one.get("answer") if isinstance(one, Mapping) else one for one in given]
+        answers = Counter(text.strip() for text in place.as_strings(texts, "answers"))
+        answer = answers.most_common(1)[0][0]
     return _asked(question, answer, place)
 
 
@@ -56,10 +52,7 @@ def _asked(question: str, answer: Any, place: Place) -> Said:
 
 
 def _choice(row: Row, place: Place) -> Said:
-    choices = [
-        place.as_string(choice, f"choices[{number}]")
-        for number, choice in enumerate(place.as_list(row.get("choices"), "choices"))
-    ]
+    choices = place.as_strings(row.get("choices"), "choices")
     letters, answer = _LETTERS[: len(choices)], row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         answer = letters[answer]
@@ -81,30 +74,22 @@ def _pixmo_talk(row: Row, place: Place) -> Said:
     roles, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
     if roles and roles[-1] == "ASSISTANT" and not texts[-1]:  # PixMo-CapQA
         roles, texts = roles[:-1], texts[:-1]
-    said: Said = [
-        ("user" if role == "USER" else "assistant", text)
-        for role, text in zip(roles, texts, strict=True)
-    ] or [("user", question)]
+    pairs = zip(roles, texts, strict=True)
+    said: Said = [("user" if role == "USER" else "assistant", text) for role, text in pairs]
+    said = said or [("user", question)]
     return [*said, ("assistant", place.as_string(row.get("answer"), "answer"))]
 
 
 def _pixmo_points(row: Row, place: Place) -> Said:
     label = place.as_string(row.get("label"), "label")
     if "collection_method" not in row:
-        question = f"How many {label} are there?{SHORT_ANSWER_SUFFIX}"
-        return _asked(question, str(_whole(row.get("count"), place)), place)
-    points = [
-        place.as_object(point, f"points[{number}]", "give it x and y")
-        for number, point in enumerate(place.as_list(row.get("points"), "points"))
-    ]
+        count = row.get("count")
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise place.error(f"count is {count!r}", "give a whole number")
+        return _asked(f"How many {label} are there?{SHORT_ANSWER_SUFFIX}", str(count), place)
+    points = place.as_objects(row.get("points"), "points", "give it x and y")
     texts = [tag_box([p.get("x"), p.get("y")], _PERCENT, place.where) for p in points]
     return _asked(f"Point to {label}.", ", ".join(texts) or "There are none.", place)
-
-
-def _whole(value: Any, place: Place) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise place.error(f"count is {value!r}", "give a whole number")
-    return value
 
 
 def _caption(row: Row, place: Place) -> Said:
@@ -113,9 +98,8 @@ def _caption(row: Row, place: Place) -> Said:
     return [("user", ""), ("assistant", place.as_string(row[name], name))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    has: frozenset[str]
+class _Layout(NamedTuple):
+    has: set[str]
     """Fields of every row."""
     said: Callable[[Row, Place], Said]
     images: tuple[str, ...] = ()
@@ -124,42 +108,34 @@ class _Layout:
 
 _VQA = (  # TextVQA, GQA, and rows with the image (VQA v2, OK-VQA and VizWiz from the Hub)
     _Layout(
-        has=frozenset({"question", "answers", "image_id", "set_name"}),
-        said=_short_answer,
-        images=("{image_id}.jpg", "train_images/{image_id}.jpg"),
+        {"question", "answers", "image_id", "set_name"},
+        _short_answer,
+        ("{image_id}.jpg", "train_images/{image_id}.jpg"),
     ),
     _Layout(
-        has=frozenset({"question", "answer", "imageId"}),
-        said=_short_answer,
-        images=("{imageId}.jpg", "images/{imageId}.jpg"),
+        {"question", "answer", "imageId"}, _short_answer, ("{imageId}.jpg", "images/{imageId}.jpg")
     ),
-    _Layout(has=frozenset({"question", "answers", "image"}), said=_short_answer),
+    _Layout({"question", "answers", "image"}, _short_answer),
 )
 _CHOICES = (  # ScienceQA, and other rows with the image
     _Layout(
-        has=frozenset({"question", "choices", "answer", "image", "id"}),
-        said=_choice,
-        images=("images/{split}/{id}/{image}", "{split}/{id}/{image}", "{id}/{image}", "{image}"),
+        {"question", "choices", "answer", "image", "id"},
+        _choice,
+        ("images/{split}/{id}/{image}", "{split}/{id}/{image}", "{id}/{image}", "{image}"),
     ),
-    _Layout(has=frozenset({"question", "choices", "answer", "image"}), said=_choice),
+    _Layout({"question", "choices", "answer", "image"}, _choice),
 )
 _PIXMO = (
-    _Layout(
-        has=frozenset({"image_url", "question", "answer"}),
-        said=_pixmo_talk,
-        images=("{image_url}",),
-    ),
-    _Layout(
-        has=frozenset({"image_url", "label", "count"}), said=_pixmo_points, images=("{image_url}",)
-    ),
-    _Layout(has=frozenset({"image_url", "caption"}), said=_caption, images=("{image_url}",)),
+    _Layout({"image_url", "question", "answer"}, _pixmo_talk, ("{image_url}",)),
+    _Layout({"image_url", "label", "count"}, _pixmo_points, ("{image_url}",)),
+    _Layout({"image_url", "caption"}, _caption, ("{image_url}",)),
 )
 _LINKS = (
-    _Layout(has=frozenset({"URL", "TEXT"}), said=_caption, images=("{URL}",)),  # LAION
-    _Layout(has=frozenset({"url", "caption"}), said=_caption, images=("{url}",)),  # Re-LAION
+    _Layout({"URL", "TEXT"}, _caption, ("{URL}",)),  # LAION
+    _Layout({"url", "caption"}, _caption, ("{url}",)),  # Re-LAION
     # COYO and DataComp; only a url and a text are a web page (C4, FineWeb)
-    _Layout(has=frozenset({"url", "text", "width"}), said=_caption, images=("{url}",)),
-    _Layout(has=frozenset({"url", "text", "original_width"}), said=_caption, images=("{url}",)),
+    _Layout({"url", "text", "width"}, _caption, ("{url}",)),
+    _Layout({"url", "text", "original_width"}, _caption, ("{url}",)),
 )
 
 

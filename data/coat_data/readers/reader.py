@@ -83,6 +83,16 @@ class Place:
             raise self.error(f"{name} is {kind_of(value)}, not a list", f"make {name} a list")
         return value
 
+    def as_strings(self, value: object, name: str) -> list[str]:
+        """Return the strings of a list."""
+        items = self.as_list(value, name)
+        return [self.as_string(item, f"{name}[{number}]") for number, item in enumerate(items)]
+
+    def as_objects(self, value: object, name: str, remedy: str) -> list[Mapping[str, Any]]:
+        """Return the objects of a list."""
+        items = enumerate(self.as_list(value, name))
+        return [self.as_object(item, f"{name}[{number}]", remedy) for number, item in items]
+
     def row_id(self, row: Mapping[str, Any]) -> str:
         """Return the row's id as text; the row number if there is none."""
         value = row.get("id")

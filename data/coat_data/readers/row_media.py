@@ -36,15 +36,13 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
         return with_span(_from_struct(item, kind, field, place), item, field, place)
     if isinstance(item, list | tuple) and kind == "video":
         return _from_frames(item, field, place)
-    if isinstance(item, bytes | bytearray | memoryview):
-        return Media(kind=kind, path=_member(field, place), data=bytes(item))
-    text = place.as_string(item, field)
-    if _DATA.match(text[:200]):
-        return Media(kind=kind, path=_member(field, place), data=_address_bytes(text, field, place))
-    text = text.removeprefix("file://")
-    if len(text) > _LONGEST_PATH and _BASE64.fullmatch(text):
-        return Media(kind=kind, path=_member(field, place), data=_decode(text, field, place))
-    return Media(kind=kind, path=media_path(text, field, place))
+    data = _embedded(item, field, place)
+    if data is None:
+        text = place.as_string(item, field).removeprefix("file://")
+        if len(text) <= _LONGEST_PATH or not _BASE64.fullmatch(text):
+            return Media(kind=kind, path=media_path(text, field, place))
+        data = _decode(text, field, place)
+    return Media(kind=kind, path=f"{place.where}.{field}", data=data)
 
 
 def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
@@ -122,8 +120,8 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
         given = _struct_bytes(value, field, place)
         if given is not None:
             path = value.get("path")  # for messages: nothing is read from there
-            named = isinstance(path, str) and bool(path)
-            return Media(kind=kind, path=path if named else _member(field, place), data=given)
+            path = path if path and isinstance(path, str) else f"{place.where}.{field}"
+            return Media(kind=kind, path=path, data=given)
         inner = (value.get(name) for name in (kind, f"{kind}_url", "url", "path"))
         value = next((one for one in inner if one is not None), None)
     raise place.error(f"{field} is nested too deep", 'write {"path": ...}')
@@ -148,23 +146,23 @@ def existing_path(names: Sequence[str], field: str, place: Place) -> str:
 def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
     for name in ("bytes", "base64", "data"):
         value = item.get(name)
-        if isinstance(value, bytes | bytearray | memoryview):
-            return bytes(value)
-        if isinstance(value, str):
-            if _DATA.match(value[:200]):
-                return _address_bytes(value, field, place)
-            return _decode(value, f"{field}.{name}", place)
+        data = _embedded(value, field, place)
+        if data is None and isinstance(value, str):
+            data = _decode(value, f"{field}.{name}", place)
+        if data is not None:
+            return data
         if value is not None:
             raise place.error(f"{field}.{name} is {kind_of(value)}", "make it bytes or base64 text")
     return None
 
 
-def _member(field: str, place: Place) -> str:
-    return f"{place.where}.{field}"
-
-
-def _address_bytes(text: str, field: str, place: Place) -> bytes:
-    head, _, body = text.partition(",")
+def _embedded(value: object, field: str, place: Place) -> bytes | None:
+    """Return the content of bytes or of a ``data:`` address; None for any other value."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str) or not _DATA.match(value[:200]):
+        return None
+    head, _, body = value.partition(",")
     if ";base64" not in head:
         raise place.error(f"{field} is a data: address without base64", "encode it as base64")
     return _decode(body, field, place)
@@ -177,10 +175,6 @@ def _decode(text: str, field: str, place: Place) -> bytes:
         raise place.error(f"{field} is not base64: {error}", "encode the file again") from error
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:
     """Return the row's images and videos; fields of the same kind must not differ."""
     media: dict[MediaKind, list[Media]] = {}
@@ -191,7 +185,8 @@ def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[M
         if not given:
             media[kind] = []
             continue
-        items, *others = (_listed(row[field]) for field in given)
+        values = (row[field] for field in given)
+        items, *others = (list(v) if isinstance(v, list | tuple) else [v] for v in values)
         if any(other != items for other in others):
             raise place.error(f"both {' and '.join(given)} are set", "keep one of them")
         items = [items] if kind == "video" and _is_frame_list(items) else items

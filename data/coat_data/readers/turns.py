@@ -127,17 +127,14 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
     Sources: OpenAI, fine-tuning API (``weight``); modelscope/ms-swift, Custom-dataset.md
     (``loss``); axolotl, docs/dataset-formats/conversation.qmd (``train``).
     """
-    given = {
-        key: turn[key]
-        for key in LOSS_FIELDS
-        if not is_missing(turn.get(key)) and key not in place.ignore
-    }
-    if not given:
+    found = {key: turn[key] for key in LOSS_FIELDS if key in turn and key not in place.ignore}
+    found = {key: value for key, value in found.items() if not is_missing(value)}
+    if not found:
         return role == "assistant"
-    key, value = next(iter(given.items()))
-    known = all(isinstance(one, bool | int | float) and one in (0, 1) for one in given.values())
-    if not known or len({bool(one) for one in given.values()}) > 1:
-        raise place.error(f"{name} has {given}", f"set {key} to 0 or 1")
+    key, value = next(iter(found.items()))
+    known = all(isinstance(one, bool | int | float) and one in (0, 1) for one in found.values())
+    if not known or len(set(found.values())) > 1:
+        raise place.error(f"{name} has {found}", f"set {key} to 0 or 1")
     if value and role != "assistant":
         raise place.error(
             f"{name}.{key} is {value!r} in a turn of {role}",
@@ -187,10 +184,8 @@ def place_media(
 
 def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[str, MediaKind]:
     """Return the kind of each placeholder; empty if the texts have none for the files."""
-    tokens: dict[str, MediaKind] = {
-        token: kind for token, kind in PLACEHOLDERS.items() if files[kind]
-    }
-    if not any(files.values()):
+    tokens: dict[str, MediaKind] = {one: kind for one, kind in PLACEHOLDERS.items() if files[kind]}
+    if not tokens:
         return {}
     asked = [text for role, text in said if role in _SHOWN and "<" in text]
     found = {token: sum(text.count(token) for text in asked) for token in PLACEHOLDERS}
@@ -216,8 +211,7 @@ def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn,
     if first is None:
         raise place.error("there is no human turn", "start with a human turn")
     shown = [part for item in media for part in (Part(item.kind), Part("text", "\n"))]
-    text = turns[first].text
-    shown[-1] = Part("text", f"\n{text}")
+    shown[-1] = Part("text", f"\n{turns[first].text}")
     turns[first] = Turn("user", tuple(shown))
     return tuple(turns)
 

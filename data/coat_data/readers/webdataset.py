@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes, natural_key
 from coat_data.readers import llava, messages, pairs
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader
@@ -45,7 +45,10 @@ def _to_sample(row: Any, place: Place) -> Sample:
     for value in row.values():
         if isinstance(value, DataError):
             raise value if value.where == place.where else value.within(place.where)
-    media = [_medium(row, field, place) for field in _media_members(row)]
+    media = [
+        Media(kind=kind, path=_path(row, field, place), data=row[field])
+        for field, kind in _media_members(row).items()
+    ]
     field = next((name for name in row if name == "json" or name.endswith(".json")), None)
     value = None if field is None else _parsed(row, field, place)
     if isinstance(value, Mapping):
@@ -70,20 +73,9 @@ def _kind(field: str) -> MediaKind | None:
     return "image" if last in image_suffixes() or last == ".img" else None
 
 
-def _natural(field: str) -> list[tuple[int, int, str]]:
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part)
-        for part in re.findall(r"\d+|\D+", field)
-    ]
-
-
-def _media_members(row: Mapping[str, Any]) -> list[str]:
-    return sorted((name for name in row if name != KEY and _kind(name)), key=_natural)
-
-
-def _medium(row: Mapping[str, Any], field: str, place: Place) -> Media:
-    kind = _kind(field) or "image"
-    return Media(kind=kind, path=_path(row, field, place), data=row[field])
+def _media_members(row: Mapping[str, Any]) -> dict[str, MediaKind]:
+    names = sorted((name for name in row if name != KEY), key=natural_key)
+    return {name: kind for name in names if (kind := _kind(name))}
 
 
 def _path(row: Mapping[str, Any], field: str, place: Place) -> str:
@@ -104,7 +96,7 @@ def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) 
         given = [changed.pop(name, None) for name in names]
         entries = next((entry for entry in given if not is_missing(entry)), [])
         entries = list(entries) if isinstance(entries, list | tuple) else [entries]
-        own = [member for member in members if _kind(member) == kind]
+        own = [member for member in members if members[member] == kind]
         if own:
             changed[f"{kind}s"] = [
                 {"bytes": row[member], "path": _path(row, member, place), **_span(entry)}

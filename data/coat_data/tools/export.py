@@ -59,7 +59,7 @@ def export(
     """Write every good sample of ``path``, and its media, to the new folder ``out_dir``."""
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
-    why = "there are no rows"
+    why = ""
     with new_folder(out_dir) as folder:
         with closing(_JsonWriter(folder, to)) as writer:
             for sample in tqdm(dataset.stream(), f"export {dataset.name}", len(dataset)):
@@ -71,12 +71,10 @@ def export(
                 except DataError as error:
                     left_out += 1
                     list_bad(folder / BAD_NAME, [error])
-                    if left_out == 1:
-                        why = str(error)
+                    why = why or str(error)
         if not rows:
-            raise DataError(
-                str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
-            )
+            problem = f"no sample can be exported: {why or 'there are no rows'}"
+            raise DataError(str(path), problem, "see coat-vlm data lint")
     return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
 
 
@@ -183,10 +181,6 @@ def _span(medium: Media) -> dict[str, float]:
     return {name: time for name, time in span.items() if time is not None}
 
 
-def _place(sample: Sample, folder: Path) -> Place:
-    return Place(source=sample.source, row=sample.row, root=MediaRoot(folder, follow_links=True))
-
-
 class _JsonWriter:
     def __init__(self, folder: Path, to: ExportFormat) -> None:
         self._folder = folder
@@ -201,15 +195,14 @@ class _JsonWriter:
 
     def write(self, sample: Sample) -> None:
         trial = self._row(sample, [["m"] * len(one.frames) or "m" for one in sample.media])
-        check_same(sample, self._read(trial, _place(sample, self._folder)), self._name)
-        row = self._row(
-            sample,
-            [
-                [self._add(frame) for frame in medium.frame_images()] or self._add(medium)
-                for medium in sample.media
-            ],
-        )
-        self._stream.write(self._before + json.dumps(row))
+        root = MediaRoot(self._folder, follow_links=True)
+        place = Place(source=sample.source, row=sample.row, root=root)
+        check_same(sample, self._read(trial, place), self._name)
+        names: list[_Name] = [
+            [self._add(frame) for frame in medium.frame_images()] or self._add(medium)
+            for medium in sample.media
+        ]
+        self._stream.write(self._before + json.dumps(self._row(sample, names)))
         self._before = self._between
 
     def _add(self, media: Media) -> str:
