@@ -243,26 +243,21 @@ class Sample:
         for number, turn in enumerate(spoken):
             expected = _NEXT_ROLES[spoken[number - 1].role if number else "system"]
             if turn.role not in expected:
-                raise DataError(
-                    self.where,
-                    f"turn {number} is spoken by {turn.role}, expected {' or '.join(expected)}",
-                    _ALTERNATE,
+                problem = (
+                    f"turn {number} is spoken by {turn.role}, expected {' or '.join(expected)}"
                 )
+                raise DataError(self.where, problem, _ALTERNATE)
             if turn.role == "assistant" and not (turn.text.strip() or turn.tool_calls):
-                raise DataError(
-                    self.where, f"the answer in turn {number} is empty", "fill it or remove the row"
-                )
+                problem = f"the answer in turn {number} is empty"
+                raise DataError(self.where, problem, "fill it or remove the row")
         roles = {turn.role for turn in spoken}
         if "assistant" not in roles:
             raise DataError(self.where, "there is no answer to train on", "add a gpt turn")
         if "user" not in roles:
             raise DataError(self.where, "there is no turn of the user", _ALTERNATE)
         if not any(turn.supervised for turn in spoken if turn.role == "assistant"):
-            raise DataError(
-                self.where,
-                "no answer is supervised: weight or loss is 0 in all of them",
-                "set one of them to 1, or remove the row",
-            )
+            problem = "no answer is supervised: weight or loss is 0 in all of them"
+            raise DataError(self.where, problem, "set one of them to 1, or remove the row")
         return self
 
     def only_last_supervised(self) -> "Sample":

@@ -75,27 +75,18 @@ def features() -> "Features":
     """Return the columns of a shard as a ``datasets.Features``."""
     from datasets import Features, List, Value
 
-    text = Value("large_string")
-    part = {"kind": Value("string"), "text": text, "tagged": text}
-    medium = {
-        "kind": Value("string"),
-        "path": Value("string"),
-        "data": Value("large_binary"),
-        "start": Value("float64"),
-        "end": Value("float64"),
-        "frames": List(Value("string")),
-        "fps": Value("float64"),
-    }
+    name, text, number, flag = map(Value, ("string", "large_string", "float64", "bool"))
+    part = {"kind": name, "text": text, "tagged": text}
+    medium = {"kind": name, "path": name, "data": Value("large_binary"), "start": number}
+    medium |= {"end": number, "frames": List(name), "fps": number}
     return Features(
         {
-            "id": Value("string"),
+            "id": name,
             "row": Value("int64"),
-            "turns": List(
-                {"role": Value("string"), "parts": List(part), "supervised": Value("bool")}
-            ),
+            "turns": List({"role": name, "parts": List(part), "supervised": flag}),
             "fields": text,  # JSON: Turn.fields of each turn
             "media": List(medium),
-            "continues": Value("bool"),
+            "continues": flag,
             "tools": text,  # JSON
             "rejected": text,
             "rejected_tagged": text,
@@ -113,16 +104,12 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
         }
         for medium in sample.media
     ]
-    return {
-        "id": sample.id,
-        "row": sample.row,
+    names = ("id", "row", "continues", "rejected", "rejected_tagged")
+    return {name: getattr(sample, name) for name in names} | {
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
         "fields": json.dumps([turn.fields() for turn in sample.turns]),
         "media": media,
-        "continues": sample.continues,
         "tools": json.dumps(sample.tools),
-        "rejected": sample.rejected,
-        "rejected_tagged": sample.rejected_tagged,
     }
 
 

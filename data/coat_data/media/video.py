@@ -115,7 +115,7 @@ class VideoReader:
         with self._opened(media) as video:
             span = video.span()
             start, duration = _time_range(media, span)
-            count = self._num_spans(span, duration)
+            count = self._num_spans(duration if span.timed else None)
             frames = span.num_frames
             if frames is None and self.settings.sampling == "all":
                 frames = len(video.packet_times())
@@ -127,14 +127,11 @@ class VideoReader:
         if self._decord is not None:
             self._decord.close()
 
-    def _num_spans(self, span: TimeSpan, duration: float) -> int:
-        if span.timed:
-            return self.settings.num_spans(duration)
-        return self._num_untimed_spans
-
-    @property
-    def _num_untimed_spans(self) -> int:
+    def _num_spans(self, duration: float | None) -> int:
+        """Return the number of spans; the duration is None without times."""
         settings = self.settings
+        if duration is not None:
+            return settings.num_spans(duration)
         return settings.num_frames if settings.sampling == "uniform" else settings.max_frames
 
     def _times(
@@ -145,7 +142,8 @@ class VideoReader:
             times = [time for time in video.packet_times() if start - 1e-6 <= time < end + 1e-6]
             if len(times) <= self.settings.max_frames:
                 return [time + 1e-6 for time in times]
-        return middles(start, duration, self._num_spans(span, duration))
+        count = self._num_spans(duration if span.timed else None)
+        return middles(start, duration, count)
 
     def _frames(
         self, video: PyavVideo, media: Media, times: list[float]
@@ -167,7 +165,7 @@ class VideoReader:
     def _frame_indices(self, media: Media, num_files: int) -> tuple[list[int], list[float] | None]:
         settings, rate = self.settings, media.fps
         if rate is None:
-            spans = self._num_untimed_spans
+            spans = self._num_spans(None)
             return sorted({(2 * i + 1) * num_files // (2 * spans) for i in range(spans)}), None
         start, duration = _time_range(media, TimeSpan(0.0, num_files / rate, num_files))
         first, last = math.ceil(start * rate - 1e-6), math.ceil((start + duration) * rate - 1e-6)

@@ -40,8 +40,6 @@ _REF = re.compile(
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _JSON_KEY = re.compile(r'"\s*:\s*$')
-
-
 TAG = re.compile("(</?(?:ref|box)>)")  # of InternVL
 
 
@@ -57,8 +55,7 @@ def tag_box(
     if len(numbers) not in (2, 4) or len(given) != len(numbers):
         raise DataError(where, f"{shown} is no box", "give [x1, y1, x2, y2], or [x, y]")
     slack = 0.0 if size in EDGES.values() else _SLACK_PX
-    limits = [size[number % 2] for number in range(len(given))]
-    if not all(-slack <= one <= end + slack for one, end in zip(given, limits, strict=True)):
+    if not all(-slack <= one <= size[i % 2] + slack for i, one in enumerate(given)):
         raise DataError(
             where,
             f"{shown} leaves the image, whose edges are at {size[0]:g} and {size[1]:g}",

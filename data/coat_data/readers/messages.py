@@ -15,7 +15,7 @@ modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from coat_data.containers.remote_file import is_url
 from coat_data.media.image import image_size
@@ -69,9 +69,8 @@ def to_sample(row: Any, place: Place) -> Sample:
     row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
         place.refuse(row, {"label": "use rows with answers, not labels"})
-    read = read_turns(
-        _messages(row, place), "messages", ("role", "from"), ("content", "value"), ROLES, place
-    )
+    said = _messages(row, place)
+    read = read_turns(said, "messages", ("role", "from"), ("content", "value"), ROLES, place)
     messages: list[_Message] = [
         (turn.role, list(_pieces(turn.content, turn.name, place))) for turn in read
     ]
@@ -82,13 +81,9 @@ def to_sample(row: Any, place: Place) -> Sample:
     if by_parts:
         turns, media = _by_parts(messages, files, place)
     else:
-        said: Said = [
-            ("user" if is_document else role, "".join(piece.text for piece in pieces))
-            for role, pieces in messages
-        ]
-        if not is_document:
-            said = with_system(said, row, place)
-        turns, media = place_media(said, files, place)
+        texts: Said = [(role, "".join(one.text for one in pieces)) for role, pieces in messages]
+        texts = [("user", texts[0][1])] if is_document else with_system(texts, row, place)
+        turns, media = place_media(texts, files, place)
     if is_document:  # the answer may have media; the question is empty
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
     turns = with_fields(turns, read)
@@ -97,7 +92,7 @@ def to_sample(row: Any, place: Place) -> Sample:
 
 @dataclass(slots=True)
 class _Piece:
-    kind: str
+    kind: Literal["text", "image", "video"]
     text: str = ""
     source: Mapping[str, Any] = field(default_factory=dict)
     """The content part, which may have the medium; without one, the columns have it."""
@@ -118,7 +113,7 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
         part = place.as_object(part, own, "give it a type")
         part = {key: v for key, v in part.items() if not is_missing(v) or (key, v) == ("text", "")}
         kind = part.get("type") or next(
-            (name for name in ("text", *_MEDIA_TYPES) if name in part), None
+            (one for one in ("text", *_MEDIA_TYPES) if one in part), None
         )
         if kind in _TEXT_TYPES:
             key = "refusal" if kind == "refusal" else "text"
@@ -168,7 +163,7 @@ def _by_parts(
             if piece.kind == "text":
                 parts += [Part("text", piece.text)] if piece.text else []
                 continue
-            kind: MediaKind = "image" if piece.kind == "image" else "video"
+            kind = piece.kind
             parts.append(Part(kind))
             name = f"messages[{number}].{kind}"
             if any(key in piece.source for key in _SOURCES):

@@ -21,7 +21,7 @@ from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import ROLES, check_unused, given, is_missing
 from coat_data.sample import DataError, Part, Sample, Turn
 
-CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
+_PAIR = CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
 """Fields of a pair; the last one (ms-swift) stands beside the answer of an ordinary row."""
 
 _TURNS = ("messages", "conversations", "conversation")
@@ -49,19 +49,16 @@ class Pair(NamedTuple):
 
 def is_pair(row: Any) -> bool:
     """Whether a raw row has a chosen or a rejected answer."""
-    if type(row) is not dict:  # an ingested record has fields of its own
-        return False
-    return any(not is_missing(row.get(name)) for name in (CHOSEN, REJECTED, RESPONSE))
+    # An ingested record has fields of its own.
+    return type(row) is dict and any(not is_missing(row.get(name)) for name in _PAIR)
 
 
 def with_chosen(row: Any) -> Any:
     """Return an ordinary row of the same format: a preference row with only its chosen answer."""
     if not is_pair(row):
         return row
-    rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
-    if is_missing(row.get(CHOSEN)):
-        return rest
-    return rest | _answer(rest, row[CHOSEN])
+    rest = {key: row[key] for key in row if key not in _PAIR}
+    return rest if is_missing(row.get(CHOSEN)) else rest | _answer(rest, row[CHOSEN])
 
 
 def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Pair:
@@ -72,7 +69,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         raise DataError(where, f"the row has {REJECTED} and {RESPONSE}", "keep one of them")
     rejected = _text(row.get(worse), worse, where)
     _check_message(row, worse, ignore, where)
-    rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
+    rest = {key: row[key] for key in row if key not in _PAIR}
     if swift and is_missing(row.get(CHOSEN)):
         if len(_turns(row[worse])) > 1:
             raise DataError(where, f"{worse} is a conversation", "give only its last answer")
@@ -213,11 +210,9 @@ def _text(value: Any, name: str, where: str) -> str:
     if isinstance(message, Mapping) and not is_missing(message):
         message = given(message, "content", "value")
     if isinstance(message, list | tuple):
-        parts: list[Any] = [
-            part.get("text") if isinstance(part, Mapping) else part for part in message
-        ]
-        message = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
-    if is_missing(message) or message == "":
+        texts: list[Any] = [p.get("text") if isinstance(p, Mapping) else p for p in message]
+        message = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+    if is_missing(message):
         raise DataError(where, f"a preference row without the {name} answer", _REMEDY)
     if not isinstance(message, str):
         raise DataError(where, f"the {name} answer is {type(message).__name__}, no text", _REMEDY)

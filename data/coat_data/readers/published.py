@@ -176,9 +176,7 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
         said = layout.said(row, place)
         if layout.said is _caption:
             return place.sample(place.row_id(row), caption_turns(media, said[1][1]), media)
-        own = next(
-            (row[key] for key in ("question_id", "questionId") if row.get(key)), row.get("id")
-        )
+        own = row.get("question_id") or row.get("questionId") or row.get("id")
         turns = media_first(said, media, place)
         return place.sample(place.row_id({"id": own}), turns, media)
 

@@ -156,8 +156,13 @@ def _remove_numbers(turn: Any) -> Any:
 
 def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
     for field in _CAPTION_FIELDS:
-        if field in row:
-            return _text(row[field], f"{row[KEY]}.{field}", place)
+        if field not in row:
+            continue
+        try:
+            return row[field].decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            problem = f"{row[KEY]}.{field} is not UTF-8"
+            raise place.error(problem, "save it as UTF-8") from error
     if isinstance(value, Mapping):
         for name in _CAPTION_KEYS:
             text = first_of(value.get(name), place)
@@ -167,15 +172,6 @@ def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
         f"{row[KEY]} has no text (fields: {_fields(row)})",
         "add .txt with a caption, or .json with conversations or messages",
     )
-
-
-def _text(value: Any, name: str, place: Place) -> str:
-    if isinstance(value, bytes):
-        try:
-            value = value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise place.error(f"{name} is not UTF-8", "save it as UTF-8") from error
-    return place.as_string(value, name).strip()
 
 
 READER = Reader(
