@@ -32,11 +32,9 @@ def unpack(path: Path, limits: Limits) -> Path:
             while data := _read(stream, path):
                 out.write(data)
                 if out.tell() > max_bytes:
-                    raise DataError(
-                        str(path),
-                        f"its {state.st_size} bytes unpack to more than {max_bytes}",
-                        "raise limits.archive_bytes (--limits archive_bytes=NUMBER)",
-                    )
+                    problem = f"its {state.st_size} bytes unpack to more than {max_bytes}"
+                    remedy = "raise limits.archive_bytes (--limits archive_bytes=NUMBER)"
+                    raise DataError(str(path), problem, remedy)
 
     name = f"{path.stem}.tar" if path.suffix == ".tgz" else path.stem
     key = f"{path} {state.st_size} {state.st_mtime_ns}"

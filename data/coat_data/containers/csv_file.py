@@ -27,9 +27,8 @@ class CsvRows(IndexedFiles):
             self.columns = self._record(stream.read(header[1]), row_name(str(path), 0))
         self.columns[0] = self.columns[0].removeprefix(_BOM)
         if len(set(self.columns)) < len(self.columns):
-            raise DataError(
-                str(path), f"the header names a column twice: {self.columns}", "rename one"
-            )
+            problem = f"the header names a column twice: {self.columns}"
+            raise DataError(str(path), problem, "rename one")
         super().__init__([path])
 
     def parse(self, data: bytes, index: int) -> dict[str, Any]:

@@ -134,9 +134,8 @@ def _open_media(folder: Path) -> Rows:
         return rows
     listed = [path.name for path in sorted(folder.iterdir()) if path.suffix in _JSON_SUFFIXES]
     if listed:
-        raise DataError(
-            str(folder), f"this folder holds {', '.join(listed[:5])}", "name one of these files"
-        )
+        problem = f"this folder holds {', '.join(listed[:5])}"
+        raise DataError(str(folder), problem, "name one of these files")
     texts = [path for path in sorted(folder.rglob("*.txt")) if path.is_file()]
     if texts:
         return TextRows(texts)

@@ -67,9 +67,8 @@ def _sample_spans(stream: BinaryIO, where: str, size: int) -> Iterator[tuple[int
         with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", tarinfo=_Header) as archive:
             for info, key, _ in _members(archive, where):
                 if info.offset_data + info.size > size:
-                    raise DataError(
-                        where, f"the tar breaks off in {printable(info.name)!r}", "copy it again"
-                    )
+                    problem = f"the tar breaks off in {printable(info.name)!r}"
+                    raise DataError(where, problem, "copy it again")
                 if key != current:
                     if current is not None:
                         yield start, end
@@ -115,9 +114,8 @@ def _members(archive: tarfile.TarFile, where: str) -> Iterator[tuple[tarfile.Tar
         elif info.isfile() and (path.is_absolute() or ".." in path.parts):
             problem = "leaves the archive"
         if problem is not None:
-            raise DataError(
-                where, f"the member {name!r} {problem}", "write the tar again, or do not use it"
-            )
+            problem = f"the member {name!r} {problem}"
+            raise DataError(where, problem, "write the tar again, or do not use it")
         base, dot, field = path.name.partition(".")
         if info.isfile() and base and dot and path.parts[0] != "__MACOSX":
             yield info, str(path.parent / base), field.lower()

@@ -40,9 +40,8 @@ class TextRows(IndexedFiles):
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
-                self.where(index), f"is not UTF-8 text: {error}", "convert it"
-            ) from error
+            problem = f"is not UTF-8 text: {error}"
+            raise DataError(self.where(index), problem, "convert it") from error
         return {"text": text, "continues": index + 1 not in self._file_ends}
 
 

@@ -62,11 +62,8 @@ def tag_box(
             "give boxes within the image; objects.bbox_type is real (pixels), norm1 or norm1000",
         )
     if len(given) == 4 and (given[2] < given[0] or given[3] < given[1]):
-        raise DataError(
-            where,
-            f"{shown} ends before it starts",
-            "give [x1, y1, x2, y2]: two corners, not a corner and a size",
-        )
+        remedy = "give [x1, y1, x2, y2]: two corners, not a corner and a size"
+        raise DataError(where, f"{shown} ends before it starts", remedy)
     return f"<bbox {image} {size[0]} {size[1]}>{json.dumps(given)}</bbox>"
 
 
@@ -150,11 +147,8 @@ def write_boxes(
         numbers = [float(number) for number in _NUMBER.findall(found[2])]
         length = 2 if len(numbers) == 2 else 4
         if len(numbers) % length:
-            raise DataError(
-                where,
-                f"{found[0].strip()!r} has {len(numbers)} numbers",
-                "give two corners per box, or one point",
-            )
+            problem = f"{found[0].strip()!r} has {len(numbers)} numbers"
+            raise DataError(where, problem, "give two corners per box, or one point")
         starts = range(0, len(numbers), length)
         boxes = ", ".join(box(numbers[at : at + length], thousandths, image) for at in starts)
         if with_tags:

@@ -104,10 +104,8 @@ def _column(
     for name in names:
         if name in by_lower and not is_missing(row.get(by_lower[name])):
             return by_lower[name]
-    raise place.error(
-        f"there is no {what} (columns: {', '.join(map(str, row))})",
-        f"name the column one of {', '.join(names)}, or map it with columns",
-    )
+    problem = f"there is no {what} (columns: {', '.join(map(str, row))})"
+    raise place.error(problem, f"name the column one of {', '.join(names)}, or map it with columns")
 
 
 def _is_video_set(row: Any) -> bool:

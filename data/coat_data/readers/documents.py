@@ -37,10 +37,9 @@ def _from_text(row: Any, place: Place) -> Sample:
     row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
-        raise place.error(
-            f"there is no text (fields: {', '.join(map(str, row)) or 'none'})",
-            f"name the field one of {', '.join(_FIELDS)}, or map it: columns: {{text: FIELD}}",
-        )
+        problem = f"there is no text (fields: {', '.join(map(str, row)) or 'none'})"
+        remedy = f"name the field one of {', '.join(_FIELDS)}, or map it: columns: {{text: FIELD}}"
+        raise place.error(problem, remedy)
     text = place.as_string(row[name], name)
     if not text.strip():
         raise place.error(f"{name} is empty", "fill it or remove the row")
@@ -71,16 +70,12 @@ def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[in
         name = f"image_info[{number}]"
         index = info.get("matched_text_index")
         if not isinstance(index, int) or not 0 <= index < num_sentences:
-            raise place.error(
-                f"{name}.matched_text_index is {index!r}",
-                f"give the number of one of the {num_sentences} sentences",
-            )
+            problem = f"{name}.matched_text_index is {index!r}"
+            raise place.error(problem, f"give the number of one of the {num_sentences} sentences")
         file, data = info.get("image_name"), info.get("image_base64")
         if file is None and data is None:
-            raise place.error(
-                f"{name} has neither image_name nor image_base64",
-                "download the images (raw_url is their address) and name the files",
-            )
+            remedy = "download the images (raw_url is their address) and name the files"
+            raise place.error(f"{name} has neither image_name nor image_base64", remedy)
         field, item = ("image_name", file) if data is None else ("image_base64", {"base64": data})
         images[index].append(to_media(item, "image", f"{name}.{field}", place))
     return images
@@ -103,10 +98,8 @@ def _from_page(row: Any, place: Place) -> Sample:
         text = None if text == "" and not is_missing(image) else text
         if is_missing(image) == (text is None):
             both = "both null or missing" if text is None else "both set"
-            raise place.error(
-                f"images[{number}] and texts[{number}] are {both}",
-                "give lists of equal length, in which one of the two is null at each place",
-            )
+            remedy = "give lists of equal length, in which one of the two is null at each place"
+            raise place.error(f"images[{number}] and texts[{number}] are {both}", remedy)
         if text is None:
             media.append(to_media(image, "image", f"images[{number}]", place))
             parts.append(Part("image"))

@@ -178,10 +178,8 @@ def _by_parts(
         turns.append(Turn(role, tuple(parts)))
     left = sum(len(items) for items in waiting.values())
     if left:
-        raise place.error(
-            f"{left} files of the row are shown in no message",
-            'add parts {"type": "image"} or remove the files',
-        )
+        problem = f"{left} files of the row are shown in no message"
+        raise place.error(problem, 'add parts {"type": "image"} or remove the files')
     return tuple(turns), tuple(media)
 
 
@@ -209,10 +207,8 @@ def _fill_objects(
             piece.text = _OBJECT_TOKEN.sub(fill, piece.text)
     for left, token in ((list(names), "<ref-object>"), (list(boxes), "<bbox>")):
         if left:
-            raise place.error(
-                f"objects has {len(left)} more entries than the texts have {token}",
-                f"write {token} where each of them belongs, or remove them",
-            )
+            problem = f"objects has {len(left)} more entries than the texts have {token}"
+            raise place.error(problem, f"write {token} where each of them belongs, or remove them")
 
 
 def _edges(

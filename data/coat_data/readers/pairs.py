@@ -75,9 +75,8 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
         try:
             question, answer = pair[keys[0]], pair[keys[1]]
         except (KeyError, IndexError, TypeError) as error:
-            raise place.error(
-                f"{name}[{number}] is no question and answer", f"give it {keys[0]}, {keys[1]}"
-            ) from error
+            problem = f"{name}[{number}] is no question and answer"
+            raise place.error(problem, f"give it {keys[0]}, {keys[1]}") from error
         said.append(("user", place.as_string(question, f"{name}[{number}] (question)")))
         said.append(("assistant", place.as_string(answer, f"{name}[{number}] (answer)")))
     return said

@@ -110,15 +110,12 @@ def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     last = sample.turns[-1]
     only_text = {part.kind for part in last.parts} <= {"text"} and not last.fields()
     if last.role != "assistant" or not only_text:
-        raise DataError(
-            sample.where,
-            "the chosen answer is no text at the end of the conversation",
-            "give both answers as texts, without calls and reasoning, or remove the row",
-        )
+        problem = "the chosen answer is no text at the end of the conversation"
+        remedy = "give both answers as texts, without calls and reasoning, or remove the row"
+        raise DataError(sample.where, problem, remedy)
     if last.text == part.text:
-        raise DataError(
-            sample.where, "the chosen and the rejected answer are equal", "remove the row"
-        )
+        problem = "the chosen and the rejected answer are equal"
+        raise DataError(sample.where, problem, "remove the row")
     sample = sample.only_last_supervised()
     return replace(sample, rejected=part.text, rejected_tagged=part.tagged)
 
@@ -129,18 +126,13 @@ def _check_conversations(
     """Check the speakers of both answers and what is before them; return the chosen one's."""
     before = [_turns(row[name])[:-1] for name in (CHOSEN, worse)]
     if before[0] != before[1]:
-        raise DataError(
-            where,
-            "the conversations of chosen and rejected differ before their last answer",
-            "let them differ only in the last answer, or remove the row",
-        )
+        problem = "the conversations of chosen and rejected differ before their last answer"
+        remedy = "let them differ only in the last answer, or remove the row"
+        raise DataError(where, problem, remedy)
     speakers = {name: _speaker(row[name]) for name in (CHOSEN, worse)}
     if None not in speakers.values() and speakers[CHOSEN] != speakers[worse]:
-        raise DataError(
-            where,
-            f"the answers have different speakers: {speakers}",
-            "let the assistant give both, or remove the row",
-        )
+        problem = f"the answers have different speakers: {speakers}"
+        raise DataError(where, problem, "let the assistant give both, or remove the row")
     # UltraFeedback repeats the chosen conversation in messages.
     told = [[_said(turn) for turn in turns] for turns in (_turns(row[CHOSEN]), before[0])]
     for name in _TURNS if before[0] else ():

@@ -57,10 +57,8 @@ def _choice(row: Row, place: Place) -> Said:
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
-        raise place.error(
-            f"answer is {answer!r}, with {len(choices)} choices",
-            "give the number of the choice, from 0, or its letter",
-        )
+        problem = f"answer is {answer!r}, with {len(choices)} choices"
+        raise place.error(problem, "give the number of the choice, from 0, or its letter")
     hint = row.get("hint")
     context = [f"Context: {place.as_string(hint, 'hint')}"] if hint else []
     options = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]

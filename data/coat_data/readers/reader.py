@@ -72,9 +72,8 @@ class Place:
         try:
             value.encode("utf-8")  # a lone surrogate parses as JSON but is not a character
         except UnicodeEncodeError as error:
-            raise self.error(
-                f"{name} has a broken character at {error.start}", "remove the \\ud... escape"
-            ) from error
+            problem = f"{name} has a broken character at {error.start}"
+            raise self.error(problem, "remove the \\ud... escape") from error
         return value
 
     def as_list(self, value: object, name: str) -> Sequence[Any]:

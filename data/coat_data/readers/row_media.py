@@ -50,9 +50,8 @@ def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
         raise place.error(f"{field} is an empty list", "list the frames of the video")
     frames = [to_media(one, "image", f"{field}[{n}]", place) for n, one in enumerate(items)]
     if any(frame.data is not None for frame in frames):
-        raise place.error(
-            f"{field} has embedded frames", "store them as files and give their paths"
-        )
+        problem = f"{field} has embedded frames"
+        raise place.error(problem, "store them as files and give their paths")
     paths = tuple(frame.path or "" for frame in frames)
     return Media(kind="video", path=paths[0], frames=paths)
 
@@ -130,10 +129,8 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 def media_path(text: str, field: str, place: Place) -> str:
     """Return the absolute path or the URL of a medium."""
     if not text or "\0" in text or len(text) > _LONGEST_PATH:
-        raise place.error(
-            f"{field} {text[:80]!r} is not a path",
-            f"name a file, or remove {field} from a row without media",
-        )
+        problem = f"{field} {text[:80]!r} is not a path"
+        raise place.error(problem, f"name a file, or remove {field} from a row without media")
     return place.root.file(text, place.where)
 
 

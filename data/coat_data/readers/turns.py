@@ -136,10 +136,8 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
     if not known or len(set(found.values())) > 1:
         raise place.error(f"{name} has {found}", f"set {key} to 0 or 1")
     if value and role != "assistant":
-        raise place.error(
-            f"{name}.{key} is {value!r} in a turn of {role}",
-            "only answers can be supervised: set it to 0 or remove it",
-        )
+        problem = f"{name}.{key} is {value!r} in a turn of {role}"
+        raise place.error(problem, "only answers can be supervised: set it to 0 or remove it")
     return bool(value)
 
 

@@ -168,10 +168,8 @@ def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
             text = first_of(value.get(name), place)
             if isinstance(text, str):
                 return place.as_string(text, name).strip()
-    raise place.error(
-        f"{row[KEY]} has no text (fields: {_fields(row)})",
-        "add .txt with a caption, or .json with conversations or messages",
-    )
+    problem = f"{row[KEY]} has no text (fields: {_fields(row)})"
+    raise place.error(problem, "add .txt with a caption, or .json with conversations or messages")
 
 
 READER = Reader(

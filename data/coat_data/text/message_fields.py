@@ -88,9 +88,8 @@ def _parse(value: Any, field: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            field, f"{value[:80]!r} is not JSON: {error}", "write it as JSON"
-        ) from error
+        problem = f"{value[:80]!r} is not JSON: {error}"
+        raise DataError(field, problem, "write it as JSON") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -102,7 +101,6 @@ def _without_nulls(value: Any) -> Any:
 def _word(value: Any, field: str) -> str:
     """Return an id or a name, which templates write as a part of their own text."""
     if not isinstance(value, str) or not _WORD.fullmatch(value):
-        raise DataError(
-            field, f"is {value!r}", "write it with letters, digits and any of _ . : / -"
-        )
+        problem = f"is {value!r}"
+        raise DataError(field, problem, "write it with letters, digits and any of _ . : / -")
     return value

@@ -41,9 +41,8 @@ def media_bytes(media: Media) -> bytes:
     try:
         return Path(media.path or "").read_bytes()
     except OSError as error:
-        raise DataError(
-            str(media.path), f"unreadable: {error.strerror}", "check path and media_root"
-        ) from error
+        problem = f"unreadable: {error.strerror}"
+        raise DataError(str(media.path), problem, "check path and media_root") from error
 
 
 def list_bad(path: Path, errors: Iterable[DataError]) -> None:
@@ -61,9 +60,8 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
     """
     target = Path(out_dir).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise DataError(
-            str(target), "already exists and is not empty", "choose another folder or delete it"
-        )
+        problem = "already exists and is not empty"
+        raise DataError(str(target), problem, "choose another folder or delete it")
     with hold_lock(target.with_name(f".{target.name}.lock"), f"data (which writes {target})"):
         for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.new"):  # of a killed one
             shutil.rmtree(leftover, ignore_errors=True)
