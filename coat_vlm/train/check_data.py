@@ -1,6 +1,7 @@
 """Checks the data of a stage before training: paths, formats, and sixteen rows of every source."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from coat_data.containers.remote_file import is_url
@@ -91,75 +92,54 @@ def check_stage_data(
     """
     stage = recipe.stages[name]
     encoder = None
-    if processor is not None:
-        try:
-            encoder = processor.encoder(template=stage.template)
-            verify_template(encoder)
-            encoder.preferences = stage.dpo is not None
-        except ValueError as error:
-            problems.append(f"stages.{name}: {error}")
-            encoder = None
+    with _noting(problems, f"stages.{name}"):
+        if processor is not None:
+            made = processor.encoder(template=stage.template)
+            verify_template(made)
+            made.preferences = stage.dpo is not None
+            encoder = made
     trained = recipe.model.tokenizer.train_vocab_size is None or recipe.init_from is not None
     check = RowCheck(encoder, measures=trained)
-    sources, datasets, whole = _open(recipe, name, problems)
-    for source, rows in zip(sources, datasets, strict=True):
-        _report(
-            name, source, _find_problems(rows, check), stage.max_bad_samples > 0, problems, notes
-        )
-    for source in stage.val_data:
-        try:
-            rows = open_source(source, recipe.seed, access=access_of(recipe), without_weights=True)
-        except (ValueError, OSError) as error:
-            problems.append(f"stages.{name}.val_data {source.name}: {error}")
-            continue
-        _report(name, source, _find_problems(rows, check), False, problems, notes)
-    if not whole:
-        return
-    try:
-        mix_sources(sources, datasets, recipe.seed)
-    except ValueError as error:
-        problems.append(f"stages.{name}.data: {error}")
-
-
-def _open(
-    recipe: Recipe, name: StageName, problems: list[str]
-) -> tuple[list[SourceConfig], list[Rows], bool]:
-    """Open the training sources one by one; returns also whether all could be opened."""
     sources: list[SourceConfig] = []
     datasets: list[Rows] = []
     before = len(problems)
-    for source in recipe.stages[name].data:
-        try:
+    for source in stage.data:
+        with _noting(problems, f"stages.{name}.data {source.name}"):
             found, opened = open_sources([source], recipe.seed, access_of(recipe))
-        except (ValueError, OSError) as error:
-            problems.append(f"stages.{name}.data {source.name}: {error}")
-            continue
-        sources += found
-        datasets += opened
-    try:
+            sources += found
+            datasets += opened
+    with _noting(problems, f"stages.{name}.data"):
         check_names(sources)
-    except ValueError as error:
-        problems.append(f"stages.{name}.data: {error}")
-    return sources, datasets, len(problems) == before
+        if len(problems) == before:
+            mix_sources(sources, datasets, recipe.seed)
+
+    def report(source: SourceConfig, rows: Rows, *, replaces: bool) -> None:
+        """Add the bad rows of a source: a problem if training would stop at them, else a note."""
+        where = f"stages.{name} {source.name}"
+        number, errors = _find_problems(rows, check)
+        if errors and isinstance(errors[-1], UnreachableError):
+            notes.append(f"{where}: not all rows were inspected: {errors[-1]}")
+            number, errors = number - 1, errors[:-1]
+        if not errors:
+            return
+        fatal = not replaces or len(errors) == number
+        lines = [summarize(equal) for equal in group_equal(errors)]
+        allowed = "" if fatal else " (max_bad_samples allows some)"
+        head = f"{where}: {len(errors)} of {number} inspected rows are bad{allowed}"
+        (problems if fatal else notes).append("\n".join([f"{head}:", *lines]))
+
+    for source, rows in zip(sources, datasets, strict=True):
+        report(source, rows, replaces=stage.max_bad_samples > 0)
+    for source in stage.val_data:
+        with _noting(problems, f"stages.{name}.val_data {source.name}"):
+            rows = open_source(source, recipe.seed, access=access_of(recipe), without_weights=True)
+            report(source, rows, replaces=False)
 
 
-def _report(
-    name: StageName,
-    source: SourceConfig,
-    checked: tuple[int, Sequence[DataError]],
-    replaces: bool,
-    problems: list[str],
-    notes: list[str],
-) -> None:
-    """Add the bad rows of a source: a problem if training would stop at them, else a note."""
-    number, errors = checked
-    if errors and isinstance(errors[-1], UnreachableError):
-        notes.append(f"stages.{name} {source.name}: not all rows were inspected: {errors[-1]}")
-        number, errors = number - 1, errors[:-1]
-    if not errors:
-        return
-    fatal = not replaces or len(errors) == number
-    lines = [summarize(equal) for equal in group_equal(errors)]
-    allowed = "" if fatal else " (max_bad_samples allows some)"
-    head = f"stages.{name} {source.name}: {len(errors)} of {number} inspected rows are bad{allowed}"
-    (problems if fatal else notes).append("\n".join([f"{head}:", *lines]))
+@contextmanager
+def _noting(problems: list[str], where: str) -> Iterator[None]:
+    """Add an error of a recipe's entry to ``problems``."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problems.append(f"{where}: {error}")

@@ -11,6 +11,7 @@ first special token behind the answer.
 import json
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -33,11 +34,14 @@ _JSON = ('"', "\\", *map(chr, range(32)))
 """Characters that JSON writes in another way."""
 
 
+_Kind = Literal["text", "image", "video", "reasoning", "name", "call"]
+
+
 class _Piece(NamedTuple):
     """A string of a conversation."""
 
     turn: int
-    kind: Literal["text", "image", "video", "reasoning", "name", "call"]
+    kind: _Kind
     text: str
 
 
@@ -57,12 +61,9 @@ class _Marked(NamedTuple):
     """A piece whose words are hidden."""
 
     words: list[str]
-    text: str
-    """With the private character in the place of each character of a word."""
-    lead: str
-    """The text before the first word."""
-    tail: str
-    """The text behind the last word."""
+    text: str  # with the private character in the place of each character of a word
+    lead: str  # before the first word
+    tail: str  # behind the last word
 
 
 class JinjaTemplate:
@@ -94,8 +95,7 @@ class JinjaTemplate:
         self._special = any_of(special)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         kept = {token for token in added if token.strip()} - special - {self.image_token}
-        constants = {first or second for first, second in _STRING.findall(self._source)}
-        constants = {text.replace("\\n", "\n") for text in constants}
+        constants = {(a or b).replace("\\n", "\n") for a, b in _STRING.findall(self._source)}
         words = {
             text for text in constants if len(text.strip()) > 1 and not self._special.search(text)
         }
@@ -125,14 +125,14 @@ class JinjaTemplate:
         self._check_tools(turns, tools)
         turns = [self.adapt(turn) for turn in turns]
         answered = [*turns, _NEXT] if add_generation_prompt and not self._prompts else turns
-        pieces = list(_pieces(answered))
+        pieces = self._pieces(answered)
         text, spans, cut = self._align(answered, tools, pieces, add_generation_prompt)
         self._check_media(spans, tools, text)
         if len(answered) > len(turns):
             next_answer = next(span for span in spans if span.piece.turn == len(turns))
             text = text[: next_answer.start]
             spans = [span for span in spans if span.end <= next_answer.start]
-        by_turn: dict[int, list[_Span]] = {number: [] for number in range(-1, len(turns))}
+        by_turn: defaultdict[int, list[_Span]] = defaultdict(list)
         for span in spans:
             by_turn[span.piece.turn].append(span)
         places = [*(span.start for span in spans), len(text)]
@@ -177,10 +177,9 @@ class JinjaTemplate:
                 continue
             role = turns[number - 1].role if number else ""
             place = max((span.end for span in by_turn[number - 1]), default=-1)
-            start = None
             own = by_turn[number]
             if number in cut:
-                pass
+                start = None
             elif all(one.role != "user" for one in turns[:number]):
                 start = self._find_first(text, turn, own)
             elif place >= 0 and role in headers and text.startswith(headers[role], place):
@@ -224,7 +223,7 @@ class JinjaTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """Render turns whose strings are the texts of ``pieces``."""
-        messages = [self._message(turn, pieces) for turn in turns]
+        messages = [self._message(turn, lambda *_: next(pieces).text) for turn in turns]
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             return self.apply(messages, add_generation_prompt=add_generation_prompt, **options)
@@ -239,7 +238,7 @@ class JinjaTemplate:
     def _prompts(self) -> str:
         """What the template writes for generation behind a question; empty for nothing."""
         question = [Turn("user", (Part("text", "a"),))]
-        pieces = list(_pieces(question))
+        pieces = self._pieces(question)
         text, prompt = (self._write(question, (), iter(pieces), p) for p in (False, True))
         if text == prompt:
             return ""
@@ -257,16 +256,29 @@ class JinjaTemplate:
         text = self._write([*turns, _NEXT], tools, iter([*own, last]), False)
         return text[: text.index(last.text)]
 
-    def _message(self, turn: Turn, pieces: Iterator[_Piece]) -> dict[str, Any]:
-        parts = [(part.kind, next(pieces).text) for part in turn.parts]
+    def _message(self, turn: Turn, write: Callable[[_Kind, str], str]) -> dict[str, Any]:
+        """Return the message of a turn, in which ``write`` replaces each string."""
+        parts = [(part.kind, write(part.kind, part.text)) for part in turn.parts]
         message = {"role": turn.role, "content": self.content(parts), **turn.fields()}
         if message.pop("reasoning_content", None):
-            message[self._reasoning] = next(pieces).text
+            message[self._reasoning] = write("reasoning", turn.reasoning)
         for written, call in zip(message.get("tool_calls", ()), turn.tool_calls, strict=True):
-            name = next(pieces).text
-            arguments = _map_strings(call.arguments, lambda _: next(pieces).text)
+            name = write("name", call.name)
+            arguments = _map_strings(call.arguments, lambda text: write("call", text))
             written["function"] = {"name": name, "arguments": arguments}
         return message
+
+    def _pieces(self, turns: Sequence[Turn]) -> list[_Piece]:
+        """Return the strings of a conversation, in the order in which messages are written."""
+        pieces: list[_Piece] = []
+        for number, turn in enumerate(turns):
+
+            def add(kind: _Kind, text: str, number: int = number) -> str:
+                pieces.append(_Piece(number, kind, text))
+                return text
+
+            self._message(turn, add)
+        return pieces
 
     def _align(
         self,
@@ -365,9 +377,9 @@ class JinjaTemplate:
 
     def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
         """Check that no text of the row that is rendered as the template's has special tokens."""
-        if not tools and not any(turn.tool_calls for turn in turns):
-            return
         calls = [call for turn in turns for call in turn.tool_calls]
+        if not tools and not calls:
+            return
         keys = [(call.name, _map_strings(call.arguments, lambda _: "")) for call in calls]
         written = json.dumps([list(tools), keys], ensure_ascii=False)
         if found := self._special.search(written) or re.search(_RUN, written):
@@ -428,21 +440,6 @@ class _MismatchError(Exception):
     """The conversation with other words is rendered as another text."""
 
 
-def _pieces(turns: Sequence[Turn]) -> Iterator[_Piece]:
-    """Yield the strings of a conversation, in the order in which messages are written."""
-    texts: list[str] = []
-    for number, turn in enumerate(turns):
-        for part in turn.parts:
-            yield _Piece(number, part.kind, part.text)
-        if turn.reasoning:
-            yield _Piece(number, "reasoning", turn.reasoning)
-        for call in turn.tool_calls:
-            yield _Piece(number, "name", call.name)
-            texts.clear()
-            _map_strings(call.arguments, lambda text: texts.append(text) or text)
-            yield from (_Piece(number, "call", text) for text in texts)
-
-
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Change the strings in values of JSON, except keys."""
     if isinstance(value, str):
@@ -461,22 +458,18 @@ def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]
     """
     if piece.kind in ("image", "video"):
         return _Marked([piece.text], mark, "", "")
+    text = piece.text
+    kept_at = [found.span() for found in kept[piece.kind == "call"].finditer(text)]
     words: list[str] = []
-    marked: list[str] = []
-    place = behind = 0  # behind the last string that is kept, and behind the last word
-    lead = piece.text
-    for found in [*kept[piece.kind == "call"].finditer(piece.text), None]:
-        start, end = (len(piece.text),) * 2 if found is None else found.span()
-        text = piece.text[place:start]
-        if word := text.strip():
-            first = place + text.index(word)
-            lead = lead if words else piece.text[:first]
-            behind = first + len(word)
+    marked, behind, lead = "", 0, text  # ``behind``: the place behind the last word
+    for (_, place), (end, _) in pairwise([(0, 0), *kept_at, (len(text), 0)]):
+        if word := text[place:end].strip():
+            start = text.index(word, place)
+            lead = lead if words else text[:start]
+            marked += text[behind:start] + mark * len(word)
+            behind = start + len(word)
             words.append(word)
-            text = text.replace(word, mark * len(word), 1)
-        marked += [text, piece.text[start:end]]
-        place = end
-    return _Marked(words, "".join(marked), lead, piece.text[behind:])
+    return _Marked(words, marked + text[behind:], lead, text[behind:])
 
 
 def _find_start(

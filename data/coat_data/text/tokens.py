@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from coat_data.sample import DataError
 
@@ -116,7 +116,12 @@ class SegmentTokenizer:
         self._special_text = any_of(self._names)
         self._named: dict[str, str] = {}
         self._copy = _renamed_copy(backend, self._names)
-        self._check_ids()
+        for index, token in self._special.items():
+            if self._copy.token_to_id(self._names[token]) != index:
+                raise ValueError(
+                    f"the tokenizer {tokenizer.name_or_path!r} gives its special token {token!r} "
+                    "another id than its tokenizer.json; save it again with transformers"
+                )
         a, twice = (self._copy.encode(text, add_special_tokens=False).ids for text in ("a", "a a"))
         self.hides_first_space = self._copy.decode(twice[len(a) :]) == "a"
         with_begin = tokenizer.encode("a", add_special_tokens=True)
@@ -224,14 +229,6 @@ class SegmentTokenizer:
             return False
         return self._copy.encode(text[:place], add_special_tokens=False).ids != ids[:number]
 
-    def _check_ids(self) -> None:
-        for index, token in self._special.items():
-            if self._copy.token_to_id(self._names[token]) != index:
-                raise ValueError(
-                    f"the tokenizer {self._tokenizer.name_or_path!r} gives its special token "
-                    f"{token!r} another id than its tokenizer.json; save it again with transformers"
-                )
-
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of any of ``tokens``, the longest first; fast for thousands of them."""
@@ -259,13 +256,7 @@ def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    cut = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    largest = max((token["id"] for token in state["added_tokens"]), default=0)
     vocab = state["model"].get("vocab")
-    size = 0 if vocab is None else len(vocab)
-    state["added_tokens"].append(
-        {"id": max(largest + 1, size), "content": _CUT, "special": True, **cut}
-    )
     if state["model"].get("unk_token") in names:
         state["model"]["unk_token"] = names[state["model"]["unk_token"]]
     if isinstance(vocab, dict):
@@ -273,4 +264,6 @@ def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     elif vocab is not None:  # of Unigram: pieces with their scores
         state["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     state.update(truncation=None, padding=None, post_processor=None)
-    return Tokenizer.from_str(json.dumps(state))
+    copy = Tokenizer.from_str(json.dumps(state))
+    copy.add_special_tokens([AddedToken(_CUT, normalized=False)])
+    return copy
