@@ -12,7 +12,7 @@ from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, Sample, UnreachableError
 from coat_data.text.chat import PlainTemplate
 from coat_data.tools.lint import MediaCheck, find_media_problem
-from coat_data.tools.problems import group_equal, summarize
+from coat_data.tools.problems import ProblemList
 from coat_vlm.config import Recipe, SourceConfig, StageName
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.open_sources import (
@@ -123,10 +123,14 @@ def check_stage_data(
         if not errors:
             return
         fatal = not replaces or len(errors) == number
-        lines = [summarize(equal) for equal in group_equal(errors)]
         allowed = "" if fatal else " (max_bad_samples allows some)"
         head = f"{where}: {len(errors)} of {number} inspected rows are bad{allowed}"
-        (problems if fatal else notes).append("\n".join([f"{head}:", *lines]))
+        lines = [f"{head}:"]
+        equal = ProblemList(lines.append, shown=0)
+        for error in errors:
+            equal.add(error)
+        equal.finish()
+        (problems if fatal else notes).append("\n".join(lines))
 
     for source, rows in zip(sources, datasets, strict=True):
         report(source, rows, replaces=stage.max_bad_samples > 0)

@@ -5,11 +5,11 @@ their own, so that none can look like a part of the template.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from coat_data.sample import Turn, starts_with_answer
-from coat_data.text.jinja import JinjaTemplate
+from coat_data.text.jinja import JinjaTemplate, Tools
 from coat_data.text.tokens import Segment, TokenizerLike
 
 VICUNA_SYSTEM = (
@@ -63,11 +63,7 @@ class _BuiltIn(ABC):
     as_transformers = False
 
     def render(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool = False,
+        self, turns: Sequence[Turn], tools: Tools = (), *, add_generation_prompt: bool = False
     ) -> list[Segment]:
         """Return the segments of ``turns``, and optionally the text before the next answer."""
         used = {

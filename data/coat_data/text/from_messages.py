@@ -41,8 +41,7 @@ def messages_to_sample(
                 f'given); put the path under the key "{kind}" of the part'
             )
         media.append(to_media(source, kind))
-    unused = len(list(remaining))
-    if unused:
+    if unused := len(list(remaining)):
         raise ValueError(
             f"{len(images)} images are given, {unused} more than the messages have places for; "
             'add parts {"type": "image"} or give fewer images'
@@ -95,12 +94,12 @@ def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
     if isinstance(picture, Sequence) or hasattr(picture, "__array__"):
         each: Any = picture
         frames = [to_media(frame, "image") for frame in each]
-        if frames and all(frame.data is None for frame in frames):
-            paths = tuple(str(frame.path) for frame in frames)
+        paths = tuple(str(frame.path) for frame in frames if frame.data is None)
+        data = tuple(frame.data for frame in frames if frame.data is not None)
+        if paths and not data:
             return Media(kind=kind, path=paths[0], frames=paths)
-        if frames and all(frame.data is not None for frame in frames):
-            names = tuple(f"<frame {number}>" for number in range(len(frames)))
-            data = tuple(frame.data or b"" for frame in frames)
+        if data and not paths:
+            names = tuple(f"<frame {number}>" for number in range(len(data)))
             return Media(kind=kind, path="<video frames>", frames=names, frames_data=data)
     raise ValueError(
         f"a video is {type(picture).__name__}; give a path, encoded bytes, an array "
@@ -120,10 +119,10 @@ def _encode_image(picture: Any) -> bytes:
                 "(3, H, W) of 8-bit values"
             )
         picture = Image.fromarray(np.ascontiguousarray(array))
-    buffer = io.BytesIO()
     # Modes with special rules in open_image are not converted here.
     if picture.mode not in ("L", "P", "RGBA", "LA", "I", "I;16", "F"):
         picture = picture.convert("RGB")
+    buffer = io.BytesIO()
     if picture.mode in ("I", "F"):
         picture.save(buffer, "TIFF")
     else:

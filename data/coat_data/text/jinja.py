@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
 
@@ -34,6 +34,9 @@ _JSON = ('"', "\\", *map(chr, range(32)))
 """Characters that JSON writes in another way."""
 
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+_Edits: TypeAlias = dict[int, tuple[int, str, bool]]
+"""Changes of the rendered text by their start: end, new text, and whether it is supervised."""
 _Kind = Literal["text", "image", "video", "reasoning", "name", "call"]
 
 
@@ -106,11 +109,7 @@ class JinjaTemplate:
         ]
 
     def render(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool = False,
+        self, turns: Sequence[Turn], tools: Tools = (), *, add_generation_prompt: bool = False
     ) -> list[Segment]:
         """Return the segments of ``turns``, and optionally the text before the next answer.
 
@@ -137,7 +136,7 @@ class JinjaTemplate:
             by_turn[span.piece.turn].append(span)
         places = [*(span.start for span in spans), len(text)]
         answers: list[tuple[int, int]] = []
-        edits: dict[int, tuple[int, str, bool]] = {}  # by start: end, new text, whether supervised
+        edits: _Edits = {}
         starts = self._find_starts(turns, tools, text, by_turn, pieces, cut, edits)
         for number, turn in enumerate(turns):
             own = by_turn[number]
@@ -162,12 +161,12 @@ class JinjaTemplate:
     def _find_starts(
         self,
         turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         text: str,
         by_turn: Mapping[int, list[_Span]],
         pieces: list[_Piece],
         cut: set[int],
-        edits: dict[int, tuple[int, str, bool]],
+        edits: _Edits,
     ) -> dict[int, int]:
         """Return where the supervised answers start, by number of the turn; without those cut."""
         starts: dict[int, int] = {}
@@ -218,7 +217,7 @@ class JinjaTemplate:
     def _write(
         self,
         turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         pieces: Iterator[_Piece],
         add_generation_prompt: bool,
     ) -> str:
@@ -245,9 +244,7 @@ class JinjaTemplate:
         eos = self._tokenizer.special_tokens_map.get("eos_token") or ""  # Phi-3's, only at the end
         return prompt.removeprefix(text.removesuffix(eos)) or prompt
 
-    def _write_prompt(
-        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], pieces: list[_Piece]
-    ) -> str:
+    def _write_prompt(self, turns: Sequence[Turn], tools: Tools, pieces: list[_Piece]) -> str:
         """Render the text before the answer to ``turns``."""
         if self._prompts:
             return self._write(turns, tools, iter(pieces), True)
@@ -281,11 +278,7 @@ class JinjaTemplate:
         return pieces
 
     def _align(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]],
-        pieces: list[_Piece],
-        add_generation_prompt: bool,
+        self, turns: Sequence[Turn], tools: Tools, pieces: list[_Piece], add_generation_prompt: bool
     ) -> tuple[str, list[_Span], set[int]]:
         """Return the rendered text, the places of the pieces, and turns whose text is incomplete.
 
@@ -303,7 +296,8 @@ class JinjaTemplate:
             shown = (p._replace(text=m.text) for p, m in zip(pieces, marked, strict=True))
             with_marks = self._write(turns, tools, shown, add_generation_prompt)
             try:
-                return text, *self._match(text, with_marks, pieces, marked, turns)
+                spans, found = self._match(text, with_marks, pieces, marked)
+                return text, spans, _find_cut(turns, pieces, marked, found)
             except _MismatchError as error:
                 problem = str(error)
         raise ValueError(
@@ -312,14 +306,9 @@ class JinjaTemplate:
         )
 
     def _match(
-        self,
-        text: str,
-        with_marks: str,
-        pieces: list[_Piece],
-        marked: Sequence[_Marked],
-        turns: Sequence[Turn],
-    ) -> tuple[list[_Span], set[int]]:
-        """Find the words of the pieces in ``text``, which was rendered ``with_marks`` as well."""
+        self, text: str, with_marks: str, pieces: list[_Piece], marked: Sequence[_Marked]
+    ) -> tuple[list[_Span], list[list[str]]]:
+        """Find the pieces, and their words, in a text that is also rendered ``with_marks``."""
         media = [n for n, piece in enumerate(pieces) if piece.kind in ("image", "video")]
         token, pattern, next_media = self.image_token, _RUN, iter(media)
         if token is not None:
@@ -351,11 +340,9 @@ class JinjaTemplate:
             spans.append(_Span(start, end, pieces[number]))
         if text[place:] != with_marks[place:]:
             raise _MismatchError("writes other text if the words of the conversation are others")
-        return spans, _find_cut(turns, pieces, marked, found)
+        return spans, found
 
-    def _check_media(
-        self, spans: list[_Span], tools: Sequence[Mapping[str, Any]], text: str
-    ) -> None:
+    def _check_media(self, spans: list[_Span], tools: Tools, text: str) -> None:
         """Check the order of the media, and that the tools are written."""
         media = [span.piece.text for span in spans if span.piece.kind in ("image", "video")]
         if media != sorted(media):
@@ -375,7 +362,7 @@ class JinjaTemplate:
         used = any(turn.role == "tool" or turn.fields() for turn in turns)
         return "take a model whose template writes tools and reasoning" if used else self.remedy
 
-    def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+    def _check_tools(self, turns: Sequence[Turn], tools: Tools) -> None:
         """Check that no text of the row that is rendered as the template's has special tokens."""
         calls = [call for turn in turns for call in turn.tool_calls]
         if not tools and not calls:
@@ -472,9 +459,7 @@ def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]
     return _Marked(words, marked + text[behind:], lead, text[behind:])
 
 
-def _find_start(
-    text: str, prompt: str, turn: Turn, own: list[_Span], edits: dict[int, tuple[int, str, bool]]
-) -> int | None:
+def _find_start(text: str, prompt: str, turn: Turn, own: list[_Span], edits: _Edits) -> int | None:
     """Return where an answer starts: behind ``prompt``, which the text begins with.
 
     White space of the template that differs from the prompt's is replaced by the prompt's, so that
@@ -513,10 +498,7 @@ def _find_cut(
 
 
 def _segments(
-    text: str,
-    spans: list[_Span],
-    answers: list[tuple[int, int]],
-    edits: Mapping[int, tuple[int, str, bool]],
+    text: str, spans: list[_Span], answers: list[tuple[int, int]], edits: _Edits
 ) -> list[Segment]:
     """Cut the rendered text into segments."""
     cuts = {0, len(text), *edits, *(end for end, _, _ in edits.values())}

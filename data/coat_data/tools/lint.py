@@ -16,8 +16,6 @@ from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 MediaCheck = Literal["none", "header", "decode"]
 
-_CHUNK_ROWS = 256
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintSummary:
@@ -56,8 +54,7 @@ def lint(
     names = {str(path): source.name for source in dataset.sources() for path in source.paths}
     check = check or partial(find_media_problem, check=check_media)
     work = partial(_check_chunk, check, names, dataset.sources()[0].name)
-    for found in map_chunks(dataset, work, "lint", workers=workers, rows=_CHUNK_ROWS):
-        number, errors, counts = found
+    for number, errors, counts in map_chunks(dataset, work, "lint", workers=workers):
         rows += number
         bad += len(errors)
         unreachable += sum(isinstance(error, UnreachableError) for error in errors)

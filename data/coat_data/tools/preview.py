@@ -137,13 +137,12 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
 
 
 def _add_media(card: Card, sample: Sample, model: ModelView | None) -> None:
-    shows_files = model is None or not model.mean
     max_pixels = None if model is None else model.encoder.media.max_pixels
     for medium in sample.media:
         if medium.kind == "image":
             card.facts.append("{} x {}".format(*image_size(medium, max_pixels)))
-        if not shows_files:
-            continue
+        if model is not None and model.mean:
+            continue  # the page shows the pixels
         if medium.kind == "image":
             frames = [open_image(medium, max_pixels)]
         else:

@@ -1,7 +1,7 @@
 """Lists problems of rows, with equal ones in one line."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
@@ -18,38 +18,28 @@ _OWN = re.compile(r"'[^']*'|\d+")  # what differs between equal problems: quoted
 class ProblemList:
     """Prints problems as they come; counts those that differ only in media, quotes and numbers."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], shown: int = SHOWN) -> None:
+        """Print with ``say``, and only the first ``shown`` of equal problems as they come."""
         self._say = say
+        self._shown = shown
         self._equal: dict[tuple[str, str], list[DataError]] = {}
 
     def add(self, error: DataError) -> None:
-        """Print a problem, unless :data:`SHOWN` equal ones have been printed."""
-        equal = self._equal.setdefault(_key(error), [])
+        """Print a problem, unless enough equal ones have been printed."""
+        equal = self._equal.setdefault((_OWN.sub("", error.problem), error.remedy), [])
         equal.append(error)
-        if len(equal) <= SHOWN:
+        if len(equal) <= self._shown:
             with tqdm.external_write_mode():  # so that a progress bar and the lines do not mix
                 self._say(str(error))
 
     def finish(self) -> None:
         """Print a line with count and rows for each problem that not all lines were printed of."""
         for equal in self._equal.values():
-            if len(equal) > SHOWN:
-                self._say(summarize(equal))
+            if len(equal) > self._shown:
+                self._say(_summarize(equal))
 
 
-def _key(error: DataError) -> tuple[str, str]:
-    return _OWN.sub("", error.problem), error.remedy
-
-
-def group_equal(errors: Iterable[DataError]) -> list[list[DataError]]:
-    """Group equal problems, in the order of the first of each group."""
-    groups: dict[tuple[str, str], list[DataError]] = {}
-    for error in errors:
-        groups.setdefault(_key(error), []).append(error)
-    return list(groups.values())
-
-
-def summarize(errors: Sequence[DataError]) -> str:
+def _summarize(errors: Sequence[DataError]) -> str:
     """Return one line for equal problems: the first one, the number, and the rows."""
     if len(errors) == 1:
         return str(errors[0])

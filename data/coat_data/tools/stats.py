@@ -18,8 +18,6 @@ from coat_data.tools.workers import Chunk, map_chunks, map_samples
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 """Quantiles of each distribution: minimum, 10%, median, 90%, 99%, maximum."""
 
-_CHUNK_ROWS = 256
-
 
 @dataclass(slots=True, kw_only=True)
 class SourceStats:
@@ -77,7 +75,7 @@ def collect(
     for dataset in SampleDataset(path, in_order=True, **options).sources():
         stats = SourceStats(name=dataset.name, format=dataset.format)
         work = partial(_count_chunk, sizes)
-        for part in map_chunks(dataset, work, "stats", workers=workers, rows=_CHUNK_ROWS):
+        for part in map_chunks(dataset, work, "stats", workers=workers):
             stats.merge(part)
         found.append(stats)
     return found

@@ -32,9 +32,14 @@ def count_workers(workers: int | None) -> int:
 
 
 def map_chunks(
-    dataset: SampleDataset, work: Callable[[Chunk], T], job: str, *, workers: int | None, rows: int
+    dataset: SampleDataset,
+    work: Callable[[Chunk], T],
+    job: str,
+    *,
+    workers: int | None,
+    rows: int = 256,
 ) -> Iterator[T]:
-    """Yield ``work(samples)`` for consecutive chunks of all rows, in order, with a progress bar.
+    """Yield ``work(samples)`` for chunks of ``rows`` rows, in order, with a progress bar.
 
     The results do not depend on the number of processes. A single chunk is read by this process.
     DataError if a worker process was killed, RuntimeError if ``work`` raised another exception;
