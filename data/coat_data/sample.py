@@ -138,14 +138,11 @@ class Turn:
 
     def fields(self) -> dict[str, Any]:
         """Return reasoning, calls, id and name as fields of a chat message; without empty ones."""
-        calls = [
-            {
-                **({"id": call.id} if call.id else {}),
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call in self.tool_calls
-        ]
+        calls: list[dict[str, Any]] = []
+        for call in self.tool_calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+            own = {"id": call.id} if call.id else {}
+            calls.append({**own, "type": "function", "function": function})
         fields = {"reasoning_content": self.reasoning, "tool_calls": calls}
         fields |= {"tool_call_id": self.tool_call_id, "name": self.name}
         return {name: value for name, value in fields.items() if value}

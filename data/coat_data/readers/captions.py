@@ -63,7 +63,6 @@ def _has_columns(row: Any) -> bool:
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     names = {str(name).lower(): name for name in row}
     if names.keys() >= _WEBVID:
         page, video = str(row[names["page_dir"]]), str(row[names["videoid"]])
@@ -81,8 +80,8 @@ def _from_columns(row: Any, place: Place) -> Sample:
         }
         turns, shown = place_media([("user", caption)], files, place)
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
-        return place.sample(place.row_id(row), turns, shown)
-    return place.sample(place.row_id(row), caption_turns(media, caption), media)
+        return place.sample(row, turns, shown)
+    return place.sample(row, caption_turns(media, caption), media)
 
 
 def _media(row: Mapping[str, Any], name: str, place: Place) -> list[Media]:
@@ -113,7 +112,6 @@ def _is_video_set(row: Any) -> bool:
 
 
 def _from_video_set(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     captions = place.as_objects(row.get("captions"), "captions", "give it idx and content")
     if not captions:
         raise place.error("captions is empty", "remove the row")
@@ -122,19 +120,18 @@ def _from_video_set(row: Any, place: Place) -> Sample:
     summary = next((entry for entry in captions if str(entry.get("idx")) == "-1"), captions[-1])
     caption = place.as_string(summary.get("content"), "the summary's content")
     media = to_media(row.get("video_path"), "video", "video_path", place)
-    name = place.row_id({**row, "id": row.get("video_id", row.get("id"))})
-    return place.sample(name, caption_turns([media], caption), [media])
+    named = {**row, "id": row.get("video_id", row.get("id"))}
+    return place.sample(named, caption_turns([media], caption), [media])
 
 
 def _from_file(row: Any, place: Place) -> Sample:
     """Convert to a caption pair, or a question about the class, with spaces for ``_`` and ``-``."""
-    row = place.as_object(row)
     name = place.as_string(row.get("path"), "path")
     kind = _kind_by_ending(name)
     media = Media(kind=kind, path=media_path(name, "path", place))
     if row.get("text") is not None:
         turns = caption_turns([media], place.as_string(row["text"], "the text").strip())
-        return place.sample(name, turns, [media])
+        return place.sample({"id": name}, turns, [media])
     folder = place.as_string(row.get("class"), "class")
     if not folder:
         raise place.error(
@@ -144,7 +141,7 @@ def _from_file(row: Any, place: Place) -> Sample:
         )
     answer = folder.replace("_", " ").replace("-", " ")
     said: Said = [("user", f"What is in the {kind}?{SHORT_ANSWER_SUFFIX}"), ("assistant", answer)]
-    return place.sample(name, media_first(said, [media], place), [media])
+    return place.sample({"id": name}, media_first(said, [media], place), [media])
 
 
 COLUMNS = Reader(

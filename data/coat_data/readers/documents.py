@@ -25,7 +25,7 @@ from typing import Any
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
 from coat_data.readers.row_media import to_media
-from coat_data.readers.turns import caption_turns, continued
+from coat_data.readers.turns import caption_turns
 from coat_data.sample import Media, Part, Sample, Turn
 
 _FIELDS = ("text", "content")
@@ -34,7 +34,6 @@ _BETWEEN_TEXTS = "\n\n"
 
 
 def _from_text(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
         problem = f"there is no text (fields: {', '.join(map(str, row)) or 'none'})"
@@ -43,12 +42,11 @@ def _from_text(row: Any, place: Place) -> Sample:
     text = place.as_string(row[name], name)
     if not text.strip():
         raise place.error(f"{name} is empty", "fill it or remove the row")
-    return continued(place.sample(place.row_id(row), caption_turns([], text)), row)
+    return place.sample(row, caption_turns([], text))
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
     """Convert a document: sentences joined by spaces, images of one sentence in their order."""
-    row = place.as_object(row)
     sentences = place.as_strings(row.get("text_list"), "text_list")
     shown = _images(row, len(sentences), place)
     parts: list[Part] = []
@@ -60,7 +58,7 @@ def _interleaved(row: Any, place: Place) -> Sample:
         parts.append(Part("text", sentence if last else f"{sentence} "))
     seen = tuple(part for part in parts if part.kind != "text" or part.text)
     turns = (Turn("user", ()), Turn("assistant", seen))
-    return place.sample(place.row_id(row), turns, media)
+    return place.sample(row, turns, media)
 
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
@@ -89,7 +87,6 @@ def _is_page(row: Any) -> bool:
 
 
 def _from_page(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     images = place.as_list(row.get("images"), "images")
     texts = place.as_list(row.get("texts"), "texts")
     parts: list[Part] = []
@@ -107,7 +104,7 @@ def _from_page(row: Any, place: Place) -> Sample:
         between = _BETWEEN_TEXTS if parts and parts[-1].kind == "text" else ""
         parts.append(Part("text", between + place.as_string(text, f"texts[{number}]")))
     turns = (Turn("user", ()), Turn("assistant", tuple(parts)))
-    return place.sample(place.row_id(row), turns, media)
+    return place.sample(row, turns, media)
 
 
 TEXTS = Reader(

@@ -16,16 +16,7 @@ from typing import Any
 from coat_data.readers.fields import ROLES
 from coat_data.readers.reader import Place, Reader, has_fields, kind_of
 from coat_data.readers.row_media import media_fields
-from coat_data.readers.turns import (
-    RawTurn,
-    Said,
-    continued,
-    is_chat,
-    place_media,
-    read_turns,
-    with_fields,
-    with_system,
-)
+from coat_data.readers.turns import Said, is_chat, place_media, read_turns, with_fields, with_system
 from coat_data.sample import Role, Sample
 
 _TAGS: Mapping[str, Role] = {
@@ -54,14 +45,6 @@ def to_sample(row: Any, place: Place) -> Sample:
       continues in the next row.
     - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
     """
-    row = place.as_object(row)
-    said, read = _said(row, place)
-    turns, media = place_media(said, media_fields(row, place), place)
-    turns = with_fields(turns, read)
-    return continued(place.sample(place.row_id(row), turns, media), row)
-
-
-def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[RawTurn]]:
     columns = place.columns
     name = columns.get("messages", "conversations")
     tags: dict[str, Role] = {columns[tag]: role for tag, role in _TAGS.items() if tag in columns}
@@ -79,7 +62,9 @@ def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[RawTurn]]:
     read = read_turns(turns, name, (speaker_field,), (text_field,), roles, place)
     said: Said = [(turn.role, place.as_string(turn.content, turn.name)) for turn in read]
     said = [(role, _RESPONSE.sub(r"\1", t) if role == "tool" else t) for role, t in said]
-    return with_system(said, row, place), read
+    said = with_system(said, row, place)
+    shown, media = place_media(said, media_fields(row, place), place)
+    return place.sample(row, with_fields(shown, read), media)
 
 
 READER = Reader(

@@ -23,15 +23,7 @@ from coat_data.readers.boxes import EDGES, tag_box
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import media_fields, to_media, with_span
-from coat_data.readers.turns import (
-    Said,
-    continued,
-    is_chat,
-    place_media,
-    read_turns,
-    with_fields,
-    with_system,
-)
+from coat_data.readers.turns import Said, is_chat, place_media, read_turns, with_fields, with_system
 from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
@@ -66,7 +58,6 @@ def to_sample(row: Any, place: Place) -> Sample:
       (:mod:`coat_data.readers.boxes`).
     - ``continues``, ``weight`` and ``loss`` as in LLaVA's rows.
     """
-    row = place.as_object(row)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
         place.refuse(row, {"label": "use rows with answers, not labels"})
     said = _messages(row, place)
@@ -86,8 +77,7 @@ def to_sample(row: Any, place: Place) -> Sample:
         turns, media = place_media(texts, files, place)
     if is_document:  # the answer may have media; the question is empty
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
-    turns = with_fields(turns, read)
-    return continued(place.sample(place.row_id(row), turns, media), row)
+    return place.sample(row, with_fields(turns, read), media)
 
 
 @dataclass(slots=True)

@@ -37,10 +37,9 @@ def _is_query(row: Any) -> bool:
 
 def _query(row: Any, place: Place) -> Sample:
     """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first."""
-    row = place.as_object(row)
     said = with_system(_said(row, place), row, place)
     turns, media = place_media(said, media_fields(row, place), place)
-    return place.sample(place.row_id(row), turns, media)
+    return place.sample(row, turns, media)
 
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
@@ -62,11 +61,10 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
     files = media_fields(row, place)
     media = [*files["image"], *files["video"]]
-    return place.sample(place.row_id(row), media_first(said, media, place), media)
+    return place.sample(row, media_first(said, media, place), media)
 
 
 def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
@@ -95,7 +93,6 @@ _CHOICES = ("choices", "options", "candidates", "multiple_choices")
 
 
 def _question(row: Any, place: Place) -> Sample:
-    row = place.as_object(row)
     for name in _CHOICES:
         if not is_missing(row.get(name)) and name not in place.ignore:
             raise place.error(
@@ -114,7 +111,7 @@ def _question(row: Any, place: Place) -> Sample:
     else:
         media = [*files["image"], *files["video"]]
         turns = media_first(with_system(said, row, place), media, place)
-    return place.sample(place.row_id(row), turns, media)
+    return place.sample(row, turns, media)
 
 
 QUERY = Reader(

@@ -163,7 +163,6 @@ def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
 
 def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
     def to_sample(row: Any, place: Place) -> Sample:
-        row = place.as_object(row)
         layout = _find(layouts, row)
         if layout is None:
             known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
@@ -173,10 +172,10 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
         media = _image(row, layout, place)
         said = layout.said(row, place)
         if layout.said is _caption:
-            return place.sample(place.row_id(row), caption_turns(media, said[1][1]), media)
+            return place.sample(row, caption_turns(media, said[1][1]), media)
         own = row.get("question_id") or row.get("questionId") or row.get("id")
         turns = media_first(said, media, place)
-        return place.sample(place.row_id({"id": own}), turns, media)
+        return place.sample({"id": own}, turns, media)
 
     return Reader(name, summary, lambda row: _find(layouts, row) is not None, to_sample)
 

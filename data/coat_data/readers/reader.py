@@ -44,12 +44,15 @@ class Place:
         """``file:row`` for messages, counted from 1."""
         return row_name(self.source, self.row)
 
-    def sample(self, name: str, turns: Sequence[Turn], media: Sequence[Media] = ()) -> Sample:
-        """Return the checked sample of the row, with ``name`` as its id."""
+    def sample(
+        self, row: Mapping[str, Any], turns: Sequence[Turn], media: Sequence[Media] = ()
+    ) -> Sample:
+        """Return the checked sample of a row, of which ``id`` and ``continues`` are used."""
         turns = convert_tags(turns, self.where, has_media=bool(media), keep=self.keep_boxes)
-        return Sample(
-            id=name, turns=tuple(turns), media=tuple(media), source=self.source, row=self.row
-        ).check()
+        own = {"id": self.row_id(row), "source": self.source, "row": self.row}
+        sample = Sample(turns=turns, media=tuple(media), **own).check()
+        goes_on = "continues" in row and row["continues"] is True and sample.is_document
+        return replace(sample, continues=True) if goes_on else sample
 
     def error(self, problem: str, remedy: str) -> DataError:
         """Return the error of the row."""
@@ -137,7 +140,7 @@ class Reader:
     def read(self, row: Any, place: Place) -> Sample:
         """Return the sample of a row with its :class:`~coat_data.sample.Reading`."""
         if type(row) is not dict:
-            return self.to_sample(row, place)
+            return self.to_sample(place.as_object(row), place)
         pair = split_pair(row, place.where, place.ignore) if is_pair(row) else None
         row = Row(row if pair is None else pair.row)
         sample = self.to_sample(row, place)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from coat_data.containers.media_files import image_suffixes
-from coat_data.readers.fields import is_missing
+from coat_data.readers.fields import given, is_missing
 from coat_data.readers.reader import Place, kind_of
 from coat_data.sample import Media, MediaKind
 
@@ -65,7 +65,7 @@ def _is_frame_list(items: Sequence[Any]) -> bool:
 
 
 def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    rate = next((item[n] for n in ("sample_fps", "fps") if item.get(n) is not None), None)
+    rate = given(item, "sample_fps", "fps")
     if not media.frames or rate is None:
         return media
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
@@ -81,7 +81,8 @@ def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -
     if media.kind != "video":
         return media
     media = _with_rate(media, item, field, place)
-    start, end = (_time(item, name, getattr(media, name), field, place) for name in _SPAN)
+    start = _time(item, "start", media.start, field, place)
+    end = _time(item, "end", media.end, field, place)
     if start is None and end is None:
         return media
     if start is not None and end is not None and end <= start:
@@ -89,16 +90,12 @@ def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -
     return replace(media, start=start, end=end)
 
 
-_SPAN = ("start", "end")
-
-
 def _time(
     item: Mapping[str, Any], name: str, own: float | None, field: str, place: Place
 ) -> float | None:
     """Return the time ``name`` of a clip in seconds; ``own`` is that of the medium itself."""
-    given = {time for key in (name, f"video_{name}") if (time := item.get(key)) not in (None, "")}
     found: list[float] = [] if own is None else [own]
-    for time in given:
+    for time in (item[key] for key in (name, f"video_{name}") if not is_missing(item.get(key))):
         try:
             seconds = -1.0 if isinstance(time, bool) else float(time)
         except (TypeError, ValueError):
@@ -116,13 +113,12 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
     for _ in range(_DEEPEST_STRUCT):
         if not isinstance(value, Mapping):
             return to_media(value, kind, field, place)
-        given = _struct_bytes(value, field, place)
-        if given is not None:
+        data = _struct_bytes(value, field, place)
+        if data is not None:
             path = value.get("path")  # for messages: nothing is read from there
             path = path if path and isinstance(path, str) else f"{place.where}.{field}"
-            return Media(kind=kind, path=path, data=given)
-        inner = (value.get(name) for name in (kind, f"{kind}_url", "url", "path"))
-        value = next((one for one in inner if one is not None), None)
+            return Media(kind=kind, path=path, data=data)
+        value = given(value, kind, f"{kind}_url", "url", "path")
     raise place.error(f"{field} is nested too deep", 'write {"path": ...}')
 
 
@@ -178,16 +174,16 @@ def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[M
     for kind, names in MEDIA_FIELDS.items():
         own = place.columns.get(f"{kind}s")
         names = (own,) if own else names
-        given = [field for field in names if field in row and not is_missing(row[field])]
-        if not given:
+        used = [field for field in names if field in row and not is_missing(row[field])]
+        if not used:
             media[kind] = []
             continue
-        values = (row[field] for field in given)
+        values = (row[field] for field in used)
         items, *others = (list(v) if isinstance(v, list | tuple) else [v] for v in values)
         if any(other != items for other in others):
-            raise place.error(f"both {' and '.join(given)} are set", "keep one of them")
+            raise place.error(f"both {' and '.join(used)} are set", "keep one of them")
         items = [items] if kind == "video" and _is_frame_list(items) else items
-        media[kind] = [to_media(item, kind, given[0], place) for item in items]
+        media[kind] = [to_media(item, kind, used[0], place) for item in items]
     videos = media["video"]
     if len(videos) == 1:
         media["video"] = [with_span(videos[0], row, "the row", place)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from coat_data.readers.fields import check_unused, given, is_missing
 from coat_data.readers.reader import Place
-from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
+from coat_data.sample import DataError, Media, MediaKind, Part, Role, Turn
 from coat_data.text.message_fields import read_fields
 
 PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
@@ -96,12 +96,6 @@ def _read_fields(
     return fields
 
 
-def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
-    """Return the sample, marked as continued if it is a document with ``"continues": true``."""
-    goes_on = "continues" in row and row["continues"] is True and sample.is_document
-    return replace(sample, continues=True) if goes_on else sample
-
-
 def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
     """Prepend the row's ``system`` field as a system turn, if the conversation has none."""
     field = place.columns.get("system", "system")
@@ -143,8 +137,6 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
 def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, ...]:
     """Return the turns, the last ones of which are those ``read``, with their fields."""
-    if not any(raw.fields for raw in read):
-        return tuple(turns)
     first = len(turns) - len(read)
     pairs = zip(turns[first:], read, strict=True)
     return (*turns[:first], *(replace(t, **raw.fields) if raw.fields else t for t, raw in pairs))

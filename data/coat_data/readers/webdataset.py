@@ -17,7 +17,7 @@ from typing import Any
 
 from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes, natural_key
 from coat_data.readers import llava, messages, pairs
-from coat_data.readers.fields import is_missing
+from coat_data.readers.fields import given, is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import MEDIA_FIELDS
 from coat_data.readers.turns import caption_turns, first_of
@@ -59,7 +59,7 @@ def _to_sample(row: Any, place: Place) -> Sample:
     if not media:
         problem = f"{key} has no image or video (fields: {_fields(row)})"
         raise place.error(problem, "remove the sample")
-    return place.sample(key, caption_turns(media, caption), media)
+    return place.sample({"id": key}, caption_turns(media, caption), media)
 
 
 def _fields(row: Mapping[str, Any]) -> str:
@@ -93,8 +93,8 @@ def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) 
     changed = {"id": str(row[KEY]), **value}
     members = _media_members(row)
     for kind, names in MEDIA_FIELDS.items() if members else ():
-        given = [changed.pop(name, None) for name in names]
-        entries = next((entry for entry in given if not is_missing(entry)), [])
+        values = [changed.pop(name, None) for name in names]
+        entries = next((value for value in values if not is_missing(value)), [])
         entries = list(entries) if isinstance(entries, list | tuple) else [entries]
         own = [member for member in members if members[member] == kind]
         if own:
@@ -137,8 +137,7 @@ def _match_members(
 
 def _name(entry: Any) -> str:
     if isinstance(entry, Mapping):
-        names = (entry.get(field) for field in ("path", "image", "video", "url"))
-        entry = next((name for name in names if name is not None), None)
+        entry = given(entry, "path", "image", "video", "url")
     return entry if isinstance(entry, str) and len(entry) <= _LONGEST_NAME else ""
 
 
