@@ -37,21 +37,21 @@ class RowCheck:
 
     def __call__(self, sample: Sample) -> DataError | None:
         """Return the problem of a row, or None."""
+        encoder = self.encoder
+        if encoder is None:
+            return find_media_problem(sample, self.check_media)
+        # Training splits the documents.
+        is_split = sample.is_document and isinstance(encoder.template, PlainTemplate)
         try:
-            if self.encoder is not None:
-                self.encoder.check_kind(sample)
-                check_labels(sample, *self.encoder.layout(sample), self.encoder)
-            max_pixels = None if self.encoder is None else self.encoder.media.max_pixels
-            problem = find_media_problem(sample, self.check_media, max_pixels)
-            if problem is not None or self.encoder is None or not self.measures:
-                return problem
-            if sample.media and self.check_media == "none":
-                return None
-            if not (sample.is_document and isinstance(self.encoder.template, PlainTemplate)):
-                self.encoder.measure(sample)  # training splits the documents
+            encoder.check_kind(sample)
+            check_labels(sample, *encoder.layout(sample), encoder)
+            problem = find_media_problem(sample, self.check_media, encoder.media.max_pixels)
+            opens = not sample.media or self.check_media != "none"
+            if problem is None and self.measures and opens and not is_split:
+                encoder.measure(sample)
         except DataError as error:
             return error
-        return None
+        return problem
 
 
 def _find_problems(rows: Rows, check: RowCheck) -> tuple[int, list[DataError]]:
@@ -60,22 +60,17 @@ def _find_problems(rows: Rows, check: RowCheck) -> tuple[int, list[DataError]]:
     A server that does not answer ends the check of a source: training asks it again.
     """
     found: list[DataError | None] = []
+    offline = replace(check, check_media="none")  # an unresponsive server would delay the start
     for place in probe_rows(rows):
-        found.append(_find_problem(rows, place, check))
+        try:
+            sample = rows[place]
+            is_remote = any(is_url(medium.path or "") for medium in sample.media)
+            found.append((offline if is_remote else check)(sample))
+        except DataError as error:
+            found.append(error)
         if isinstance(found[-1], UnreachableError):
             break
     return len(found), [error for error in found if error is not None]
-
-
-def _find_problem(rows: Rows, place: int, check: RowCheck) -> DataError | None:
-    try:
-        sample = rows[place]
-    except DataError as error:
-        return error
-    # No network requests: an unresponsive server would delay the start.
-    if any(is_url(medium.path or "") for medium in sample.media):
-        check = replace(check, check_media="none")
-    return check(sample)
 
 
 def check_stage_data(
