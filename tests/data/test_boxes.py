@@ -61,6 +61,7 @@ def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None
         ([[1, 2, 900, 4]], {}, "leaves the image, whose edges are at 640 and 480"),
         ([[100, 100, 50, 40]], {}, "ends before it starts"),
         ([[1, 2, 3, 4]], {"bbox_type": "cxcywh"}, "objects.bbox_type is 'cxcywh'"),
+        ([[1, 2, 3, 4]], {"bbox_type": ["real"]}, r"objects.bbox_type is \['real'\]"),
         ([[1, 2, 3, 4]], {"image_id": [2]}, "box 0 is in image 2 of the row's 1 images"),
         ([[1, 2, 3, 4], [5, 6, 7, 8]], {}, "objects has 1 more entries than the texts have <bbox>"),
     ],

@@ -218,6 +218,10 @@ def test_clips_in_the_row_and_in_parts_of_qwen(tmp_path: Path) -> None:
         assert (medium.start, medium.end) == (1.5, 4)
     with pytest.raises(DataError, match="two times"):
         read(tmp_path, talk("?", video={"path": "a.mp4", "start": 1}, start=2))
+    with pytest.raises(DataError, match=r"the time \[2\] is wrong"):
+        read(tmp_path, talk("?", video="a.mp4", start=[2]))
+    with pytest.raises(DataError, match="videoid has a broken character"):
+        read(tmp_path, {"videoid": "\ud800", "page_dir": "a", "name": "Rain"})
     with pytest.raises(DataError, match="looks like a time of the video"):
         read(tmp_path, talk("?", video=["a.mp4", "b.mp4"], start=2))
 

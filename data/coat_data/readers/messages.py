@@ -208,7 +208,7 @@ def _edges(
     unit = objects.get("bbox_type") or "real"
     of_boxes = objects.get("image_id") or []
     index = of_boxes[number] if isinstance(of_boxes, list) and number < len(of_boxes) else 0
-    if unit in EDGES:
+    if isinstance(unit, str) and unit in EDGES:
         return EDGES[unit], index if index in range(len(images)) else 0
     if unit != "real" or not isinstance(index, int) or not 0 <= index < len(images):
         raise place.error(

@@ -173,7 +173,8 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
         said = layout.said(row, place)
         if layout.said is _caption:
             return place.sample(row, caption_turns(media, said[1][1]), media)
-        own = row.get("question_id") or row.get("questionId") or row.get("id")
+        ids = [row.get(name) for name in ("question_id", "questionId", "id")]
+        own = next(filter(None, ids), ids[-1])
         turns = media_first(said, media, place)
         return place.sample({"id": own}, turns, media)
 

@@ -51,7 +51,7 @@ class Place:
         turns = convert_tags(turns, self.where, has_media=bool(media), keep=self.keep_boxes)
         own = {"id": self.row_id(row), "source": self.source, "row": self.row}
         sample = Sample(turns=turns, media=tuple(media), **own).check()
-        goes_on = "continues" in row and row["continues"] is True and sample.is_document
+        goes_on = sample.is_document and row.get("continues") is True
         return replace(sample, continues=True) if goes_on else sample
 
     def error(self, problem: str, remedy: str) -> DataError:

@@ -132,7 +132,7 @@ def media_path(text: str, field: str, place: Place) -> str:
 
 def existing_path(names: Sequence[str], field: str, place: Place) -> str:
     """Return the path of the first of several possible names that exists, else of the first."""
-    paths = [media_path(name, field, place) for name in names]
+    paths = [media_path(place.as_string(name, field), field, place) for name in names]
     return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
 
 
