@@ -89,9 +89,8 @@ class DataFolder:
             ids = {field: row[field] for field in _IDS if field in row} or row
             first = seen.setdefault((table.path.name.removesuffix(".gz"), str(ids)), table.path)
             if first != table.path:
-                raise DataError(
-                    str(table.path), f"is the same table as {first}", "keep one of the two files"
-                )
+                problem = f"is the same table as {first}"
+                raise DataError(str(table.path), problem, "keep one of the two files")
         return cls(path, tables)
 
     def rows(self, *fields: str) -> Iterator[Row]:

@@ -186,9 +186,8 @@ def _parse_json(path: Path, text: str) -> Table:
             remedy = "write one object per line, or download it again"
             rows = list(read_json_lines(path, remedy, text=text))
             return Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
-        raise DataError(
-            f"{path}:{error.lineno}", f"not JSON: {error}", "repair or download it again"
-        ) from error
+        problem = f"not JSON: {error}"
+        raise DataError(f"{path}:{error.lineno}", problem, "repair or download it again") from error
     if isinstance(value, list):
         return Table(path=path, rows=_check_objects(value, str(path)))
     if not isinstance(value, dict):
@@ -211,9 +210,8 @@ def _parse_json(path: Path, text: str) -> Table:
 def _check_objects(values: list[Any], where: str) -> list[dict[str, Any]]:
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise DataError(
-                f"{where}, row {number}", f"is a {type(value).__name__}", "every row is an object"
-            )
+            problem = f"is a {type(value).__name__}"
+            raise DataError(f"{where}, row {number}", problem, "every row is an object")
     return values
 
 

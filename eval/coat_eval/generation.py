@@ -215,9 +215,8 @@ def merge(out_dir: Path) -> dict[int, dict[str, Any]]:
                 _ = row["losses" if "losses" in row else "prediction"]
                 rows.setdefault(row["index"], row)
             except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{file}:{number}", f"is not an answer of a run: {error!r}", "remove the line"
-                ) from error
+                problem = f"is not an answer of a run: {error!r}"
+                raise DataError(f"{file}:{number}", problem, "remove the line") from error
     rows = dict(sorted(rows.items()))
     write_rows(out_dir / PREDICTIONS_FILE, rows.values())
     for file in files:

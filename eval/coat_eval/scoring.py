@@ -284,9 +284,8 @@ def _check_references(
     allow_missing: bool,
 ) -> None:
     if not any(table.rows for table in predictions) and not allow_missing:
-        raise DataError(
-            str(predictions[0].path), "has no prediction", "finish the run, or pass --allow-missing"
-        )
+        remedy = "finish the run, or pass --allow-missing"
+        raise DataError(str(predictions[0].path), "has no prediction", remedy)
     if references:
         return
     if not benchmark.carries_answers:

@@ -67,9 +67,8 @@ class SampleDataset:
     ) -> None:
         without_weights = without_weights or in_order
         if media_root is not None and not (is_url(media_root) or Path(media_root).is_dir()):
-            raise DataError(
-                str(media_root), "media_root is not a folder", "give the folder of the media files"
-            )
+            problem = "media_root is not a folder"
+            raise DataError(str(media_root), problem, "give the folder of the media files")
         entries = read_list(path)
         if entries is not None and without_weights:
             entries = [dataclasses.replace(entry, weight=None) for entry in entries]

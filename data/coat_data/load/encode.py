@@ -131,11 +131,9 @@ class Encoder:
                 "[rejected]",
             )
         if self.preferences and not sample.rejected:
-            raise DataError(
-                sample.where,
-                "has one answer, and a stage named dpo trains pairs (chosen and rejected)",
-                "move its source to another stage, or add the rejected answer",
-            )
+            problem = "has one answer, and a stage named dpo trains pairs (chosen and rejected)"
+            remedy = "move its source to another stage, or add the rejected answer"
+            raise DataError(sample.where, problem, remedy)
 
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
@@ -319,18 +317,14 @@ class Encoder:
     def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
         media = sample.media
         if media and not self.shows_media:
-            raise DataError(
-                sample.where,
-                f"shows {len(media)} images or videos, and the model has no vision tower",
-                "remove the row or its source, or give the recipe's model.vision a tower",
-            )
+            problem = f"shows {len(media)} images or videos, and the model has no vision tower"
+            remedy = "remove the row or its source, or give the recipe's model.vision a tower"
+            raise DataError(sample.where, problem, remedy)
         kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
         if kinds != [medium.kind for medium in media]:
-            raise DataError(
-                sample.where,
-                f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
-                "make the <image>/<video> placeholders match the listed files",
-            )
+            problem = f"the conversation shows {kinds} but the files are {[m.kind for m in media]}"
+            remedy = "make the <image>/<video> placeholders match the listed files"
+            raise DataError(sample.where, problem, remedy)
 
     def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
         if length > self.max_length:

@@ -59,9 +59,7 @@ def _measure(
 def _size(sample: Sample, measure: Callable[[Sample], Size], max_images: int | None) -> Size:
     size = measure(sample)
     if max_images is not None and size.images > max_images:
-        raise DataError(
-            sample.where,
-            f"{size.images} images are more than packing.images={max_images}",
-            "raise packing.images, take fewer images or model.video.num_frames",
-        )
+        problem = f"{size.images} images are more than packing.images={max_images}"
+        remedy = "raise packing.images, take fewer images or model.video.num_frames"
+        raise DataError(sample.where, problem, remedy)
     return size

@@ -147,9 +147,8 @@ def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(
-            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
-        ) from error
+        problem = f"cannot be read: {error.strerror}"
+        raise DataError(str(path), problem, "fix exclude, or remove it") from error
     found: dict[str, list[tuple[int, str, int]]] = {}
     for number, line in enumerate(lines):
         try:

@@ -44,9 +44,8 @@ class NextQa(Benchmark):
         kind = {"TP": "TN"}.get(str(row["type"]), str(row["type"]))
         answer = str(row["answer"])
         if kind not in TYPES or answer not in tuple("01234"):
-            raise DataError(
-                where, f"type {kind!r}, answer {answer!r}", "download the file again (0 to 4)"
-            )
+            problem = f"type {kind!r}, answer {answer!r}"
+            raise DataError(where, problem, "download the file again (0 to 4)")
         return Question(
             question_id=f"{row['video']}_{row['qid']}",
             answer=_LETTERS[int(answer)],

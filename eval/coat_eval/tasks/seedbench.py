@@ -120,9 +120,8 @@ class SeedBench(Benchmark):
             if isinstance(losses := one.text, list):
                 numbers = all(isinstance(loss, int | float) for loss in losses)
                 if len(losses) != len(LETTERS) or not numbers:
-                    raise DataError(
-                        one.where, f"losses are {losses!r}", "give one number per choice, A to D"
-                    )
+                    problem = f"losses are {losses!r}"
+                    raise DataError(one.where, problem, "give one number per choice, A to D")
                 if not any(math.isnan(loss) for loss in losses):  # else it remains a list, no text
                     predictions[index] = replace(one, text=select_lowest_loss(losses))
         return predictions
