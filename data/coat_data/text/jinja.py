@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
@@ -215,17 +215,14 @@ class JinjaTemplate:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def _write(
-        self,
-        turns: Sequence[Turn],
-        tools: Tools,
-        pieces: Iterator[_Piece],
-        add_generation_prompt: bool,
+        self, turns: Sequence[Turn], tools: Tools, pieces: Iterable[_Piece], is_prompt: bool
     ) -> str:
         """Render turns whose strings are the texts of ``pieces``."""
-        messages = [self._message(turn, lambda *_: next(pieces).text) for turn in turns]
+        texts = (piece.text for piece in pieces)
+        messages = [self._message(turn, lambda *_: next(texts)) for turn in turns]
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self.apply(messages, add_generation_prompt=add_generation_prompt, **options)
+            return self.apply(messages, add_generation_prompt=is_prompt, **options)
         except _TEMPLATE_ERRORS as error:
             roles = [turn.role for turn in turns]
             raise ValueError(
@@ -238,7 +235,7 @@ class JinjaTemplate:
         """What the template writes for generation behind a question; empty for nothing."""
         question = [Turn("user", (Part("text", "a"),))]
         pieces = self._pieces(question)
-        text, prompt = (self._write(question, (), iter(pieces), p) for p in (False, True))
+        text, prompt = (self._write(question, (), pieces, p) for p in (False, True))
         if text == prompt:
             return ""
         eos = self._tokenizer.special_tokens_map.get("eos_token") or ""  # Phi-3's, only at the end
@@ -247,10 +244,10 @@ class JinjaTemplate:
     def _write_prompt(self, turns: Sequence[Turn], tools: Tools, pieces: list[_Piece]) -> str:
         """Render the text before the answer to ``turns``."""
         if self._prompts:
-            return self._write(turns, tools, iter(pieces), True)
+            return self._write(turns, tools, pieces, True)
         own = [piece for piece in pieces if piece.turn < len(turns)]
         last = _Piece(len(turns), "text", chr(_LAST_MARK))
-        text = self._write([*turns, _NEXT], tools, iter([*own, last]), False)
+        text = self._write([*turns, _NEXT], tools, [*own, last], False)
         return text[: text.index(last.text)]
 
     def _message(self, turn: Turn, write: Callable[[_Kind, str], str]) -> dict[str, Any]:
@@ -289,7 +286,7 @@ class JinjaTemplate:
         for number, piece in enumerate(pieces):
             if piece.kind in ("image", "video"):
                 pieces[number] = piece._replace(text=self.image_token or chr(_FIRST_MARK + number))
-        text = self._write(turns, tools, iter(pieces), add_generation_prompt)
+        text = self._write(turns, tools, pieces, add_generation_prompt)
         problem = ""
         for kept in self._kept:
             marked = [_mark(piece, chr(_FIRST_MARK + n), kept) for n, piece in enumerate(pieces)]

@@ -182,8 +182,7 @@ class SegmentTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ``ids``, special tokens included."""
-        backend = self._tokenizer.backend_tokenizer
-        return backend.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _join(self, segments: Sequence[Segment]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the copy, and first and last character + 1 of each supervised span."""

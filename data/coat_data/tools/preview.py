@@ -129,9 +129,8 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
         where = "" if error.where == card.where else error.where.removeprefix(f"{card.where}: ")
         card.problem = f"{where}: {error.problem}" if where else error.problem
         card.remedy = error.remedy
-    hidden = len(card.pictures) - _MAX_PICTURES
-    if hidden > 0:
-        card.pictures = card.pictures[:_MAX_PICTURES]
+    if (hidden := len(card.pictures) - _MAX_PICTURES) > 0:
+        del card.pictures[_MAX_PICTURES:]
         card.facts.append(f"{hidden} more pictures")
     return card
 
