@@ -52,9 +52,7 @@ def _kind_by_ending(name: str) -> MediaKind:
     return "video" if suffix in VIDEO_SUFFIXES else "image"
 
 
-def _has_columns(row: Any) -> bool:
-    if not isinstance(row, Mapping):
-        return False
+def _has_columns(row: Mapping[str, Any]) -> bool:
     names = {str(name).lower() for name in row}
     filled = {str(name).lower() for name, value in row.items() if not is_missing(value)}
     has_media = bool(names & (_MEDIA_FIELDS.keys() - _NOT_ALONE) or filled & _MEDIA_FIELDS.keys())

@@ -79,11 +79,11 @@ def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[in
     return images
 
 
-def _is_page(row: Any) -> bool:
-    if not isinstance(row, Mapping) or not isinstance(row.get("images"), list):
+def _is_page(row: Mapping[str, Any]) -> bool:
+    images, texts = row.get("images"), row.get("texts")
+    if not isinstance(images, list) or not isinstance(texts, list):
         return False
-    texts = row.get("texts")
-    return isinstance(texts, list) and all(text is None or isinstance(text, str) for text in texts)
+    return all(text is None or isinstance(text, str) for text in texts)
 
 
 def _from_page(row: Any, place: Place) -> Sample:
@@ -110,7 +110,7 @@ def _from_page(row: Any, place: Place) -> Sample:
 TEXTS = Reader(
     "documents",
     "a text per row (text or content), or plain .txt files: documents to train on as a whole",
-    lambda row: isinstance(row, Mapping) and any(isinstance(row.get(f), str) for f in _FIELDS),
+    lambda row: any(isinstance(row.get(f), str) for f in _FIELDS),
     _from_text,
 )
 INTERLEAVED = Reader(

@@ -38,10 +38,8 @@ _OTHER_NAMES = ("conversations", "conversation")
 _OBJECT_TOKEN = re.compile("<ref-object>|<bbox>")
 
 
-def matches(row: Any) -> bool:
+def matches(row: Mapping[str, Any]) -> bool:
     """Whether the row has ``messages``, or ``prompt`` and ``completion``."""
-    if not isinstance(row, Mapping):
-        return False
     named = "messages" in row or {"prompt", "completion"} <= set(row)
     return named or any(is_chat(row.get(name)) for name in _OTHER_NAMES)
 

@@ -24,9 +24,7 @@ from coat_data.readers.turns import PLACEHOLDERS, Said, media_first, place_media
 from coat_data.sample import Sample
 
 
-def _is_query(row: Any) -> bool:
-    if not isinstance(row, Mapping):
-        return False
+def _is_query(row: Mapping[str, Any]) -> bool:
     pairs = given(row, "conversation", "QA")
     return (
         {"instruction", "output"} <= set(row)
@@ -80,8 +78,8 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
     return said
 
 
-def _is_question(row: Any) -> bool:
-    if not isinstance(row, Mapping) or not {"question", "answer"} <= set(row):
+def _is_question(row: Mapping[str, Any]) -> bool:
+    if not {"question", "answer"} <= set(row):
         return False
     media = (name for names in MEDIA_FIELDS.values() for name in names)
     return any(not is_missing(row.get(name)) for name in media) or not any(

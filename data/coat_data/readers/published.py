@@ -137,9 +137,7 @@ _LINKS = (
 )
 
 
-def _find(layouts: tuple[_Layout, ...], row: Any) -> _Layout | None:
-    if not isinstance(row, Mapping):
-        return None
+def _find(layouts: tuple[_Layout, ...], row: Row) -> _Layout | None:
     return next((layout for layout in layouts if layout.has <= set(row)), None)
 
 

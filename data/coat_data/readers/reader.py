@@ -122,8 +122,8 @@ class Reader:
     """Name for ``--read-as`` and a recipe's ``format``."""
     summary: str
     """One line for ``--help``."""
-    matches: Callable[[Any], bool]
-    """Whether a raw row has this format, by its fields; accepts any value."""
+    matches: Callable[[Mapping[str, Any]], bool]
+    """Whether a raw row has this format, by its fields."""
     to_sample: Callable[[Any, Place], Sample]
     """Returns the checked sample of a row; raises only :class:`DataError`; decodes no media."""
 
@@ -133,6 +133,8 @@ class Reader:
         Fields that are null do not count, except for media.
         """
         row = with_chosen(row)
+        if not isinstance(row, Mapping):
+            return False
         if type(row) is dict:
             row = {name: row[name] for name in row if row[name] is not None or name in _MEDIA}
         return self.matches(row)
@@ -178,9 +180,9 @@ class Reader:
             raise place.error(f"{field} {error.problem}", remedy) from error
 
 
-def has_fields(*names: str) -> Callable[[Any], bool]:
+def has_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     """Return a :attr:`Reader.matches` for rows that have all these fields."""
-    return lambda row: isinstance(row, Mapping) and set(names) <= set(row)
+    return lambda row: set(names) <= set(row)
 
 
 def kind_of(value: object) -> str:

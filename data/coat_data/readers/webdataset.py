@@ -30,12 +30,9 @@ _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 
 
-def _matches(row: Any) -> bool:
-    return (
-        isinstance(row, Mapping)
-        and KEY in row
-        and all(isinstance(value, bytes | DataError) for name, value in row.items() if name != KEY)
-    )
+def _matches(row: Mapping[str, Any]) -> bool:
+    values = (value for name, value in row.items() if name != KEY)
+    return KEY in row and all(isinstance(value, bytes | DataError) for value in values)
 
 
 def _to_sample(row: Any, place: Place) -> Sample:
