@@ -182,3 +182,4 @@ class ChatmlTemplate(_BuiltIn):
 
 
 ChatTemplate: TypeAlias = _BuiltIn | JinjaTemplate
+"""Renders conversations as segments."""
