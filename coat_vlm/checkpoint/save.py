@@ -53,7 +53,7 @@ class KeepRule:
     """Which checkpoints are kept; one that any of these rules names is kept."""
 
     last: int
-    """The newest ones, without those of a spike."""
+    """The newest ones, except checkpoints of a spike."""
     every_steps: int = 0
     """Those whose step is a multiple of this; 0 turns this off."""
     best: bool = False

@@ -138,8 +138,8 @@ def export(
 
     ``source`` is ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
     compared, or a folder in the layout ``llava`` or ``vila``. LoRA adapters are merged. ``dtype``
-    is by default that of training, or BF16 with compressed ``weights``, which are the language
-    model's. Raises ValueError if the source is not a checkpoint or is damaged, the target is not
+    is by default the precision of training, or BF16 with compressed ``weights`` of the language
+    model. Raises ValueError if the source is not a checkpoint or is damaged, the target is not
     empty, or the layout cannot represent the model; LockError if another process exports to it.
     """
     if weights is not None:
@@ -371,7 +371,7 @@ def _read_weights(
     }
 
 
-# The bases are OSError (a missing token) and that of all errors of the HTTP client, whose package
+# The bases are OSError (a missing token) and the base of the HTTP client's errors, whose package
 # depends on the version of huggingface_hub.
 _FAILURES: Any = (*HfHubHTTPError.__bases__, OfflineModeIsEnabled)
 
