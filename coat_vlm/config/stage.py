@@ -210,15 +210,17 @@ class StageConfig:
     """Measure all rows before training, and balance the estimated FLOPs of ranks and micro-batches.
     Packed rows always are."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
-    """Number of passes over the mixture. Exclusive with max_steps."""
+    """Number of passes over the mixture, rounded up to whole steps. Exclusive with max_steps."""
     max_steps: Positive | None = None
     """Number of optimizer steps. Exclusive with epochs."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after warmup; cosine and linear end at min_lr_ratio."""
+    """Learning rate schedule after warmup, as in transformers: cosine and linear reach min_lr_ratio
+    one step after the last, whose rate a run prints at its start."""
     warmup_ratio: Fraction = 0.03
     """Fraction of the steps in which the learning rate rises linearly from zero."""
     min_lr_ratio: Fraction = 0.0
-    """Final learning rate divided by the peak."""
+    """Learning rate at the end of the schedule, divided by the peak. The last of n steps after
+    warmup is above it by (1 - min_lr_ratio) / n (linear) or (1 - min_lr_ratio) sin^2(pi / 2n)."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -10,7 +10,7 @@ from coat_vlm.config import StageConfig
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim.adamw import CoatAdamW
 
-__all__ = ["CoatAdamW", "lr_factor", "param_groups"]
+__all__ = ["CoatAdamW", "lr_factor", "param_groups", "stage_lr_factor"]
 
 
 def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, Any]]:
@@ -51,9 +51,10 @@ def lr_factor(
 ) -> float:
     """What the peak learning rate is multiplied with in a step.
 
-    Warmup rises as ``(step + 1) / warmup_steps``. After it, with ``p`` from 0 to 1 over the
-    remaining steps, cosine is ``min + (1 - min) (1 + cos(pi p)) / 2`` (Loshchilov and Hutter 2017,
-    equation 5) and linear ``min + (1 - min) (1 - p)``. Steps count from 0.
+    Warmup rises as ``(step + 1) / warmup_steps``. After it, with ``p`` from 0 over the remaining
+    steps (as in transformers it would be 1 one step after the last), cosine is ``min + (1 - min)
+    (1 + cos(pi p)) / 2`` (Loshchilov and Hutter 2017, equation 5) and linear ``min + (1 - min)
+    (1 - p)``. Steps count from 0.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -62,3 +63,10 @@ def lr_factor(
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     shape = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return min_lr_ratio + (1 - min_lr_ratio) * shape
+
+
+def stage_lr_factor(stage: StageConfig, step: int, total_steps: int) -> float:
+    """:func:`lr_factor` with the schedule of a stage."""
+    warmup_steps = round(stage.warmup_ratio * total_steps)
+    schedule = stage.lr_scheduler_type
+    return lr_factor(step, total_steps, warmup_steps, schedule, stage.min_lr_ratio)

@@ -8,6 +8,7 @@ the stage's folder; a resumed run reads them from there.
 import hashlib
 import json
 import logging
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,9 @@ class StageData:
         if stage.max_steps is not None:
             return stage.max_steps
         assert stage.epochs is not None
-        return max(1, round(stage.epochs * self.epoch_size / self.samples_per_step(stage)))
+        steps = stage.epochs * self.epoch_size / self.samples_per_step(stage)
+        # Up, so that every row is seen; not from a rounding error (1.1 * 50 is above 55).
+        return math.ceil(steps - 1e-9 * steps)
 
     def samples_per_step(self, stage: StageConfig) -> float:
         """Samples of an optimizer step; their mean when packing."""

@@ -39,6 +39,7 @@ from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.model.lora import describe
 from coat_vlm.model.vlm import count_parameters, module_parameters
+from coat_vlm.optim import stage_lr_factor
 from coat_vlm.run.heartbeat import Heartbeat
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
@@ -465,10 +466,12 @@ def _print_tables(
     lines += [f"  WARNING {warning}" for warning in data.warnings]
     lines.append(f"  label masks verified on {data.verified_rows} rows")
     lines += [f"  {line}" for line in data.shown_row]
-    lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
+    lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}{'peak lr':<10}last lr")
+    last = stage_lr_factor(stage, total_steps - 1, total_steps)
     for part, module in module_parameters(model).items():
         training = stage.module(part)
-        lr = f"{training.lr:g}" if training.lr is not None else "-"
+        peak = training.lr
+        lr = "-" if peak is None else f"{peak:<10g}{peak * last:.3g}"
         trains = "yes" if training.train else "frozen"
         trains = "LoRA" if stage.lora is not None and part in stage.lora.modules else trains
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")

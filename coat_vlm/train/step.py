@@ -19,7 +19,7 @@ import torch
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.packing import Sampler
 from coat_data.mixture.sampler import SamplerState
-from coat_vlm.optim import lr_factor
+from coat_vlm.optim import stage_lr_factor
 from coat_vlm.train.fp8_monitor import Fp8Monitor
 from coat_vlm.train.passes import Passes, Results
 from coat_vlm.train.step_log import StepLog
@@ -150,15 +150,7 @@ class TrainStep:
         bad = self.log.bad_samples.entry(
             counts, partial(self.sampler.count_by_source, sampler_state)
         )
-        lr = passes.set_lr(
-            lr_factor(
-                self.finished,
-                self.total_steps,
-                round(passes.stage.warmup_ratio * self.total_steps),
-                passes.stage.lr_scheduler_type,
-                passes.stage.min_lr_ratio,
-            )
-        )
+        lr = passes.set_lr(stage_lr_factor(passes.stage, self.finished, self.total_steps))
         passes.set_train_mode()
         divisor = counts["supervised_tokens" if passes.preference is None else "samples"]
         if not divisor:
