@@ -5,14 +5,6 @@ from typing import Any
 from coat_data.text.chat import VICUNA_SYSTEM, begin_of_text
 from coat_data.text.tokens import TokenizerLike
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML for messages whose content is text."""
-
 _CONTENT = (
     "{% macro content(message) %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from transformers import AutoProcessor
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.readers.boxes import TAG, rewrite_boxes
-from coat_data.sample import DataError, Part, Sample, Turn
+from coat_data.sample import DataError, Part, Sample, Turn, errors_within
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
@@ -159,6 +159,8 @@ class ProcessorTemplate(JinjaTemplate):
 class FamilyEncoder(Encoder):
     """Encodes samples with the processor of a published model; an instance can be pickled."""
 
+    reads_images = False
+
     def __init__(self, processor: Any, family: Family, max_length: int) -> None:
         super().__init__(
             cast(TokenizerLike, processor.tokenizer),
@@ -170,20 +172,20 @@ class FamilyEncoder(Encoder):
         )
         self._processor = processor
         self._family = family
-        self._filler: EncodedSample | None = None
 
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
         encoded = super().__call__(self.written(sample))
-        return encoded if sample.media else replace(encoded, filler=self._make_filler())
+        return encoded if sample.media else replace(encoded, filler=self._filler)
 
     def measure(self, sample: Sample) -> Size:
         """Encode the sample and return its size: only the processor knows it."""
         return Size(len(self(sample).input_ids), len(sample.media))
 
-    def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
+    def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
+        """Render the conversation, with boxes as the family writes them."""
         sample, tagged = self.written(sample), self._family.boxes == "tagged thousandths"
-        segments = super()._render(sample, add_generation_prompt=add_generation_prompt)
+        segments = super().segments(sample, add_generation_prompt=add_generation_prompt)
         if not (tagged and sample.media and any("<box>[[" in one.text for one in segments)):
             return segments
         # The tags of boxes are tokens; other special tokens in texts stay text.
@@ -212,10 +214,8 @@ class FamilyEncoder(Encoder):
                 height, width = smart_resize(height, width, factor, *limits)
             return width, height
 
-        try:
+        with errors_within(sample.where):
             return rewrite_boxes(sample, style, resize if style == "pixels" else None)
-        except DataError as error:
-            raise error.within(sample.where) from error
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
         """Return the sizes of the images that the model gets, for people."""
@@ -228,20 +228,14 @@ class FamilyEncoder(Encoder):
     def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
         media = sample.media
         self._check_media(sample, segments)
-        try:
+        with errors_within(sample.where):
             texts, inputs = self._read([open_image(medium) for medium in media])
             ids, labels = self._tokens(segments, texts)
-        except DataError as error:
-            raise error if error.where == sample.where else error.within(sample.where) from error
         if len(ids) > self.max_length:
             of = f", with those of {len(media)} images," if media else ""
             lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
-            raise DataError(
-                sample.where,
-                f"{len(ids)} tokens{of} are more than max_length={self.max_length}",
-                "raise model.max_length, or split the conversation"
-                + (f", or lower {lower}" if media else ""),
-            )
+            remedy = "or split the conversation" + (f", or lower {lower}" if media else "")
+            raise self._too_long(sample, len(ids), of, remedy)
         return EncodedSample(
             as_tensor(ids),
             as_tensor(labels),
@@ -273,13 +267,12 @@ class FamilyEncoder(Encoder):
         begin = self._processor.tokenizer.bos_token
         return begin is not None and not segments[0].text.startswith(begin)
 
-    def _make_filler(self) -> EncodedSample:
-        if self._filler is None:
-            texts, inputs = self._read([Image.new("RGB", (64, 64))])
-            ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
-            labels = torch.full_like(ids, IGNORE_INDEX)
-            self._filler = EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
-        return self._filler
+    @cached_property
+    def _filler(self) -> EncodedSample:
+        texts, inputs = self._read([Image.new("RGB", (64, 64))])
+        ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        return EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
 
     def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
         if any(medium.kind == "video" for medium in sample.media):

@@ -46,7 +46,7 @@ from coat_data.text.from_messages import (
 from coat_data.text.message_fields import read_tools
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
-from coat_vlm.model.chat_templates import CHATML, find_jinja_template, find_pad_id
+from coat_vlm.model.chat_templates import JINJA_TEMPLATES, find_jinja_template, find_pad_id
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.model.pretrained import check_local_path
 from coat_vlm.model.processor_inputs import (
@@ -539,7 +539,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD_TOKEN, eos_token=END_TOKEN
     )
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = JINJA_TEMPLATES["chatml"]
     return tokenizer
 
 

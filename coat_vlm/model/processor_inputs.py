@@ -71,9 +71,7 @@ def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[
 
 def split_rows(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:
     """Return the images of each row; ``one``: the images are those of a single row."""
-    if one:
-        return [_as_list(images)]
-    per_row = [None] * num_rows if images is None else images
+    per_row = [images] if one else [None] * num_rows if images is None else images
     if len(per_row) != num_rows:
         raise ValueError(
             f"{num_rows} prompts but {len(per_row)} entries of images; give one entry per prompt, "

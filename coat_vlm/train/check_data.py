@@ -11,7 +11,7 @@ from coat_data.load.encode import Encoder
 from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, Sample, UnreachableError
 from coat_data.text.chat import PlainTemplate
-from coat_data.tools.lint import MediaCheck, find_media_problem
+from coat_data.tools.lint import MediaCheck, check_sample_media
 from coat_data.tools.problems import ProblemList
 from coat_vlm.config import Recipe, SourceConfig, StageName
 from coat_vlm.model.folder import AnyProcessor
@@ -35,23 +35,20 @@ class RowCheck:
     check_media: MediaCheck = "header"
     """With ``none`` no medium is opened, and rows with media are not measured."""
 
-    def __call__(self, sample: Sample) -> DataError | None:
-        """Return the problem of a row, or None."""
+    def __call__(self, sample: Sample) -> None:
+        """Raise the problem of a row."""
         encoder = self.encoder
         if encoder is None:
-            return find_media_problem(sample, self.check_media)
+            check_sample_media(sample, self.check_media)
+            return
+        encoder.check_kind(sample)
+        check_labels(sample, *encoder.layout(sample), encoder)
+        check_sample_media(sample, self.check_media, encoder.media.max_pixels)
         # Training splits the documents.
         is_split = sample.is_document and isinstance(encoder.template, PlainTemplate)
-        try:
-            encoder.check_kind(sample)
-            check_labels(sample, *encoder.layout(sample), encoder)
-            problem = find_media_problem(sample, self.check_media, encoder.media.max_pixels)
-            opens = not sample.media or self.check_media != "none"
-            if problem is None and self.measures and opens and not is_split:
-                encoder.measure(sample)
-        except DataError as error:
-            return error
-        return problem
+        opens = not sample.media or self.check_media != "none"
+        if self.measures and opens and not is_split:
+            encoder.measure(sample)
 
 
 def _find_problems(rows: Rows, check: RowCheck) -> tuple[int, list[DataError]]:
@@ -59,18 +56,19 @@ def _find_problems(rows: Rows, check: RowCheck) -> tuple[int, list[DataError]]:
 
     A server that does not answer ends the check of a source: training asks it again.
     """
-    found: list[DataError | None] = []
+    places = probe_rows(rows)
+    errors: list[DataError] = []
     offline = replace(check, check_media="none")  # an unresponsive server would delay the start
-    for place in probe_rows(rows):
+    for number, place in enumerate(places, 1):
         try:
             sample = rows[place]
             is_remote = any(is_url(medium.path or "") for medium in sample.media)
-            found.append((offline if is_remote else check)(sample))
+            (offline if is_remote else check)(sample)
         except DataError as error:
-            found.append(error)
-        if isinstance(found[-1], UnreachableError):
-            break
-    return len(found), [error for error in found if error is not None]
+            errors.append(error)
+            if isinstance(error, UnreachableError):
+                return number, errors
+    return len(places), errors
 
 
 def check_stage_data(

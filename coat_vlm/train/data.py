@@ -12,6 +12,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -219,13 +220,10 @@ def open_data(
 def _show_first_row(datasets: Sequence[Rows], encoder: Encoder) -> list[str]:
     for dataset in datasets:
         for row in range(min(ROWS_PER_SOURCE, len(dataset))):
-            try:
+            with suppress(DataError):
                 sample = dataset[row]
-                lines = show_row(sample, encoder)
-            except DataError:
-                continue
-            head = f"{sample.where} as it is trained, supervised text behind >:"
-            return [head, *(f"  {line}" for line in lines)]
+                head = f"{sample.where} as it is trained, supervised text behind >:"
+                return [head, *(f"  {line}" for line in show_row(sample, encoder))]
     return []
 
 

@@ -6,6 +6,7 @@ A source of a recipe may be a list of sources; each entry then becomes a source 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -224,10 +225,8 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
     for source, dataset in zip(sources, datasets, strict=True):
         counts = FieldCounts()
         for row in range(min(ROWS_PER_SOURCE, len(dataset))):
-            try:
+            with suppress(DataError):  # counted when training reads it
                 counts.add(dataset[row])
-            except DataError:
-                continue  # counted when training reads it
         warnings += counts.warnings(source.name)
     return warnings
 

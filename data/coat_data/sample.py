@@ -7,7 +7,8 @@ video; the n-th media part refers to ``media[n]``. Text is never parsed for plac
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -52,6 +53,15 @@ class DataError(ValueError):
     def __reduce__(self) -> tuple[type["DataError"], tuple[str, str, str]]:
         """Pickle by the three texts, so that worker processes can return the error."""
         return type(self), (self.where, self.problem, self.remedy)
+
+
+@contextmanager
+def errors_within(where: str) -> Iterator[None]:
+    """Name the row in a :class:`DataError` of one of its media or texts."""
+    try:
+        yield
+    except DataError as error:
+        raise error if error.where == where else error.within(where) from error
 
 
 class UnreachableError(DataError):

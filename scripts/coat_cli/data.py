@@ -13,7 +13,6 @@ from coat_cli.command import Commands, at_least, check_effects, command, find_mo
 if TYPE_CHECKING:
     from coat_data.load.encode import Encoder
     from coat_data.tools.overlap import Question
-    from coat_data.tools.preview import ModelView
     from coat_eval.benchmark import Prompt
 
 FOUND_PROBLEMS = 1
@@ -261,8 +260,8 @@ def _preview(args: argparse.Namespace) -> int:
 
     if not args.model:
         check_effects(args, {"ids": "shows token ids, which need --model"})
-    model = _model_view(args.model) if args.model else None
-    shown = {"number": args.limit, "model": model, "ids": args.ids}
+    encoder = _load_encoder(args.model) if args.model else None
+    shown = {"number": args.limit, "model": args.model, "encoder": encoder, "ids": args.ids}
     cards = preview(args.path, args.out, **shown, **_options(args))
     if args.out is not None:
         say(f"{args.out}: {len(cards)} samples")
@@ -270,17 +269,6 @@ def _preview(args: argparse.Namespace) -> int:
     for card in cards:
         say("\n".join([*card_lines(card, ids=args.ids), ""]))
     return 0
-
-
-def _model_view(name: str) -> "ModelView":
-    from coat_data.tools.preview import ModelView
-    from coat_vlm.model.family_processor import FamilyEncoder
-
-    encoder = _load_encoder(name)
-    if isinstance(encoder, FamilyEncoder):
-        return ModelView(encoder=encoder, name=name)
-    transform = encoder.media.transform
-    return ModelView(encoder=encoder, name=name, mean=transform.mean, std=transform.std)
 
 
 def _load_encoder(name: str) -> "Encoder":

@@ -31,13 +31,18 @@ _ANSWERS = (
     "\n",
     "42",
 )
+"""Newlines, unicode, special tokens."""
 
 
-def synthetic_conversations(*, images: bool = True) -> list[Sample]:
-    """Return conversations that often break label masks: newlines, unicode, special tokens."""
+def verify_template(encoder: Encoder) -> None:
+    """Check the encoder's template and tokenizer on conversations that often break label masks.
+
+    DataError if other tokens than the answers and their ends are supervised (shows both);
+    ValueError if the template refuses such conversations.
+    """
+    images = encoder.image_token_id is not None
     media = (Media(kind="image", path="image.jpg"),) if images else ()
     shown = (Part("image"),) if images else ()
-    samples: list[Sample] = []
     for number, answer in enumerate(_ANSWERS):
         after = _ANSWERS[(number + 1) % len(_ANSWERS)]
         turns = (
@@ -49,20 +54,9 @@ def synthetic_conversations(*, images: bool = True) -> list[Sample]:
             Turn("assistant", (Part("text", answer),)),
         )
         source = "conversation made for the check"
-        samples.append(Sample(id="", turns=turns, media=media, source=source, row=number))
-    return samples
-
-
-def verify_template(encoder: Encoder) -> None:
-    """Check the encoder's template and tokenizer on :func:`synthetic_conversations`.
-
-    DataError if other tokens than the answers and their ends are supervised (shows both);
-    ValueError if the template refuses such conversations.
-    """
-    for sample in synthetic_conversations(images=encoder.shows_media):
-        encoder.template.render(sample.turns)  # an error of the template, not of a row
-        ids, labels = encoder.layout(sample)
-        check_labels(sample, ids, labels, encoder)
+        sample = Sample(id="", turns=turns, media=media, source=source, row=number)
+        encoder.template.render(turns)  # an error of the template, not of a row
+        check_labels(sample, *encoder.layout(sample), encoder)
 
 
 def verify_rows(
@@ -108,7 +102,7 @@ def check_labels(
     # not supervised.
     for number, span in reversed([*enumerate(spans)]):
         got = tokenizer.decode(span)
-        end = tokenizer.decode(span[-1:]) if tokenizer.is_special_id(span[-1]) else ""
+        end = tokenizer.decode(span[-1:]) if span[-1] in tokenizer.special else ""
         is_last = number == len(spans) - 1
         turn = remaining.pop()
         while not (reads := _reads(got, turn, end, encoder)):
@@ -142,11 +136,11 @@ def _split(labels: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]
     for trained, group in groupby(labels, lambda label: label != IGNORE_INDEX):
         if trained:
             spans[-1] += group
-        elif spans[-1] and tokenizer.is_special_id(spans[-1][-1]):
+        elif spans[-1] and spans[-1][-1] in tokenizer.special:
             spans.append([])
     found: list[list[int]] = []
     for span in filter(None, spans):
-        end = span[-1] if tokenizer.is_special_id(span[-1]) else None
+        end = span[-1] if span[-1] in tokenizer.special else None
         ends = [place + 1 for place, token in enumerate(span[:-1]) if token == end]
         found += [span[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)]
     return found

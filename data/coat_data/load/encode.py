@@ -18,7 +18,7 @@ import torch
 from coat_data.media.image import ONE_TILE, ImageTransform
 from coat_data.media.sample_media import MediaLoader, MediaPlan
 from coat_data.media.sampling import VideoSettings
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Media, Part, Sample, Turn, errors_within
 from coat_data.text.chat import ChatTemplate
 from coat_data.text.tokens import Segment, SegmentTokenizer, TokenizerLike
 
@@ -71,11 +71,12 @@ class Encoder:
 
     Attributes:
         image_token_id: None for a language model without vision.
-        shows_media: whether the model has a vision tower.
+        reads_images: whether ``media`` makes the pixel values, which are then images.
         preferences: whether samples must be preference pairs or must not; None encodes both.
     """
 
     preferences: bool | None = None
+    reads_images = True
 
     def __init__(
         self,
@@ -96,7 +97,6 @@ class Encoder:
         self.tokenizer = SegmentTokenizer(tokenizer, [self._image_token])
         self.template = template
         self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
-        self.shows_media = image_token_id is not None
         self.image_token_id = image_token_id
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
         self.max_length = max_length
@@ -117,12 +117,13 @@ class Encoder:
             encoded = replace(encoded, rejected=rejected)
         else:
             encoded = self._encode(sample, segments)
-        _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
 
     def check_kind(self, sample: Sample) -> None:
-        """Check that a sample is of the kind in :attr:`preferences`."""
+        """Check that a sample has an answer, and is of the kind in :attr:`preferences`."""
+        if not any(turn.role == "assistant" for turn in sample.turns):
+            raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
         if sample.rejected and self.preferences is False:
             raise DataError(
                 sample.where,
@@ -161,23 +162,14 @@ class Encoder:
     def _planned(
         self, sample: Sample, plan: Callable[[Media], MediaPlan]
     ) -> tuple[list[int], list[int], list[MediaPlan]]:
-        _check_answered(sample)
         segments = self.segments(sample)
         self._check_media(sample, segments)
-        try:
+        with errors_within(sample.where):
             plans = [plan(medium) for medium in sample.media]
             return *self._tokens(segments, [self._media_text(plan) for plan in plans]), plans
-        except DataError as error:
-            raise error.within(sample.where) from error
 
-    def segments(self, sample: Sample) -> list[Segment]:
+    def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation; a document that continues ends without an end token."""
-        segments = self._render(sample)
-        while sample.continues and segments[-1].kind == "literal":
-            segments = segments[:-1]
-        return segments
-
-    def _render(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         try:
             segments = self.template.render(
                 sample.turns, sample.tools, add_generation_prompt=add_generation_prompt
@@ -188,6 +180,8 @@ class Encoder:
         if add_generation_prompt and joins_space and segments[-1].text.endswith(" "):
             # The space belongs to the first token of the answer.
             segments[-1] = segments[-1]._replace(text=segments[-1].text[:-1])
+        while sample.continues and not add_generation_prompt and segments[-1].kind == "literal":
+            segments = segments[:-1]
         return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
@@ -201,9 +195,8 @@ class Encoder:
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
         """Encode all turns as they are; nothing follows the last text of one that ``continues``."""
-        if add_generation_prompt:
-            return self._encode(sample, self._render(sample, add_generation_prompt=True))
-        return self._encode(sample, self.segments(sample))
+        segments = self.segments(sample, add_generation_prompt=add_generation_prompt)
+        return self._encode(sample, segments)
 
     def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``, with the labels of the answer.
@@ -219,14 +212,9 @@ class Encoder:
             end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
             tail = torch.tensor(ids[before[-1] + 1 if before else 0 : end])
-            length = len(prompt.input_ids) + len(tail)
-            if length > self.max_length:
-                raise DataError(
-                    sample.where,
-                    f"{length} tokens with the answer {answer[:80]!r} are more than max_length="
-                    f"{self.max_length}",
-                    "raise model.max_length, or take fewer images, tiles or frames",
-                )
+            if (length := len(prompt.input_ids) + len(tail)) > self.max_length:
+                of = f" with the answer {answer[:80]!r}"
+                raise self._too_long(sample, length, of, "or take fewer images, tiles or frames")
             input_ids = torch.cat([prompt.input_ids, tail])
             labels = torch.cat([prompt.labels, tail])
             found.append(replace(prompt, input_ids=input_ids, labels=labels))
@@ -234,14 +222,12 @@ class Encoder:
 
     def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
         self._check_media(sample, segments)
-        try:
+        with errors_within(sample.where):
             opened = [self.media.open(medium) for medium in sample.media]
             plans = [plan for plan, _ in opened]
             ids, labels = self._tokens(segments, [self._media_text(plan) for plan in plans])
             self._check_length(sample, len(ids), plans)
             pixel_values = self.media.write(opened)
-        except DataError as error:
-            raise error if error.where == sample.where else error.within(sample.where) from error
         counts, self.media.counts = self.media.counts, Counter()
         input_ids = as_tensor(ids)
         found: dict[str, Any] = {**self._media_layout(plans)}
@@ -257,7 +243,7 @@ class Encoder:
         Returns the text of each medium's tokens, and ``pixel_values``, ``image_grids`` and
         ``frame_groups`` as in :class:`EncodedSample`.
         """
-        if media and not self.shows_media:
+        if media and self.image_token_id is None:
             shown = Sample(id="prompt", turns=(), media=tuple(media), source="prompt")
             self._check_media(shown, [])
         opened = [self.media.open(medium) for medium in media]
@@ -316,7 +302,7 @@ class Encoder:
 
     def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
         media = sample.media
-        if media and not self.shows_media:
+        if media and self.image_token_id is None:
             problem = f"shows {len(media)} images or videos, and the model has no vision tower"
             remedy = "remove the row or its source, or give the recipe's model.vision a tower"
             raise DataError(sample.where, problem, remedy)
@@ -327,28 +313,30 @@ class Encoder:
             raise DataError(sample.where, problem, remedy)
 
     def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
-        if length > self.max_length:
-            if not plans:
-                raise DataError(
-                    sample.where,
-                    f"{length} tokens are more than max_length={self.max_length}",
-                    "raise model.max_length, or train documents as a source of their own with "
-                    "template: plain, which cuts them"
-                    if sample.is_document
-                    else "raise model.max_length, or split the conversation",
-                )
+        if length <= self.max_length:
+            return
+        of, remedy = "", "or split the conversation"
+        if sample.is_document:
+            remedy = (
+                "or train documents as a source of their own with template: plain, which cuts them"
+            )
+        if plans:
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
             texts = [Segment("literal", self._media_text(plan)) for plan in plans]
             in_images = len(self.tokenizer.encode(texts)[0])
-            of = f"{images} images" if tiles == images else f"{images} images in {tiles} tiles"
-            raise DataError(
-                sample.where,
-                f"{length} tokens ({of} of {len(self._image_ids)} tokens = {in_images}, text "
-                f"{length - in_images}) are more than max_length={self.max_length}",
-                "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
-                "frames (model.video), or split the conversation",
+            shown = f"{images} images" if tiles == images else f"{images} images in {tiles} tiles"
+            each, text = len(self._image_ids), length - in_images
+            of = f" ({shown} of {each} tokens = {in_images}, text {text})"
+            remedy = (
+                "take fewer images, tiles (model.image.max_tiles) or frames (model.video), or "
+                "split the conversation"
             )
+        raise self._too_long(sample, length, of, remedy)
+
+    def _too_long(self, sample: Sample, length: int, of: str, remedy: str) -> DataError:
+        problem = f"{length} tokens{of} are more than max_length={self.max_length}"
+        return DataError(sample.where, problem, f"raise model.max_length, {remedy}")
 
 
 def as_tensor(numbers: list[int]) -> torch.Tensor:
@@ -364,8 +352,3 @@ def _asked(sample: Sample) -> Sample:
     turns = sample.turns[: asked[-1] + 1]
     num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
     return replace(sample, turns=turns, media=sample.media[:num_media])
-
-
-def _check_answered(sample: Sample) -> None:
-    if not any(turn.role == "assistant" for turn in sample.turns):
-        raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")

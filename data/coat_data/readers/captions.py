@@ -21,7 +21,7 @@ from typing import Any
 from coat_data.containers.media_files import VIDEO_SUFFIXES
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
-from coat_data.readers.row_media import MEDIA_FIELDS, existing_path, media_path, to_media, with_span
+from coat_data.readers.row_media import existing_path, media_path, to_media, with_span
 from coat_data.readers.turns import (
     PLACEHOLDERS,
     Said,
@@ -73,10 +73,7 @@ def _from_columns(row: Any, place: Place) -> Sample:
         name = _column(row, names, "caption", _CAPTION_FIELDS, place)
         caption = place.as_string(first_of(row[name], place), name)
     if any(token in caption for token in PLACEHOLDERS):  # an interleaved document
-        files: dict[MediaKind, list[Media]] = {
-            kind: [one for one in media if one.kind == kind] for kind in MEDIA_FIELDS
-        }
-        turns, shown = place_media([("user", caption)], files, place)
+        turns, shown = place_media([("user", caption)], media, place)
         turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
         return place.sample(row, turns, shown)
     return place.sample(row, caption_turns(media, caption), media)
@@ -86,9 +83,7 @@ def _media(row: Mapping[str, Any], name: str, place: Place) -> list[Media]:
     items = row[name] if isinstance(row[name], list | tuple) else [row[name]]
     kind = _MEDIA_FIELDS[name.lower()] or _kind_by_ending(str(items[0]))
     media = [to_media(item, kind, name, place) for item in items]
-    if len(media) == 1 and kind == "video":
-        media = [with_span(media[0], row, "the row", place)]
-    return media
+    return [with_span(media[0], row, "the row", place)] if len(media) == 1 else media
 
 
 def _column(

@@ -22,9 +22,9 @@ from coat_data.media.image import image_size
 from coat_data.readers.boxes import EDGES, tag_box
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import Place, Reader
-from coat_data.readers.row_media import media_fields, to_media, with_span
+from coat_data.readers.row_media import by_kind, media_fields, to_media, with_span
 from coat_data.readers.turns import Said, is_chat, place_media, read_turns, with_fields, with_system
-from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
+from coat_data.sample import Media, MediaKind, Part, Role, Sample, Turn, errors_within
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _MEDIA_TYPES: Mapping[str, MediaKind] = {
@@ -64,7 +64,7 @@ def to_sample(row: Any, place: Place) -> Sample:
         (turn.role, list(_pieces(turn.content, turn.name, place))) for turn in read
     ]
     files = media_fields(row, place)
-    _fill_objects(messages, row, files["image"], place)
+    _fill_objects(messages, row, files, place)
     by_parts = any(piece.kind != "text" for _, pieces in messages for piece in pieces)
     is_document = len(read) == 1 and read[0].role == "assistant" and not read[0].fields
     if by_parts:
@@ -140,9 +140,9 @@ def _messages(row: Mapping[str, Any], place: Place) -> Iterator[Any]:
 
 
 def _by_parts(
-    messages: Sequence[_Message], files: Mapping[MediaKind, Sequence[Media]], place: Place
+    messages: Sequence[_Message], files: Sequence[Media], place: Place
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    waiting = {kind: list(items) for kind, items in files.items()}
+    waiting = by_kind(files)
     media: list[Media] = []
     turns: list[Turn] = []
     for number, (role, pieces) in enumerate(messages):
@@ -156,11 +156,11 @@ def _by_parts(
             name = f"messages[{number}].{kind}"
             if any(key in piece.source for key in _SOURCES):
                 media.append(to_media(piece.source, kind, name, place))
-            elif waiting.get(kind):
+            elif waiting[kind]:
                 media.append(with_span(waiting[kind].pop(0), piece.source, name, place))
             else:
                 raise place.error(
-                    f"the messages show more {kind}s than the row's {len(files.get(kind, ()))}",
+                    f"the messages show more {kind}s than the row's {len(by_kind(files)[kind])}",
                     f'list the file in "{kind}s", or put it into the part',
                 )
         turns.append(Turn(role, tuple(parts)))
@@ -172,12 +172,12 @@ def _by_parts(
 
 
 def _fill_objects(
-    messages: Sequence[_Message], row: Mapping[str, Any], images: Sequence[Media], place: Place
+    messages: Sequence[_Message], row: Mapping[str, Any], files: Sequence[Media], place: Place
 ) -> None:
     objects = row.get("objects")
     if is_missing(objects):
         return
-    objects = place.as_object(objects)
+    objects, images = place.as_object(objects), by_kind(files)["image"]
     names = iter(place.as_list(objects.get("ref") or [], "objects.ref"))
     boxes = iter(enumerate(place.as_list(objects.get("bbox") or [], "objects.bbox")))
 
@@ -219,10 +219,8 @@ def _edges(
             f"the box {number} is in pixels of an image at an address, whose size is not known",
             f"download the images, or give the boxes as {' or '.join(EDGES)}",
         )
-    try:
+    with errors_within(place.where):
         return image_size(images[index]), index
-    except DataError as error:
-        raise error.within(place.where) from error
 
 
 READER = Reader(

@@ -36,8 +36,7 @@ def _is_query(row: Mapping[str, Any]) -> bool:
 def _query(row: Any, place: Place) -> Sample:
     """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first."""
     said = with_system(_said(row, place), row, place)
-    turns, media = place_media(said, media_fields(row, place), place)
-    return place.sample(row, turns, media)
+    return place.sample(row, *place_media(said, media_fields(row, place), place))
 
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
@@ -60,8 +59,7 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
 
 def _cauldron(row: Any, place: Place) -> Sample:
     said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
-    files = media_fields(row, place)
-    media = [*files["image"], *files["video"]]
+    media = media_fields(row, place)
     return place.sample(row, media_first(said, media, place), media)
 
 
@@ -103,13 +101,10 @@ def _question(row: Any, place: Place) -> Sample:
         answer = str(answer)
     question = place.as_string(row.get("question"), "question")
     said: Said = [("user", question), ("assistant", place.as_string(answer, "answer"))]
-    files = media_fields(row, place)
+    said, media = with_system(said, row, place), media_fields(row, place)
     if any(token in question for token in PLACEHOLDERS):
-        turns, media = place_media(with_system(said, row, place), files, place)
-    else:
-        media = [*files["image"], *files["video"]]
-        turns = media_first(with_system(said, row, place), media, place)
-    return place.sample(row, turns, media)
+        return place.sample(row, *place_media(said, media, place))
+    return place.sample(row, media_first(said, media, place), media)
 
 
 QUERY = Reader(

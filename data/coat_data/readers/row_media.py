@@ -22,7 +22,6 @@ MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _LONGEST_PATH = 4096  # PATH_MAX of Linux: a longer text is not a path
-_DEEPEST_STRUCT = 4  # levels of nesting: a part, its image_url, its url, and the text
 
 
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
@@ -64,23 +63,20 @@ def _is_frame_list(items: Sequence[Any]) -> bool:
     )
 
 
-def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    rate = given(item, "sample_fps", "fps")
-    if not media.frames or rate is None:
-        return media
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-        raise place.error(f"{field}: fps is {rate!r}", "give frames per second above 0")
-    return replace(media, fps=float(rate))
-
-
 def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
     """Return the medium, for a video with the seconds ``start`` and ``end`` of ``item`` if given.
 
     Or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL, qwen-vl-utils); texts are numbers.
+    Frames may have a rate (``fps``).
     """
     if media.kind != "video":
         return media
-    media = _with_rate(media, item, field, place)
+    rate = given(item, "sample_fps", "fps") if media.frames else None
+    if rate is not None:
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not number or not 0 < rate < float("inf"):
+            raise place.error(f"{field}: fps is {rate!r}", "give frames per second above 0")
+        media = replace(media, fps=float(rate))
     start = _time(item, "start", media.start, field, place)
     end = _time(item, "end", media.end, field, place)
     if start is None and end is None:
@@ -110,16 +106,14 @@ def _time(
 
 def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Place) -> Media:
     value: Any = item
-    for _ in range(_DEEPEST_STRUCT):
-        if not isinstance(value, Mapping):
-            return to_media(value, kind, field, place)
+    while isinstance(value, Mapping):  # a part, its image_url, its url
         data = _struct_bytes(value, field, place)
         if data is not None:
             path = value.get("path")  # for messages: nothing is read from there
             path = path if path and isinstance(path, str) else f"{place.where}.{field}"
             return Media(kind=kind, path=path, data=data)
         value = given(value, kind, f"{kind}_url", "url", "path")
-    raise place.error(f"{field} is nested too deep", 'write {"path": ...}')
+    return to_media(value, kind, field, place)
 
 
 def media_path(text: str, field: str, place: Place) -> str:
@@ -168,23 +162,25 @@ def _decode(text: str, field: str, place: Place) -> bytes:
         raise place.error(f"{field} is not base64: {error}", "encode the file again") from error
 
 
-def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:
-    """Return the row's images and videos; fields of the same kind must not differ."""
-    media: dict[MediaKind, list[Media]] = {}
+def by_kind(media: Sequence[Media]) -> dict[MediaKind, list[Media]]:
+    """Return the images and the videos."""
+    return {kind: [one for one in media if one.kind == kind] for kind in MEDIA_FIELDS}
+
+
+def media_fields(row: Mapping[str, Any], place: Place) -> list[Media]:
+    """Return the row's images, then its videos; fields of the same kind must not differ."""
+    media: list[Media] = []
     for kind, names in MEDIA_FIELDS.items():
         own = place.columns.get(f"{kind}s")
         names = (own,) if own else names
         used = [field for field in names if field in row and not is_missing(row[field])]
         if not used:
-            media[kind] = []
             continue
         values = (row[field] for field in used)
         items, *others = (list(v) if isinstance(v, list | tuple) else [v] for v in values)
         if any(other != items for other in others):
             raise place.error(f"both {' and '.join(used)} are set", "keep one of them")
         items = [items] if kind == "video" and _is_frame_list(items) else items
-        media[kind] = [to_media(item, kind, used[0], place) for item in items]
-    videos = media["video"]
-    if len(videos) == 1:
-        media["video"] = [with_span(videos[0], row, "the row", place)]
+        found = [to_media(item, kind, used[0], place) for item in items]
+        media += [with_span(found[0], row, "the row", place)] if len(found) == 1 else found
     return media

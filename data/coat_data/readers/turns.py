@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from coat_data.readers.fields import check_unused, given, is_missing
 from coat_data.readers.reader import Place
-from coat_data.sample import DataError, Media, MediaKind, Part, Role, Turn
+from coat_data.readers.row_media import by_kind
+from coat_data.sample import Media, MediaKind, Part, Role, Turn, errors_within
 from coat_data.text.message_fields import read_fields
 
 PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
@@ -18,7 +19,6 @@ LOSS_FIELDS = ("weight", "loss", "train")
 
 Said = list[tuple[Role, str]]
 """Speakers and texts of a conversation."""
-_KINDS: tuple[MediaKind, ...] = ("image", "video")
 _SHOWN: tuple[Role, ...] = ("user", "tool")
 """Roles of turns with placeholders."""
 
@@ -83,10 +83,8 @@ def _read_fields(
 ) -> dict[str, Any]:
     names = turn.keys() - known - {*LOSS_FIELDS} - place.ignore
     others = {name: turn[name] for name in names}
-    try:
+    with errors_within(f"{place.where}: {name}"):
         fields, used = read_fields(others, role)
-    except DataError as error:
-        raise error.within(f"{place.where}: {name}") from error
     if not is_supervised(turn, role, name, place) and role == "assistant":
         fields["supervised"] = False
     unused = {key for key in others.keys() - used if not is_missing(turn[key])}
@@ -143,7 +141,7 @@ def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, .
 
 
 def place_media(
-    said: Said, files: Mapping[MediaKind, Sequence[Media]], place: Place
+    said: Said, files: Sequence[Media], place: Place
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     """Return the turns with media at the placeholders, and the media in their order.
 
@@ -151,13 +149,12 @@ def place_media(
     without images, ``<image>`` may stand for a video. Without placeholders, the media, each
     followed by a newline, precede the first human text. Placeholders without a file are plain text.
     """
-    tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place)
+    tokens = _tokens(said, {kind: len(own) for kind, own in by_kind(files).items()}, place)
     if not tokens:
-        media = [one for kind in _KINDS for one in files.get(kind, ())]
-        if media:
+        if files:
             place.notes.append("media_first")
-        return media_first(said, media, place), tuple(media)
-    waiting = {kind: iter(files.get(kind, ())) for kind in _KINDS}
+        return media_first(said, files, place), tuple(files)
+    waiting = {kind: iter(own) for kind, own in by_kind(files).items()}
     pattern = re.compile(f"({'|'.join(tokens)})")
     media: list[Media] = []
     turns: list[Turn] = []

@@ -13,6 +13,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
@@ -40,12 +41,18 @@ _Edits: TypeAlias = dict[int, tuple[int, str, bool]]
 _Kind = Literal["text", "image", "video", "reasoning", "name", "call"]
 
 
-class _Piece(NamedTuple):
-    """A string of a conversation."""
+@dataclass(slots=True)
+class _Piece:
+    """A string of a conversation, and the words in it."""
 
     turn: int
     kind: _Kind
     text: str
+    words: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)  # those in the rendered text
+    marked: str = ""  # with the private character in the place of each character of a word
+    lead: str = ""  # before the first word
+    tail: str = ""  # behind the last word
 
 
 _NEXT = Turn("assistant", (Part("text", "a"),), supervised=False)
@@ -58,15 +65,6 @@ class _Span(NamedTuple):
     start: int
     end: int
     piece: _Piece
-
-
-class _Marked(NamedTuple):
-    """A piece whose words are hidden."""
-
-    words: list[str]
-    text: str  # with the private character in the place of each character of a word
-    lead: str  # before the first word
-    tail: str  # behind the last word
 
 
 class JinjaTemplate:
@@ -215,10 +213,10 @@ class JinjaTemplate:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def _write(
-        self, turns: Sequence[Turn], tools: Tools, pieces: Iterable[_Piece], is_prompt: bool
+        self, turns: Sequence[Turn], tools: Tools, strings: Iterable[str], is_prompt: bool
     ) -> str:
-        """Render turns whose strings are the texts of ``pieces``."""
-        texts = (piece.text for piece in pieces)
+        """Render turns with other strings."""
+        texts = iter(strings)
         messages = [self._message(turn, lambda *_: next(texts)) for turn in turns]
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
@@ -234,8 +232,7 @@ class JinjaTemplate:
     def _prompts(self) -> str:
         """What the template writes for generation behind a question; empty for nothing."""
         question = [Turn("user", (Part("text", "a"),))]
-        pieces = self._pieces(question)
-        text, prompt = (self._write(question, (), pieces, p) for p in (False, True))
+        text, prompt = (self._write(question, (), ["a"], p) for p in (False, True))
         if text == prompt:
             return ""
         eos = self._tokenizer.special_tokens_map.get("eos_token") or ""  # Phi-3's, only at the end
@@ -243,12 +240,12 @@ class JinjaTemplate:
 
     def _write_prompt(self, turns: Sequence[Turn], tools: Tools, pieces: list[_Piece]) -> str:
         """Render the text before the answer to ``turns``."""
+        texts = [piece.text for piece in pieces if piece.turn < len(turns)]
         if self._prompts:
-            return self._write(turns, tools, pieces, True)
-        own = [piece for piece in pieces if piece.turn < len(turns)]
-        last = _Piece(len(turns), "text", chr(_LAST_MARK))
-        text = self._write([*turns, _NEXT], tools, [*own, last], False)
-        return text[: text.index(last.text)]
+            return self._write(turns, tools, texts, True)
+        mark = chr(_LAST_MARK)
+        text = self._write([*turns, _NEXT], tools, [*texts, mark], False)
+        return text[: text.index(mark)]
 
     def _message(self, turn: Turn, write: Callable[[_Kind, str], str]) -> dict[str, Any]:
         """Return the message of a turn, in which ``write`` replaces each string."""
@@ -281,20 +278,19 @@ class JinjaTemplate:
 
         ``pieces`` are changed: media get the texts that stand for them.
         """
-        if len(pieces) > _LAST_MARK - _FIRST_MARK:
-            raise ValueError(f"the conversation has more than {_LAST_MARK - _FIRST_MARK} parts")
         for number, piece in enumerate(pieces):
             if piece.kind in ("image", "video"):
-                pieces[number] = piece._replace(text=self.image_token or chr(_FIRST_MARK + number))
-        text = self._write(turns, tools, pieces, add_generation_prompt)
+                piece.text = self.image_token or chr(_FIRST_MARK + number)
+        text = self._write(turns, tools, (one.text for one in pieces), add_generation_prompt)
         problem = ""
         for kept in self._kept:
-            marked = [_mark(piece, chr(_FIRST_MARK + n), kept) for n, piece in enumerate(pieces)]
-            shown = (p._replace(text=m.text) for p, m in zip(pieces, marked, strict=True))
-            with_marks = self._write(turns, tools, shown, add_generation_prompt)
+            for number, piece in enumerate(pieces):
+                _mark(piece, chr(_FIRST_MARK + number), kept)
+            marked = (piece.marked for piece in pieces)
+            with_marks = self._write(turns, tools, marked, add_generation_prompt)
             try:
-                spans, found = self._match(text, with_marks, pieces, marked)
-                return text, spans, _find_cut(turns, pieces, marked, found)
+                spans = self._match(text, with_marks, pieces)
+                return text, spans, _find_cut(turns, pieces)
             except _MismatchError as error:
                 problem = str(error)
         raise ValueError(
@@ -302,11 +298,9 @@ class JinjaTemplate:
             "or change the data"
         )
 
-    def _match(
-        self, text: str, with_marks: str, pieces: list[_Piece], marked: Sequence[_Marked]
-    ) -> tuple[list[_Span], list[list[str]]]:
+    def _match(self, text: str, with_marks: str, pieces: list[_Piece]) -> list[_Span]:
         """Find the pieces, and their words, in a text that is also rendered ``with_marks``."""
-        media = [n for n, piece in enumerate(pieces) if piece.kind in ("image", "video")]
+        media = [piece for piece in pieces if piece.kind in ("image", "video")]
         token, pattern, next_media = self.image_token, _RUN, iter(media)
         if token is not None:
             pattern = f"{_RUN}|{re.escape(token)}"
@@ -316,28 +310,27 @@ class JinjaTemplate:
                     f"{len(media)}; {self.remedy}"
                 )
         spans: list[_Span] = []
-        found: list[list[str]] = [[] for _ in pieces]
         place = 0
         for run in re.finditer(pattern, with_marks):
             start, end = run.span()
             if text[place:start] != with_marks[place:start]:
                 break
             place = end
-            number = next(next_media) if run[1] is None else ord(run[1]) - _FIRST_MARK
-            words, _, lead, tail = marked[number]
-            if pieces[number].kind == "name" and found[number] == words:
+            piece = next(next_media) if run[1] is None else pieces[ord(run[1]) - _FIRST_MARK]
+            if piece.kind == "name" and piece.found == piece.words:
                 continue  # as with GPT-OSS, which names the call at its result
-            found[number].append(text[start:end])
-            if found[number] == words[:1]:
+            piece.found.append(text[start:end])
+            if piece.found == piece.words[:1]:
                 least = spans[-1].end if spans else 0
-                trimmed = (lead, lead.lstrip(), "")  # a template may trim it
+                trimmed = (piece.lead, piece.lead.lstrip(), "")  # a template may trim it
                 start -= next(len(t) for t in trimmed if text.endswith(t, least, start))
-            if found[number] == words:
-                end += next(len(t) for t in (tail, tail.rstrip(), "") if text.startswith(t, end))
-            spans.append(_Span(start, end, pieces[number]))
+            if piece.found == piece.words:
+                trimmed = (piece.tail, piece.tail.rstrip(), "")
+                end += next(len(t) for t in trimmed if text.startswith(t, end))
+            spans.append(_Span(start, end, piece))
         if text[place:] != with_marks[place:]:
             raise _MismatchError("writes other text if the words of the conversation are others")
-        return spans, found
+        return spans
 
     def _check_media(self, spans: list[_Span], tools: Tools, text: str) -> None:
         """Check the order of the media, and that the tools are written."""
@@ -389,7 +382,7 @@ class JinjaTemplate:
         """The special tokens behind the answers of a conversation without tools."""
         turns = [Turn(role, (Part("text", "a"),)) for role in ("user", "assistant") * 2]
         marks = [chr(_LAST_MARK - number) for number in range(4)]
-        text = self._write(turns, (), (_Piece(0, "text", mark) for mark in marks), False)
+        text = self._write(turns, (), marks, False)
         behind = [text.partition(mark)[2].lstrip() for mark in marks[1::2]]
         found = map(self._special.match, behind)
         return any_of({end[0] for end in found if end})
@@ -435,14 +428,16 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]) -> _Marked:
+def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]) -> None:
     """Hide the words of a piece: what is between the strings that are ``kept``, and white space.
 
     The second pattern is that of calls.
     """
-    if piece.kind in ("image", "video"):
-        return _Marked([piece.text], mark, "", "")
+    piece.found = []
     text = piece.text
+    if piece.kind in ("image", "video"):
+        piece.words, piece.marked = [text], mark
+        return
     kept_at = [found.span() for found in kept[piece.kind == "call"].finditer(text)]
     words: list[str] = []
     marked, behind, lead = "", 0, text  # ``behind``: the place behind the last word
@@ -453,7 +448,8 @@ def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]
             marked += text[behind:start] + mark * len(word)
             behind = start + len(word)
             words.append(word)
-    return _Marked(words, marked + text[behind:], lead, text[behind:])
+    piece.words, piece.marked = words, marked + text[behind:]
+    piece.lead, piece.tail = lead, text[behind:]
 
 
 def _find_start(text: str, prompt: str, turn: Turn, own: list[_Span], edits: _Edits) -> int | None:
@@ -473,21 +469,16 @@ def _find_start(text: str, prompt: str, turn: Turn, own: list[_Span], edits: _Ed
     return same + len(header)
 
 
-def _find_cut(
-    turns: Sequence[Turn],
-    pieces: Sequence[_Piece],
-    marked: Sequence[_Marked],
-    found: Sequence[Sequence[str]],
-) -> set[int]:
+def _find_cut(turns: Sequence[Turn], pieces: Sequence[_Piece]) -> set[int]:
     """Return the numbers of answers of which a part is not found; other parts must be."""
     cut: set[int] = set()
-    for piece, (words, *_), seen in zip(pieces, marked, found, strict=True):
-        remaining = iter(words)
-        if seen == words:
+    for piece in pieces:
+        if piece.found == piece.words:
             continue
+        remaining = iter(piece.words)
         role = turns[piece.turn].role
         may_cut = role == "assistant" and piece.kind in ("text", "reasoning")
-        if not (may_cut and all(word in remaining for word in seen)):
+        if not (may_cut and all(word in remaining for word in piece.found)):
             kind = "tool call" if piece.kind in ("name", "call") else piece.kind
             raise _MismatchError(f"does not write the {kind} of a turn of {role} exactly once")
         cut.add(piece.turn)

@@ -97,6 +97,7 @@ class SegmentTokenizer:
         hides_first_space: whether decoding drops the first space of a text (SentencePiece). Words
             of such tokenizers include the space before them, also the first word of an answer.
         begin: the ids that the tokenizer puts before every text, such as that of ``<s>``.
+        special: the special tokens by id.
     """
 
     def __init__(self, tokenizer: TokenizerLike, media_tokens: Sequence[str] = ()) -> None:
@@ -109,14 +110,14 @@ class SegmentTokenizer:
                 "transformers"
             )
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer, media_tokens)
+        self.special = special_tokens(tokenizer, media_tokens)
         self._names = {
-            token: chr(_FIRST_NAME + number) for number, token in enumerate(self._special.values())
+            token: chr(_FIRST_NAME + number) for number, token in enumerate(self.special.values())
         }
         self._special_text = any_of(self._names)
         self._named: dict[str, str] = {}
         self._copy = _renamed_copy(backend, self._names)
-        for index, token in self._special.items():
+        for index, token in self.special.items():
             if self._copy.token_to_id(self._names[token]) != index:
                 raise ValueError(
                     f"the tokenizer {tokenizer.name_or_path!r} gives its special token {token!r} "
@@ -126,7 +127,7 @@ class SegmentTokenizer:
         self.hides_first_space = self._copy.decode(twice[len(a) :]) == "a"
         with_begin = tokenizer.encode("a", add_special_tokens=True)
         length = len(with_begin) - len(tokenizer.encode("a", add_special_tokens=False))
-        self.begin = [token for token in with_begin[:length] if token in self._special]
+        self.begin = [token for token in with_begin[:length] if token in self.special]
 
     def encode(
         self, segments: Sequence[Segment], *, as_transformers: bool = False, begin: bool = False
@@ -175,10 +176,6 @@ class SegmentTokenizer:
     def starts(self, text: str) -> list[int]:
         """Return the first character of each token of ``text``, in ascending order."""
         return [start for start, _ in self._copy.encode(text, add_special_tokens=False).offsets]
-
-    def is_special_id(self, token: int) -> bool:
-        """Whether ``token`` is the id of a special token."""
-        return token in self._special
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ``ids``, special tokens included."""

@@ -14,7 +14,7 @@ from typing import Any
 from coat_data.containers.ingested import BAD_SAMPLES_NAME, Manifest, Shard, features, to_record
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
-from coat_data.sample import DataError, Media, Sample
+from coat_data.sample import DataError, Media, Sample, errors_within
 from coat_data.saved_files import sync
 from coat_data.tools.source import decode, list_bad, media_bytes, new_folder
 from coat_data.tools.workers import Chunk, map_chunks, map_samples
@@ -99,15 +99,13 @@ def _read_chunk(
 ) -> list[dict[str, Any] | DataError]:
     def convert(sample: Sample) -> dict[str, Any]:
         media: list[Media] = []
-        try:
+        with errors_within(sample.where):
             for item in sample.media:
                 if embed and item.data is None:
                     item = dataclasses.replace(item, data=media_bytes(item))
                 if check:
                     decode(item)
                 media.append(item)
-        except DataError as error:
-            raise error.within(sample.where) from error
         return to_record(dataclasses.replace(sample, media=tuple(media)), media_root)
 
     return map_samples(samples, convert)

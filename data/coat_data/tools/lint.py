@@ -9,7 +9,7 @@ from typing import Any, Literal
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.media.remote_media import check_video
-from coat_data.sample import DataError, Sample, UnreachableError
+from coat_data.sample import DataError, Sample, UnreachableError, errors_within
 from coat_data.tools.field_counts import FieldCounts
 from coat_data.tools.source import decode
 from coat_data.tools.workers import Chunk, map_chunks, map_samples
@@ -34,14 +34,14 @@ def lint(
     report: Callable[[DataError], None],
     *,
     check_media: MediaCheck = "header",
-    check: Callable[[Sample], DataError | None] | None = None,
+    check: Callable[[Sample], None] | None = None,
     workers: int | None = None,
     **options: Any,
 ) -> LintSummary:
     """Report every problem of a source, in the order of the rows.
 
     ``check_media`` ``header`` checks that every file exists and starts as an image; ``decode``
-    decodes every image and one frame of every video. ``check`` returns the problem of a row in
+    decodes every image and one frame of every video. ``check`` raises the problem of a row in
     another way.
     """
     try:
@@ -52,7 +52,7 @@ def lint(
     rows = bad = unreachable = 0
     fields = {source.name: FieldCounts() for source in dataset.sources()}
     names = {str(path): source.name for source in dataset.sources() for path in source.paths}
-    check = check or partial(find_media_problem, check=check_media)
+    check = check or partial(check_sample_media, check=check_media)
     work = partial(_check_chunk, check, names, dataset.sources()[0].name)
     for number, errors, counts in map_chunks(dataset, work, "lint", workers=workers):
         rows += number
@@ -71,7 +71,7 @@ def lint(
 
 
 def _check_chunk(
-    check: Callable[[Sample], DataError | None],
+    check: Callable[[Sample], None],
     names: Mapping[str, str],
     other: str,
     samples: Chunk,
@@ -88,21 +88,16 @@ def _check_chunk(
     return len(found), [error for error in found if error is not None], fields
 
 
-def find_media_problem(
-    sample: Sample, check: MediaCheck, max_pixels: int | None = None
-) -> DataError | None:
-    """Return the problem of the first bad medium of a sample, or None, with the row.
+def check_sample_media(sample: Sample, check: MediaCheck, max_pixels: int | None = None) -> None:
+    """Raise the problem of the first bad medium of a sample, with the row.
 
     ``max_pixels``: see :func:`coat_data.media.image.open_image`.
     """
     for medium in sample.media if check != "none" else ():
-        try:
+        with errors_within(sample.where):
             if check == "decode":
                 decode(medium, max_pixels)
             elif medium.kind == "image":
                 image_size(medium, max_pixels)
             else:
                 check_video(medium)
-        except DataError as error:
-            return error.within(sample.where)
-    return None

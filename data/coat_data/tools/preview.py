@@ -29,18 +29,6 @@ FRAMES_SHOWN = 8
 _MAX_PICTURES = 64  # maximum pictures of one sample; the number of the others is written
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelView:
-    """A model whose tokens are shown."""
-
-    encoder: Encoder
-    name: str
-    mean: Sequence[float] = ()
-    """Mean of each channel, in 0..1, as subtracted from the pixels; empty if the pixels are no
-    images, so that the files are shown."""
-    std: Sequence[float] = ()
-
-
 @dataclass(slots=True, kw_only=True)
 class Card:
     """One sample of the page."""
@@ -60,24 +48,20 @@ def preview(
     out: str | Path | None = None,
     *,
     number: int = 20,
-    model: ModelView | None = None,
+    model: str | None = None,
+    encoder: Encoder | None = None,
     ids: bool = False,
     **options: object,
 ) -> list[Card]:
     """Return ``number`` samples, evenly spaced over the source, and write them as HTML to ``out``.
 
-    ``ids``: the page shows the ids of the tokens.
+    With the ``encoder`` of a ``model``, as it gets them; ``ids``: the page shows ids of tokens.
     """
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
-    chosen: list[Sample | DataError] = []
-    for index in sample_evenly(range(len(dataset)), number):
-        try:
-            chosen.append(dataset[index])
-        except DataError as error:
-            chosen.append(error)
-    cards = [_card(sample, model) for sample in tqdm(chosen, "preview", delay=1.0)]
+    rows = sample_evenly(range(len(dataset)), number)
+    cards = [_card(dataset, row, encoder) for row in tqdm(rows, "preview", delay=1.0)]
     if out is not None:
         write_page(
             Path(out),
@@ -88,6 +72,7 @@ def preview(
             format=dataset.format,
             rows=len(dataset),
             model=model,
+            shows_pixels=encoder is not None and encoder.reads_images,
             cards=cards,
             ids=ids,
         )
@@ -104,9 +89,11 @@ def card_lines(card: Card, *, ids: bool = False) -> list[str]:
     return [*lines, *(f"  {line}" for line in as_lines(card.tokens, ids=ids))]
 
 
-def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
-    if isinstance(sample, DataError):
-        return Card(where=sample.where, problem=sample.problem, remedy=sample.remedy)
+def _card(dataset: SampleDataset, row: int, encoder: Encoder | None) -> Card:
+    try:
+        sample = dataset[row]
+    except DataError as error:
+        return Card(where=error.where, problem=error.problem, remedy=error.remedy)
     card = Card(where=sample.where, id=sample.id)
     if sample.tools:
         card.turns.append(("tools", [Span(json.dumps(sample.tools, indent=1), "plain")]))
@@ -122,9 +109,9 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     if sample.rejected:
         card.turns.append(("rejected", [Span(sample.rejected, "plain")]))
     try:
-        _add_media(card, sample, model)
-        if model is not None:
-            _add_encoded(card, model.encoder(sample), model)
+        _add_media(card, sample, encoder)
+        if encoder is not None:
+            _add_encoded(card, encoder(sample), encoder)
     except DataError as error:
         where = "" if error.where == card.where else error.where.removeprefix(f"{card.where}: ")
         card.problem = f"{where}: {error.problem}" if where else error.problem
@@ -135,12 +122,12 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
     return card
 
 
-def _add_media(card: Card, sample: Sample, model: ModelView | None) -> None:
-    max_pixels = None if model is None else model.encoder.media.max_pixels
+def _add_media(card: Card, sample: Sample, encoder: Encoder | None) -> None:
+    max_pixels = None if encoder is None else encoder.media.max_pixels
     for medium in sample.media:
         if medium.kind == "image":
             card.facts.append("{} x {}".format(*image_size(medium, max_pixels)))
-        if model is not None and model.mean:
+        if encoder is not None and encoder.reads_images:
             continue  # the page shows the pixels
         if medium.kind == "image":
             frames = [open_image(medium, max_pixels)]
@@ -150,16 +137,16 @@ def _add_media(card: Card, sample: Sample, model: ModelView | None) -> None:
         card.pictures += [data_address(frame, LONGEST_SIDE) for frame in frames]
 
 
-def _add_encoded(card: Card, encoded: EncodedSample, model: ModelView) -> None:
-    encoder, ids = model.encoder, encoded.input_ids.tolist()
+def _add_encoded(card: Card, encoded: EncodedSample, encoder: Encoder) -> None:
+    ids, transform = encoded.input_ids.tolist(), encoder.media.transform
     supervised = int((encoded.labels != IGNORE_INDEX).sum())
     of_images = ids.count(encoder.image_token_id)
     card.facts.append(f"{len(ids)} tokens, {of_images} of images, {supervised} supervised")
     if len(encoded.pixel_values):
         card.facts.append(f"the model gets {encoder.describe_pixels(encoded)} pixels")
-    if model.mean:
+    if encoder.reads_images:
         card.pictures = [
-            data_address(to_picture(image, model.mean, model.std), LONGEST_SIDE)
+            data_address(to_picture(image, transform.mean, transform.std), LONGEST_SIDE)
             for image in encoded.pixel_values
         ]
     card.tokens = token_spans(
