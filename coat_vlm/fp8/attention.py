@@ -127,6 +127,8 @@ def fused_kernel(
         return None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    if shard is not None and not causal:
+        return None  # which is refused: tokens would read those that fill up the shards
     return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing, shard)
 
 

@@ -1,10 +1,11 @@
 """Attention with its output projection, with saved and with recomputed q, k and v."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from one_block import DECODERS, decoder, encoder, inputs, run_block
 from torch import Tensor
 from transformers import (
@@ -18,6 +19,7 @@ from transformers import (
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import attention, convert, norm_mlp, sdpa
 from coat_vlm.model.packing import PACKED
+from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, SequenceShard
 
 B, T, D = 5, 24, 64
 
@@ -148,6 +150,37 @@ def test_what_packed_attention_does_not_know_is_refused(recompute_qkv: bool) -> 
     cache.update(before, before, 0)
     with pytest.raises(ValueError, match="do not support a cache"):
         layer(x, position_embeddings=embeddings, past_key_values=cache, **packed)
+
+
+class OnlyRank(SequenceShard):
+    """A shard with all tokens, which nobody else has to send."""
+
+    def gather_tokens(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        return heads
+
+    def scatter_tokens(self, out: Tensor) -> Tensor:
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("recompute_qkv", [False, True])
+def test_shards_are_refused_without_causal_attention(recompute_qkv: bool, packed: bool) -> None:
+    """Shards are filled up to one length, and only causal attention reads no later token."""
+    layer, rotary = block(recompute_qkv)
+    layer.self_attn.config._attn_implementation = PACKED
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    group = SequenceGroup(0, 1, cast(dist.ProcessGroup, None))
+    arguments: dict[str, Any] = {
+        SHARD: OnlyRank(group, torch.empty(0, dtype=torch.int64)),
+        "position_embeddings": rotary(x, torch.arange(T)[None]),
+    }
+    if packed:
+        bounds = torch.tensor([0, 10, T], dtype=torch.int32)
+        arguments |= {"cu_seq_lens_q": bounds, "max_length_q": T}
+    layer(x, **arguments)
+    layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="sequence_parallel without causal attention"):
+        layer(x, **arguments)
 
 
 @pytest.mark.parametrize(
