@@ -45,7 +45,7 @@ class Fp8Gradients:
     def __init__(self, layer: nn.Linear, divisor: Tensor, hidden: Tensor, size: int) -> None:
         """Create empty sums for all of ``hidden``, in chunks of ``size`` tokens, a multiple of 16.
 
-        Both tensors get their scales here, so that ranks that share scales
+        The scale of ``hidden`` is computed here, so that ranks that share scales
         (:func:`coat_kernels.share_scales`) take part equally often, also without a token.
         """
         tokens = len(hidden)
@@ -58,7 +58,9 @@ class Fp8Gradients:
             # A sum and a product are in memory beside the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
-        _, self._weight = quantize_layouts([layer.weight.detach()], rows=False, transposed=True)
+        _, self._weight = quantize_layouts(
+            [layer.weight.detach()], rows=False, transposed=True, shared=False
+        )
         scaled, _ = quantize_layouts([hidden.detach().contiguous()], rows=False, transposed=False)
         self._hidden_scale = scaled.scale
         self._rows: list[Tensor] = []

@@ -203,8 +203,8 @@ def pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
     return (*values, None, None, None)[:MAX_PARTS]
 
 
-@register(fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32))
-def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
+@register(fake=lambda parts, *_: parts[0].new_empty((), dtype=torch.float32))
+def _tensor_scale(parts: Sequence[Tensor], fmt: str, shared: bool = True) -> Tensor:
     scale = new_scale(parts[0].device)
     filled = [part for part in parts if part.numel()]
     # The sizes of a launch must have the same integer type.
@@ -218,7 +218,7 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
             x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
             numel2=numel2, INVERSE_MAX=1.0 / get_format(fmt).max, BLOCK=ELEMENTS,
         )  # fmt: skip
-    return finish_scale(scale)
+    return finish_scale(scale) if shared else scale
 
 
 def _write_quantized(
@@ -327,15 +327,21 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
 
 
 def quantize_layouts(
-    parts: Sequence[Tensor], fmt: Format = E4M3, *, rows: bool, transposed: bool
+    parts: Sequence[Tensor],
+    fmt: Format = E4M3,
+    *,
+    rows: bool,
+    transposed: bool,
+    shared: bool = True,
 ) -> tuple[TensorScaled, TensorScaled]:
     """Quantize FP32, BF16 or FP16 matrices [m_i, N], concatenated by rows, with one scale.
 
     Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
-    multiple of 16; otherwise empty.
+    multiple of 16; otherwise empty. ``shared=False`` is for matrices that are equal in all
+    processes, such as weights: :func:`share_scales` then has nothing to do.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
-    scale = _tensor_scale(parts, fmt.name)
+    scale = _tensor_scale(parts, fmt.name, shared)
     q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
     return TensorScaled(q, scale), TensorScaled(qt, scale)
 

@@ -44,8 +44,8 @@ Examples = dict[str, tuple[Any, ...]]
 def _tensor_scale(i: _Inputs) -> Examples:
     x = i.matrix()
     return {
-        **{name: ([x], name) for name in FORMATS},
-        "stacked": ([x[:0], x, i.matrix()], "e4m3"),
+        **{name: ([x], name, True) for name in FORMATS},
+        "stacked": ([x[:0], x, i.matrix()], "e4m3", False),
     }
 
 

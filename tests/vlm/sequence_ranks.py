@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,10 @@ from transformers import CONFIG_MAPPING
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_kernels import share_scales
+from coat_kernels import quantize_layouts, share_scales
 from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import convert
+from coat_vlm.fp8 import convert, weights
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.sequence_parallel import (
@@ -151,6 +152,11 @@ def whole_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
+def quantize_shared(*args: Any, **layouts: Any) -> Any:
+    """Quantize weights with the largest scale of all ranks."""
+    return quantize_layouts(*args, **layouts | {"shared": True})
+
+
 def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     model = build(case)
     cast(Any, model).to(device)
@@ -180,8 +186,16 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     model.language_model.set_attn_implementation(PACKED)
     check_sequence_parallel(model.language_model, group.size)
     inputs = shard_batch(batch, group, cast(CoatVlmConfig, model.config))
-    with share_scales(group.raise_to_largest):
+    reduce = mock.Mock(wraps=group.raise_to_largest)
+    with share_scales(reduce):
         own_loss, grads = run(model, inputs, divisor)
+    shared, same_bits = [reduce.call_count], True
+    if case.get("weights_too"):
+        grads = {name: grad.clone() for name, grad in grads.items()}
+        with share_scales(reduce), mock.patch.object(weights, "quantize_layouts", quantize_shared):
+            again = run(model, inputs, divisor)
+        shared.append(reduce.call_count - shared[0])
+        same_bits = again[0] == own_loss and all(again[1][n].equal(g) for n, g in grads.items())
     sums = torch.tensor([own_loss], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     found = {name: grads[name].double() for name in wanted}  # all on every rank
@@ -196,7 +210,8 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
         "difference": whole_error(found, wanted),
         "images": len(inputs["pixel_values"]),
         "tokens": inputs["input_ids"].numel(),
-        "same": sorted(grads) == sorted(wanted),
+        "same": sorted(grads) == sorted(wanted) and same_bits,
+        "shared": shared,
     }
 
 

@@ -44,6 +44,12 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "fp8_linear": {**MIXED, "precision": "fp8_linear"},
     "coat": {**MIXED, "precision": "coat"},
     "coat, packed": {**MIXED, "precision": "coat", "packed": 16},
+    "coat, text": {
+        "rows": [[41, 0], [23, 0]],
+        "vision": False,
+        "precision": "coat",
+        "weights_too": True,
+    },
     "recompute_qkv, packed": {**MIXED, "precision": "coat", "fp8": RECOMPUTE, "packed": 16},
     "coat, padded against no padding": {**MIXED, "precision": "coat", "alone_packed": 1},
     "recompute_qkv, one row, one key head": {
@@ -129,6 +135,17 @@ def test_low_precision_rounds_as_on_one_rank(results: dict[str, Any], case: str)
     assert found["loss"] == pytest.approx(found["wanted"], rel=1e-4)
     assert found["own_error"] > 0
     assert found["difference"] < (0.5 if "bf16" in case else 0.02) * found["own_error"]
+
+
+def test_scales_of_activations_and_gradients_are_shared(results: dict[str, Any]) -> None:
+    """Eight per layer: the inputs of four linear layers, and the gradients of their outputs.
+
+    One more is the output layer's input. Sharing also the scales of the layers' four weights, which
+    are equal on all ranks, changes no bit.
+    """
+    layers = 2
+    assert results["coat, text"]["shared"] == [8 * layers + 1, 12 * layers + 1]
+    assert results["coat, text"]["same"]
 
 
 def fake_group(rank: int, size: int) -> SequenceGroup:

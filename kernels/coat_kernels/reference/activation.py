@@ -79,7 +79,7 @@ def activation_once(
     """Run both passes in one: a's FP8 data and exponents; h in per-tensor FP8 and its scale []."""
     q, exponents = quantize_group(a, group_size, fmt)
     values = activation_values(a, kind)
-    guess = tensor_scale([values[::SAMPLE_EVERY]], fmt, MARGIN)
+    guess = tensor_scale([values[::SAMPLE_EVERY]], fmt, margin=MARGIN)
     scale = torch.maximum(guess, tensor_scale([values], fmt))  # NaN if one is
     return q, exponents, activation_apply(a, kind, scale, fmt), scale
 

@@ -35,16 +35,17 @@ def to_float(q: Tensor) -> Tensor:
     return _look_up(_E4M3_VALUES, q.view(torch.uint8).int())
 
 
-def tensor_scale(parts: list[Tensor], fmt: str, margin: float = 1.0) -> Tensor:
+def tensor_scale(parts: list[Tensor], fmt: str, shared: bool = True, margin: float = 1.0) -> Tensor:
     """Compute one scale for all parts, FP32 []: max(amax * fp32(margin / max), 2^-126); NaN stays.
 
     The op ``tensor_scale`` has no margin, which is for guesses (``activation_once``).
     """
+    scale = torch.full((), MIN_SCALE, device=parts[0].device)
     extremes = [torch.aminmax(part) for part in parts if part.numel()]  # NaN if there is one
-    if not extremes:
-        return finish_scale(torch.full((), MIN_SCALE, device=parts[0].device))
-    amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
-    return finish_scale((amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE))
+    if extremes:
+        amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
+        scale = (amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE)
+    return finish_scale(scale) if shared else scale
 
 
 def quantize_tensor(
