@@ -120,7 +120,7 @@ def test_all_adds_the_long_tests_each_setting_and_the_lowest_versions(tmp_path: 
     assert "tests/" not in whole
     assert "(slow or faults)" in long
     *settings, lowest = parts
-    assert [part.split()[0] for part in settings] == ["avx2AVX2", "default"]
+    assert [part.split()[0] for part in settings] == ["avx2AVX2", "defaultSSE41"]
     assert lowest.startswith(" constraints-lowest.txt -m pytest")
     for part in parts:
         paths = [word for word in part.split() if word.startswith("tests/")]
