@@ -8,15 +8,19 @@
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from coat_data.load.encode import EncodedSample
 from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import mask_for_loss, skip_packing_search
@@ -27,6 +31,8 @@ class FamilyVlm:
     """What :func:`trainable_class` adds to transformers' class."""
 
     family: Family
+    unused: tuple[str, ...] = ()
+    """Modules and parameters of :func:`find_unused`, which training leaves as they are."""
 
     def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """Generate as the original; token types may be left out."""
@@ -92,6 +98,60 @@ def complete_inputs(
     if ids is not None and name is not None and inputs.get(name) is None:
         inputs[name] = (ids == model.config.image_token_id).int()
     return inputs
+
+
+_PRODUCTS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+
+
+class _WithoutProducts(TorchDispatchMode):
+    """Returns zeros for products, convolutions and attention, so that a graph costs little."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs or {}))
+        like = partial(torch.zeros_like, device="cpu")
+        return tree_map_only(Tensor, like, func(*meta[0], **meta[1]))
+
+
+def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
+    """Return the modules and parameters on which no input of the language model depends.
+
+    These are blocks behind ``vision_feature_layer``, a pooling head and the like. The graph is that
+    of one ``image``. Names are those of whole modules where possible.
+    """
+    inputs: list[Any] = []
+
+    def record(**kwargs: Any) -> BaseModelOutputWithPast:
+        inputs.append(kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
+
+    language = model.get_submodule(model.family.language[0])
+    language.forward = record
+    try:
+        with torch.enable_grad(), _WithoutProducts():
+            pixels = {"pixel_values": image.pixel_values, **image.extras}
+            model(input_ids=image.input_ids[None], **pixels)
+    finally:
+        del language.forward
+    used = {id(p) for p in find_parts(model, model.family)["language"].parameters()}
+    nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            used.add(id(getattr(node, "variable", None)))  # of a leaf
+            nodes += [before for before, _ in node.next_functions]
+    unused: list[str] = []
+    for name, whole in (*model.named_modules(), *model.named_parameters()):
+        parameters = [whole] if isinstance(whole, Tensor) else [*whole.parameters()]
+        if parameters and not used.intersection(map(id, parameters)):
+            unused.append(name)
+            used.update(map(id, parameters))
+    return tuple(unused)
 
 
 def load_family_model(

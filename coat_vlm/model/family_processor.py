@@ -176,7 +176,7 @@ class FamilyEncoder(Encoder):
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
         encoded = super().__call__(self.written(sample))
-        return encoded if sample.media else replace(encoded, filler=self._filler)
+        return encoded if sample.media else replace(encoded, filler=self.filler)
 
     def measure(self, sample: Sample) -> Size:
         """Encode the sample and return its size: only the processor knows it."""
@@ -268,7 +268,8 @@ class FamilyEncoder(Encoder):
         return begin is not None and not segments[0].text.startswith(begin)
 
     @cached_property
-    def _filler(self) -> EncodedSample:
+    def filler(self) -> EncodedSample:
+        """The tokens and pixels of a small image, without labels."""
         texts, inputs = self._read([Image.new("RGB", (64, 64))])
         ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)

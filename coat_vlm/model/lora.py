@@ -89,7 +89,9 @@ def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
         own = "|".join(map(re.escape, _name_modules(model)[name]))
         own = f"({own})" if "|" in own else own
         patterns.append(rf"{own}{within}({'|'.join(map(re.escape, chosen))})")
-    return "|".join(patterns)
+    unused = "|".join(map(re.escape, getattr(model, "unused", ())))
+    pattern = "|".join(patterns)
+    return rf"(?!({unused})(\.|$))({pattern})" if unused else pattern
 
 
 def _name_modules(model: PreTrainedModel) -> Mapping[ModuleName, tuple[str, ...]]:

@@ -95,6 +95,10 @@ def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
     for name, part in module_parameters(model).items():
         if stage.lora is None or name not in stage.lora.modules:
             part.requires_grad_(stage.module(name).train)
+    # Their gradients would be zeros, but weight decay and low bits would change them.
+    for name in getattr(model, "unused", ()):
+        owner, _, last = name.rpartition(".")
+        getattr(model.get_submodule(owner), last).requires_grad_(False)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers made the embeddings' outputs require gradients, which only reentrant

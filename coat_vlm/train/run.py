@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -36,6 +36,8 @@ from coat_vlm.fp8 import (
     store_frozen_weights,
 )
 from coat_vlm.generate import set_stop_tokens
+from coat_vlm.model.family_model import find_unused
+from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.model.lora import describe
 from coat_vlm.model.vlm import count_parameters, module_parameters
@@ -218,6 +220,8 @@ def _open(stage: _Stage) -> _Opened:
     model, processor = load_initial_model(
         recipe, stage.name, stage.run_dir, arithmetic.dtype, world, continues=continues
     )
+    if isinstance(processor, FamilyProcessor):
+        cast(Any, model).unused = find_unused(model, processor.encoder().filler)
     processor.adopt_template(config.template)
     set_stop_tokens(model, processor)
     unpadded = avoids_padding(model, recipe, config, world.device)
@@ -475,6 +479,9 @@ def _print_tables(
         trains = "yes" if training.train else "frozen"
         trains = "LoRA" if stage.lora is not None and part in stage.lora.modules else trains
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
+    unused: tuple[str, ...] = getattr(model, "unused", ())
+    if unused and stage.vision.train:
+        lines.append(f"  stay as they are, because no output uses them: {', '.join(unused)}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")
     width = max(20, *(len(share.name) + 2 for share in data.shares))

@@ -342,6 +342,43 @@ def test_fp8(
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "coat", "master_weights": "low_bits"},
+        *(
+            pytest.param({"precision": "bf16", "zero_stage": stage}, marks=pytest.mark.slow)
+            for stage in (1, 2, 3)
+        ),
+        pytest.param({"stages.sft.lora": {"modules": ["vision"]}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_behind_the_feature_layer_keep_their_bits(
+    changes: dict[str, Any], published: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Neither weight decay nor the rounding of low bits changes what no output uses."""
+    source = published / "llava"
+    recipe = make_recipe(tiny_data, source, tmp_path / "run")
+    del recipe["stages"]["align"]
+    sft = recipe["stages"]["sft"]
+    sft["weight_decay"] = 0.5
+    if "stages.sft.lora" in changes:
+        sft["lora"] = changes.pop("stages.sft.lora")
+    blocks = "model.vision_tower.encoder.layers.1, model.vision_tower.post_layernorm"
+    assert f"because no output uses them: {blocks}\n" in train(recipe | changes, tmp_path, ranks=2)
+    models = [source, tmp_path / "run" / "sft" / "model"]
+    old, new = (AutoModelForImageTextToText.from_pretrained(path) for path in models)
+    trained = dict(new.named_parameters())
+    changed = {
+        name for name, p in old.named_parameters() if not trained[name].equal(p.to(new.dtype))
+    }
+    tower = {name for name in trained if "vision_tower" in name}
+    kept = {name for name in tower if "layers.1." in name or "post_layernorm" in name}
+    assert not changed & kept
+    assert changed & tower
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "mllama"}, "'mllama'; the families that can be trained are"),

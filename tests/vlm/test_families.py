@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family_folders import MAKERS
+from one_stage import one_stage
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -19,10 +20,18 @@ from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.collate import collate
 from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.generate import PromptEncoder, generate
 from coat_vlm.model.families import FAMILIES, find_family, find_parts
-from coat_vlm.model.family_model import load_family_model
+from coat_vlm.model.family_model import (
+    complete_inputs,
+    find_unused,
+    load_family_model,
+    trainable_class,
+)
 from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.optim import param_groups
+from coat_vlm.train.model_setup import set_trainable
 from coat_vlm.train.passes import copy_batch_to_device
 
 ENDS = {"gemma3": "<end_of_turn>", "llava": "</s>"}
@@ -179,6 +188,54 @@ def test_logits_and_loss_are_those_of_transformers(
         else:
             difference = (parameter.grad - of_stock).norm()
             assert difference <= 1e-4 * of_stock.norm() + 1e-7, name
+
+
+@pytest.fixture
+def with_unused(folder: Path, processor: FamilyProcessor) -> Any:
+    """A model whose tower may have blocks and a pooling head that no output uses."""
+    config: Any = find_family("model.pretrained", str(folder))[1]
+    if folder.name in ("gemma3", "llava_onevision"):
+        config.vision_config.vision_use_head = True
+    if folder.name == "llava_onevision":
+        config.vision_feature_layer = -2
+    torch.manual_seed(0)
+    model: Any = trainable_class(config.model_type)(config)
+    model.unused = find_unused(model, processor.encoder().filler)
+    return model
+
+
+def test_what_is_found_as_unused_has_no_gradient_in_transformers(
+    folder: Path, processor: FamilyProcessor, with_unused: Any
+) -> None:
+    encoded = [processor.encoder()(SAMPLES[name]) for name in ("wide", "two images", "text")]
+    batch = collate(encoded, pad_token_id=processor.tokenizer.pad_token_id)
+    stock: Any = type(with_unused).__mro__[2](with_unused.config)
+    stock(**complete_inputs(with_unused, copy_batch_to_device(batch, CPU))).loss.backward()
+    expected = {name for name, parameter in stock.named_parameters() if parameter.grad is None}
+    wholes = [with_unused.get_submodule(name) for name in with_unused.unused]
+    found = {id(parameter) for whole in wholes for parameter in whole.parameters()}
+    assert {name for name, p in with_unused.named_parameters() if id(p) in found} == expected
+    tower, block = "model.vision_tower", "encoder.layers.1"
+    names = {
+        "llava": (f"{tower}.{block}", f"{tower}.post_layernorm"),
+        "llava_onevision": (f"{tower}.{block}", f"{tower}.post_layernorm", f"{tower}.head"),
+        "gemma3": (f"{tower}.head",),
+    }
+    assert with_unused.unused == names.get(folder.name, ())
+
+
+@pytest.mark.parametrize("lora", [None, LoraTraining(rank=4, modules=["vision", "language"])])
+def test_what_no_output_uses_gets_neither_optimizer_state_nor_adapter(
+    with_unused: Any, lora: LoraTraining | None
+) -> None:
+    stage = one_stage("vision", "projector", "language", lora=lora, weight_decay=0.1)
+    set_trainable(with_unused, stage)
+    groups = param_groups(with_unused, stage)
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    names = [name for name, p in with_unused.named_parameters() if id(p) in trained]
+    assert any(name.startswith(with_unused.family.vision) for name in names)
+    assert not [name for name in names if name.startswith(tuple(with_unused.unused) or "-")]
+    assert bool(lora) == any(".lora_" in name for name in names)
 
 
 def test_a_text_batch_trains_the_tower_with_zeros(folder: Path, processor: FamilyProcessor) -> None:
