@@ -6,6 +6,9 @@ and launches it as Triton does, with addresses in place of tensors. A new number
 through Triton once; within a step, layers repeat the number. Launch hooks are called; Triton's
 other knobs take effect if set before the first launch. Triton's launcher is private: pyproject.toml
 allows the versions that were tested.
+
+Kernels that write FP8 data in both layouts are miscompiled by some versions of ptxas. At the first
+launch of each compilation, both layouts are compared, which waits for the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
+from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
@@ -95,6 +100,7 @@ class _Kernel:
     def __init__(self, kernel: JITFunction[Any]) -> None:
         self.kernel = kernel  # a reference, so that its id is not reused
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.checked: set[CompiledKernel] = set()
         names = kernel.arg_names
         pointers = [name for name in names if name.endswith("_ptr")]
         rest = [name for name in names if not name.endswith("_ptr")]
@@ -104,12 +110,36 @@ class _Kernel:
         self.rest = _getter(rest)
         self.ordered = itemgetter(*map([*pointers, *rest].index, names))
 
-    def store(self, key: tuple[Any, ...], compiled: Any) -> None:
+    def store(self, key: tuple[Any, ...], compiled: CompiledKernel) -> None:
         """Cache what Triton launched for a key."""
         if len(self.compiled) >= MAX_COMPILED:
             self.compiled.clear()
-        if isinstance(compiled, CompiledKernel):  # tests replace Triton's launch
-            self.compiled[key] = compiled
+        self.compiled[key] = compiled
+
+    def check(self, compiled: CompiledKernel, args: dict[str, Any]) -> bool:
+        """Compare the layouts that a first launch wrote; return False if it is being captured."""
+        if args.get("ROWS") and args.get("TRANSPOSED") and compiled not in self.checked:
+            if torch.cuda.is_current_stream_capturing():
+                return False  # nothing is written yet
+            check_layouts(self.kernel.__name__, args["q_ptr"], args["qt_ptr"])
+            self.checked.add(compiled)
+        return True
+
+
+_ROWS_AT_ONCE = 512
+
+
+def check_layouts(kernel: str, q: Tensor, qt: Tensor) -> None:
+    """Raise RuntimeError unless FP8 data [M, N] and [N, M'] are the same matrix."""
+    rows, columns = q.view(torch.uint8), qt.view(torch.uint8)[:, : len(q)]
+    parts = zip(rows.split(_ROWS_AT_ONCE), columns.split(_ROWS_AT_ONCE, 1), strict=True)
+    if not all(torch.equal(part.t(), other) for part, other in parts):
+        raise RuntimeError(
+            f"the kernel {kernel} wrote FP8 data transposed that differs from its row-major data: "
+            "ptxas miscompiled it (https://github.com/triton-lang/triton/issues/11111). Training "
+            "would be wrong; set TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer "
+            "(docs/guides/troubleshooting.md)"
+        )
 
 
 def _getter(names: Sequence[str]) -> _Getter:
@@ -169,7 +199,8 @@ def launch(
     compiled = None if bits % _ALIGNMENT else known.compiled.get(key)
     if compiled is None:
         made = kernel[grid](**args, **_options(num_warps, maxnreg))
-        if not bits % _ALIGNMENT:
+        # Tests replace Triton's launch, which returns the compiled kernel.
+        if isinstance(made, CompiledKernel) and known.check(made, args) and not bits % _ALIGNMENT:
             known.store(key, made)
         return
     x, y, z = (*grid, 1, 1)[:3]

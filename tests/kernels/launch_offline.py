@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from op_examples import examples
@@ -107,6 +108,38 @@ def tried(calls: list[Call]) -> dict[str, Any]:
     return {name: noted(calls, run) for name, run in runs.items()}
 
 
+def refusal(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> str:
+    """The error of a launch, or nothing."""
+    try:
+        launch.launch(kernel, grid, **args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def refusals(op: str, candidates: list[Any]) -> dict[str, str]:
+    """Errors of a launch that writes both layouts; as nothing runs, they have what is put there."""
+    calls = [call for args in candidates for call in calls_of(op, args)]
+    call = next(c for c in calls if c[2].get("ROWS") and c[2].get("TRANSPOSED"))
+    layouts = [call[2][name].view(torch.uint8) for name in ("q_ptr", "qt_ptr")]
+    rows, transposed = layouts[0], layouts[1][:, : len(layouts[0])]
+    rows.copy_(torch.arange(rows.numel()).view_as(rows) % 251)
+    transposed.copy_(rows.t())
+    last = transposed[-1, -1].item()
+    errors = {}
+    for name, capturing, value in (
+        ("wrong in a graph", True, last + 1),
+        ("wrong", False, last + 1),
+        ("wrong again", False, last + 1),
+        ("right", False, last),
+        ("later", False, last + 1),
+    ):
+        transposed[-1, -1] = value
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c):
+            errors[name] = refusal(*call)
+    return errors
+
+
 def check_hook(metadata: Any) -> None:
     assert metadata is not None
 
@@ -133,7 +166,11 @@ def main(report: Path) -> None:
         results[name] = tried(
             calls_of("quantize_tensor", ([x], torch.ones(()), "e4m3", True, False))
         )
-    report.write_text(json.dumps(results))
+    refused = {
+        op: refusals(op, [*examples(op, 600, 64).values()])
+        for op in ("quantize_tensor", "rope_gradient", "activation_bwd", "logit_gradient")
+    }
+    report.write_text(json.dumps({"launches": results, "refused": refused}))
 
 
 if __name__ == "__main__":

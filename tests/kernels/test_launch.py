@@ -1,17 +1,27 @@
 """Kernels are launched as Triton would launch them, without asking it again for known arguments."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from coat_kernels.launch import check_layouts
 
 Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def report(offline: Callable[[str], Report]) -> Report:
+def whole_report(offline: Callable[[str], Report]) -> Report:
     """What launch_offline.py found."""
     return offline("launch_offline.py")
+
+
+@pytest.fixture
+def report(whole_report: Report) -> Report:
+    """Of launches."""
+    return whole_report["launches"]
 
 
 def test_what_is_launched_is_what_triton_launches(report: Report):
@@ -45,3 +55,32 @@ def test_other_arguments_are_other_kernels_but_not_another_number_of_tokens(repo
     assert of["more tokens"]["function"] == of["aligned"]["function"]
     assert of["more tokens"]["arguments"] != of["aligned"]["arguments"]
     assert len({of[name]["function"] for name in ("aligned", "narrower", "as bfloat16")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        ("quantize_tensor", "quantize_tensor_kernel"),
+        ("rope_gradient", "_rope_gradient_kernel"),
+        ("activation_bwd", "_activation_bwd_apply_kernel"),
+        ("logit_gradient", "_logit_gradient_kernel"),
+    ],
+)
+def test_layouts_that_differ_are_an_error_of_a_compilation_once(
+    whole_report: Report, op: str, kernel: str
+):
+    """Until they were equal at a launch outside of a graph."""
+    errors = whole_report["refused"][op]
+    assert [name for name, error in errors.items() if error] == ["wrong", "wrong again"]
+    for part in (kernel, "triton/issues/11111", "TRITON_PTXAS_PATH"):
+        assert part in errors["wrong"]
+
+
+def test_layouts_are_compared_by_bits_without_the_padding():
+    q = torch.tensor([[0.0, math.nan, -0.0], [1.0, 2.0, 448.0]]).to(torch.float8_e4m3fn)
+    qt = torch.full((3, 16), 0xFF, dtype=torch.uint8)
+    qt[:, :2] = q.view(torch.uint8).t()
+    check_layouts("k", q, qt.view(q.dtype))
+    qt[0, 0] = 0x80  # -0
+    with pytest.raises(RuntimeError, match="kernel k wrote"):
+        check_layouts("k", q, qt.view(q.dtype))
