@@ -13,6 +13,7 @@ launch of each compilation, both layouts are compared, which waits for the GPU.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -70,6 +71,14 @@ def tile_grid(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, 
     options = {"tiles_n": tiles_n, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     options["num_warps"] = tile.warps
     return (cdiv(M, tile.rows) * tiles_n,), options
+
+
+@cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU, or those of an H200 for Triton's interpreter."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, bool]]:

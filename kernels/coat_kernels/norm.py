@@ -52,16 +52,20 @@ from coat_kernels.formats import (
     get_format,
     pad_length,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, launch, tile_grid, transposing_tile
+from coat_kernels.launch import (
+    COUNTS,
+    TILE,
+    TOKENS,
+    count_multiprocessors,
+    launch,
+    tile_grid,
+    transposing_tile,
+)
 from coat_kernels.quantize import empty_layouts
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
 from coat_kernels.shared_scales import finish_scale
-
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H200. Kernels have as many programs as fit on all of them. Each program
-processes every n-th row, so the number also determines the summation order of weight gradients."""
 
 REGISTER_FILE = 65536
 """Registers of a multiprocessor."""
@@ -376,14 +380,18 @@ def split_row(columns: int) -> tuple[int, int]:
     return (whole, 0) if tail == head else (head, tail)
 
 
-def _persistent(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs for the rows of [M, N], and launch options."""
+def _persistent(kernel: str, M: int, N: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Return the number of programs for the rows of [M, N], and launch options.
+
+    As many as fit on all multiprocessors. Each program processes every n-th row, so the number also
+    determines the summation order of weight gradients.
+    """
     head, tail = split_row(N)
     table = WARPS_AND_REGISTERS[kernel]
     _, warps, registers = next((row for row in table if head + tail <= row[0]), table[-1])
     each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * registers * warps)))
     options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": registers}
-    return min(M, MULTIPROCESSORS * each), options
+    return min(M, count_multiprocessors(device) * each), options
 
 
 def _empty_stats(
@@ -410,7 +418,7 @@ def _norm_stats(
     form = get_format(fmt)
     M, N = x.shape
     total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)
-    programs, options = _persistent("stats" if delta is None else "sum", M, N)
+    programs, options = _persistent("stats" if delta is None else "sum", M, N, x.device)
     scale = new_scale(x.device)
     launch(
         _norm_stats_kernel, (programs,),
@@ -459,7 +467,8 @@ def _norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    programs, options = _persistent("bwd", max(1, M), N)  # with M = 0 one program writes zero sums
+    # With M = 0 one program writes zero sums.
+    programs, options = _persistent("bwd", max(1, M), N, dy.device)
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(

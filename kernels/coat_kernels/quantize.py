@@ -48,6 +48,7 @@ from coat_kernels.launch import (
     TOKENS,
     Tile,
     cdiv,
+    count_multiprocessors,
     launch,
     plan_passes,
     tile_grid,
@@ -60,9 +61,8 @@ from coat_kernels.shared_scales import finish_scale
 ELEMENTS = 4096
 """Elements per read in kernels that ignore rows and columns."""
 
-AMAX_PROGRAMS = 1056
-"""Maximum number of programs that compute an amax: eight per multiprocessor of an H200, each with
-many blocks."""
+AMAX_PROGRAMS = 8
+"""Maximum number of programs per multiprocessor that compute an amax, each with many blocks."""
 
 TRANSPOSED_TILE = Tile(128, 128, 8)
 """Tile of ``transpose_quantized``: the fastest of four on an H200."""
@@ -211,7 +211,8 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str, shared: bool = True) -> Ten
     apart = len(filled) < 2 or any(part.numel() >= _MANY for part in filled)
     for together in [[part] for part in filled] if apart else [filled]:
         sizes = [part.numel() for part in together]
-        programs = min(AMAX_PROGRAMS, cdiv(max(sizes), ELEMENTS))
+        most = AMAX_PROGRAMS * count_multiprocessors(scale.device)
+        programs = min(most, cdiv(max(sizes), ELEMENTS))
         (x0, x1, x2), (numel0, numel1, numel2) = pad_to_three(together), pad_to_three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),

@@ -1,5 +1,6 @@
 """Norms against torch's own in FP64: values, statistics, gradients; what makes them go wrong."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,9 +153,18 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
     assert dweight.isnan().all()
 
 
+def test_programs_fill_the_multiprocessors_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    gpu = SimpleNamespace(multi_processor_count=66)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    rows, columns = 10**6, 1024
+    half, _ = norm._persistent("bwd", rows, columns, torch.device("cuda", 90))
+    of_h200, _ = norm._persistent("bwd", rows, columns, torch.device("cpu"))
+    assert half == of_h200 // 2 == 66 * 8
+
+
 def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Each program then sums over several tiles of rows, the last one partly outside."""
-    monkeypatch.setattr(norm, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(norm, "count_multiprocessors", lambda _: 1)
     x, weight, _ = inputs(has_bias=False, rows=60, columns=144)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
     _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)
