@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
+from coat_vlm.export.folder import share_tied, write_model
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
@@ -79,16 +80,16 @@ def save_model(
         }
 
     def write(temporary: Path) -> None:
-        weights = state
+        weights, adapters = split_adapters(state)
+        share_tied(weights, model)
         if has_adapters(model):
-            weights, adapters = split_adapters(state)
             adapter_config(model).save_pretrained(temporary / _ADAPTER)
             config = _read_adapter(temporary)
             assert config is not None, "adapter_config.json was just written"
             own = _collect_adapter_weights(config, weights, adapters)
             _save_adapter(temporary / _ADAPTER, config, own, processor)
             merge(weights, adapters, find_scale(config))
-        save_coat(temporary, model, share_tied(weights, model), processor)
+        write_model(temporary, model, processor, weights)
         training: dict[str, Any] = {
             "recipe": recipe.name,
             "stage": stage,
@@ -107,24 +108,13 @@ def save_model(
 
 def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
     """Write a Hugging Face folder without the weights."""
-    model.config.save_pretrained(folder)
-    assert model.generation_config is not None
-    model.generation_config.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    write_model(folder, model, processor)
     if has_adapters(model):
         adapter_config(model).save_pretrained(folder / _ADAPTER)
 
 
-def save_coat(
-    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], processor: AnyProcessor
-) -> None:
-    """Write the layout ``coat``, or the layout of a published model."""
-    model.save_pretrained(folder, state_dict=state)
-    processor.save_pretrained(folder)
-
-
 _WRITERS: dict[Layout, Callable[..., None]]
-_WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
+_WRITERS = {"coat": write_model, "llava": save_llava, "vila": save_vila, "language": save_language}
 
 
 def export(
@@ -174,7 +164,7 @@ def export(
             if weights is not None and isinstance(model, CoatVlm):
                 scheme = SCHEMES[weights]
                 record = compress(tensors, model.language_model, scheme, LANGUAGE, prefix)
-            _WRITERS[layout](temporary, model, tensors, processor)
+            _WRITERS[layout](temporary, model, processor, tensors)
             if record is not None:
                 describe_compression(temporary, record, prefix)
             if origin.is_file():
@@ -221,15 +211,16 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
             save = partial(_save_adapter, config=config, weights=weights, processor=processor)
             return _write(target, save, lock.check)
         contents = read_contents(source)
+        model = _build_without_weights(described, contents, dtype)
         base, adapters = split_adapters(_read_weights(source, contents, dtype))
+        share_tied(base, model)
         own = _collect_adapter_weights(config, base, adapters)
 
         def write(temporary: Path) -> None:
             named = {"base_model_name_or_path": str(target / _BASE)} if missing else {}
             _save_adapter(temporary, config | named, own, processor)
             if missing:
-                model = _build_without_weights(described, contents, dtype)
-                save_coat(temporary / _BASE, model, share_tied(base, model), processor)
+                write_model(temporary / _BASE, model, processor, base)
 
         return _write(target, write, lock.check)
 
@@ -253,7 +244,12 @@ def _save_adapter(
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        # peft gives each trained module its own weights: a tied tensor is written by each name.
+        tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     if isinstance(processor, FamilyProcessor):  # the image size, for an evaluation with the base
         processor.image_processor.save_pretrained(folder)
@@ -336,16 +332,6 @@ def _read(
             "trained it"
         )
     return model, state, processor
-
-
-def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Share one tensor among all names of a tied parameter, so that it is saved once."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        original = first.setdefault(id(parameter), name)
-        if original in state:
-            state[name] = state[original]
-    return state
 
 
 def _build_without_weights(

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from coat_vlm.checkpoint.atomic_folder import read_json
+from coat_vlm.export.folder import write_config
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
@@ -30,7 +31,6 @@ from coat_vlm.export.transformers_parts import (
     rename_tower_weights,
     save_stock,
     select_weights,
-    write_config,
 )
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import create_meta_model
@@ -48,7 +48,7 @@ _TEMPLATES = {"<|im_start|>user": "chatml", "USER:": "vicuna_v1"}  # by a user's
 
 
 def save_llava(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+    folder: Path, model: CoatVlm, processor: CoatVlmProcessor, state: dict[str, Tensor]
 ) -> None:
     """Write the folder; ValueError if the layout cannot represent the model."""
     check_llava(model, processor)
@@ -74,14 +74,9 @@ def save_llava(
     for old, new in _LAYERS.items():
         weights |= select_weights(state, PROJECTOR + old, f"multi_modal_projector.{new}")
     weights |= select_weights(state, LANGUAGE, LANGUAGE)
-    save_stock(folder, model, stock, weights, processor)
-    saved = read_json(folder / "config.json")
-    saved["text_config"] = add_legacy_names(saved["text_config"])
-    saved["torch_dtype"] = saved["dtype"]
-    write_config(folder, saved)
     tokenizer = make_tokenizer(processor)
     tokenizer.padding_side = "left"  # for generation
-    LlavaProcessor(
+    files = LlavaProcessor(
         image_processor=build_image_processor(processor, model, pad=processor.image_mode == "pad"),
         tokenizer=tokenizer,
         patch_size=config.vision_config.patch_size,
@@ -89,7 +84,12 @@ def save_llava(
         chat_template=tokenizer.chat_template,
         image_token=IMAGE_TOKEN,
         num_additional_image_tokens=config.num_prefix_tokens,
-    ).save_pretrained(folder)
+    )
+    save_stock(folder, model, stock, files, weights, processor)
+    saved = read_json(folder / "config.json")
+    saved["text_config"] = add_legacy_names(saved["text_config"])
+    saved["torch_dtype"] = saved["dtype"]
+    write_config(folder / "config.json", saved)
 
 
 def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:

@@ -1,7 +1,6 @@
 """What all layouts for other programs share; and ``language``, for ``AutoModelForCausalLM``."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from coat_vlm.checkpoint.atomic_folder import read_json
+from coat_vlm.export.folder import write_config, write_model
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES
@@ -47,29 +47,30 @@ def add_legacy_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_language(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+    folder: Path, model: CoatVlm, processor: CoatVlmProcessor, weights: dict[str, Tensor]
 ) -> None:
     """Write configuration, weights and tokenizer."""
-    save_stock(folder, model, model.language_model, select_weights(state, LANGUAGE), processor)
-    write_config(folder, add_legacy_names(read_json(folder / "config.json")))
-    make_tokenizer(processor).save_pretrained(folder)
+    stock, weights = model.language_model, select_weights(weights, LANGUAGE)
+    save_stock(folder, model, stock, make_tokenizer(processor), weights, processor)
+    write_config(folder / "config.json", add_legacy_names(read_json(folder / "config.json")))
 
 
 def save_stock(
     folder: Path,
     model: CoatVlm,
     stock: Any,
+    files: Any,
     weights: dict[str, Tensor],
     processor: CoatVlmProcessor | None = None,
 ) -> None:
-    """Write a stock model with a composed model's generation settings and stop tokens."""
+    """Write a stock model with a composed model's generation settings and stop tokens.
+
+    ``files`` is the tokenizer or processor of the stock model.
+    """
     stock.generation_config = copy.deepcopy(model.generation_config)
     if processor is not None:
         set_stop_tokens(stock, processor)
-    if stock.config.tie_word_embeddings:
-        heads = [name for name in weights if name.endswith("lm_head.weight")]
-        weights = {name: weight for name, weight in weights.items() if name not in heads}
-    stock.save_pretrained(folder, state_dict=weights, save_original_format=False)
+    write_model(folder, stock, files, weights, rename=False)
 
 
 def make_tokenizer(processor: CoatVlmProcessor) -> Any:
@@ -81,12 +82,6 @@ def make_tokenizer(processor: CoatVlmProcessor) -> Any:
     if processor.template != "tokenizer":
         tokenizer.chat_template = JINJA_TEMPLATES.get(processor.template)
     return tokenizer
-
-
-def write_config(folder: Path, values: dict[str, Any]) -> None:
-    """Write config.json in transformers' format."""
-    text = json.dumps(values, indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.config.model import ProjectorConfig, VideoConfig
+from coat_vlm.export.folder import write_config, write_model
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
@@ -27,7 +28,6 @@ from coat_vlm.export.transformers_parts import (
     rename_tower_weights,
     save_stock,
     select_weights,
-    write_config,
 )
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import readable_errors
@@ -42,19 +42,16 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 
 def save_vila(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+    folder: Path, model: CoatVlm, processor: CoatVlmProcessor, state: dict[str, Tensor]
 ) -> None:
     """Write the three folders and config.json; ValueError if VILA does not support the model."""
     check_frames(processor, "vila")
     tower = build_plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model
-    save_stock(llm, model, language, select_weights(state, LANGUAGE))
-    make_tokenizer(processor).save_pretrained(llm)
-    tower.save_pretrained(
-        vision, state_dict=rename_tower_weights(tower, state, ""), save_original_format=False
-    )
-    build_image_processor(processor, model, pad=False).save_pretrained(vision)
+    save_stock(llm, model, language, make_tokenizer(processor), select_weights(state, LANGUAGE))
+    images = build_image_processor(processor, model, pad=False)
+    write_model(vision, tower, images, rename_tower_weights(tower, state, ""), rename=False)
     projector.mkdir()
     layers = select_weights(state, PROJECTOR, "layers.")
     layers = {name: tensor.contiguous() for name, tensor in layers.items()}
@@ -72,7 +69,7 @@ def save_vila(
         },
     }
     for part, values in zip((llm, vision, projector), described.values(), strict=True):
-        write_config(part, values)
+        write_config(part / "config.json", values)
     scales = config.s2_scales
     keeps_all = config.select_feature == "cls_patch" or config.num_prefix_tokens == 0
     top = {
@@ -96,7 +93,7 @@ def save_vila(
         "mm_use_im_patch_token": False,
         "resume_path": None,
     }
-    write_config(folder, top | described)
+    write_config(folder / "config.json", top | described)
 
 
 def is_vila(folder: Path) -> bool:

@@ -24,7 +24,9 @@ from coat_data.load.encode import EncodedSample
 from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import mask_for_loss, skip_packing_search
-from coat_vlm.model.pretrained import load_weights
+from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
+
+_BASE_FILES = ("config.json", "generation_config.json", TENSORS)
 
 
 class FamilyVlm:
@@ -33,6 +35,8 @@ class FamilyVlm:
     family: Family
     unused: tuple[str, ...] = ()
     """Modules and parameters of :func:`find_unused`, which training leaves as they are."""
+    base_files: dict[str, bytes]
+    """The JSON files of the folder that the model comes from, which its own folder keeps."""
 
     def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """Generate as the original; token types may be left out."""
@@ -160,16 +164,20 @@ def load_family_model(
     """Load a published model, or one that training wrote; ValueError if it is incomplete."""
     _, config = find_family(where, path)
     kind = trainable_class(config.model_type)
-    model = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
-    find_parts(model, model.family)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    model: Any = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
+    find_parts(model, model.family)
+    model.base_files = read_files(path, *_BASE_FILES)
     return model
 
 
-def create_meta_family_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Create the model of a family's configuration on ``meta``, with tied embeddings if so set."""
+def create_meta_family_model(where: str, path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Create the model of a folder's configuration on ``meta``, with tied embeddings if so set."""
+    _, config = find_family(where, path)
     with torch.device("meta"):
         model = trainable_class(config.model_type)(config)
     model.to(dtype)
     model.tie_weights()
-    model.generation_config = GenerationConfig.from_model_config(config)
+    model.base_files = read_files(path, *_BASE_FILES)
+    if "generation_config.json" in model.base_files:
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model

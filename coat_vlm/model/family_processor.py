@@ -6,8 +6,11 @@ the line break that LLaVA's rows have between an image and a text is left out. S
 those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
 """
 
+import inspect
+import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
@@ -27,6 +30,9 @@ from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
+from coat_vlm.model.pretrained import PROCESSOR_FILES, read_files
+
+logger = logging.getLogger(__name__)
 
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
 _LINE_BREAKS = re.compile(r"^\n+|\n+$")
@@ -37,8 +43,16 @@ class FamilyProcessor:
 
     template = "tokenizer"
 
-    def __init__(self, processor: Any, family: Family, max_length: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        family: Family,
+        max_length: int,
+        vocab_size: int,
+        files: Mapping[str, bytes],
+    ) -> None:
         self._processor = processor
+        self._files = files
         self._family = family
         self.tokenizer = processor.tokenizer
         self.image_processor = processor.image_processor
@@ -57,6 +71,12 @@ class FamilyProcessor:
         family, config = find_family(where, path)
         try:
             processor: Any = AutoProcessor.from_pretrained(path)
+            files = read_files(path, *PROCESSOR_FILES)
+            missing = _find_settings(processor, config, files)
+            if any(getattr(processor, name) != value for name, value in missing.items()):
+                listed = ", ".join(f"{name}={value}" for name, value in missing.items())
+                logger.warning("%s: processor_config.json lacks %s of config.json", path, listed)
+                processor = AutoProcessor.from_pretrained(path, **missing)
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(
                 f"{where}={path!r} has no processor that transformers can load: {error}; required: "
@@ -67,10 +87,12 @@ class FamilyProcessor:
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
             )
-        limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
+        if max_pixels is not None:
+            limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
+            _write_size(files, dict(processor.image_processor.size))
         text = config.get_text_config()
         longest: int = text.max_position_embeddings if max_length is None else max_length
-        return cls(processor, family, longest, text.vocab_size)
+        return cls(processor, family, longest, text.vocab_size, files)
 
     def adopt_template(self, name: str | None) -> None:
         """Keep the model's own chat template; a recipe cannot name another one."""
@@ -82,8 +104,51 @@ class FamilyProcessor:
         return FamilyEncoder(self._processor, self._family, self.max_length)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files of the processor and of the tokenizer."""
-        self._processor.save_pretrained(folder)
+        """Write the files of the folder from which it was loaded, with ``max_pixels`` if set."""
+        for name, content in self._files.items():
+            (Path(folder) / name).write_bytes(content)
+
+
+_SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "image_seq_len": lambda config: _count_patches(config) // config.scale_factor**2,
+    "image_seq_length": lambda config: getattr(
+        config, "mm_tokens_per_image", getattr(config, "image_seq_length", None)
+    ),
+    # Only CLIP's tower has a class token.
+    "num_additional_image_tokens": lambda config: int(
+        config.vision_config.model_type == "clip_vision_model"
+    ),
+    "num_image_tokens": lambda config: _count_patches(config),
+    "patch_size": lambda config: config.vision_config.patch_size,
+    "vision_aspect_ratio": lambda config: config.vision_aspect_ratio,
+    "vision_feature_select_strategy": lambda config: config.vision_feature_select_strategy,
+}
+"""Settings of processor_config.json that count an image's tokens, by those of the model."""
+
+
+def _count_patches(config: Any) -> int:
+    return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+
+
+def _find_settings(processor: Any, config: Any, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the settings that processor_config.json lacks, which older folders do not have."""
+    given = json.loads(files.get("processor_config.json", "{}"))
+    known = inspect.signature(type(processor)).parameters
+    return {n: read(config) for n, read in _SETTINGS.items() if n in known and n not in given}
+
+
+def _write_size(files: dict[str, bytes], size: dict[str, int]) -> None:
+    """Write the image processor's size into the file that has it."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        values = json.loads(files.get(name, "{}"))
+        images = values if name.startswith("pre") else values.get("image_processor")
+        if not images:
+            continue
+        if "max_pixels" in images:  # transformers 4's name
+            images["max_pixels"] = size["longest_edge"]
+        if "size" in images or "max_pixels" not in images:
+            images["size"] = size
+        files[name] = (json.dumps(values, indent=2) + "\n").encode()
 
 
 def limit_pixels(key: str, processor: Any, model_type: str, max_pixels: int | None) -> None:

@@ -54,13 +54,11 @@ def create_meta_copy(
 ) -> PreTrainedModel:
     """Create the model that the configuration of a folder describes, on ``meta``."""
     if is_family(folder):
-        _, config = find_family("the model", str(folder))
-        model = create_meta_family_model(config, dtype)
-    else:
-        config = CoatVlmConfig.from_pretrained(folder)
-        if attention is not None:
-            config._attn_implementation = attention
-        model = create_meta_model(config, dtype)
+        return create_meta_family_model("the model", str(folder), dtype)
+    config = CoatVlmConfig.from_pretrained(folder)
+    if attention is not None:
+        config._attn_implementation = attention
+    model = create_meta_model(config, dtype)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 

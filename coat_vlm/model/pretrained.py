@@ -10,6 +10,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+PROCESSOR_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "*processor_config.json")
+"""Files of tokenizer and processor, as file name patterns."""
+TENSORS = "tensors.json"
+"""In the folder of a model without weights: name in a folder's files by name of each tensor."""
 
 
 def check_composed_folder(path: str) -> str:
@@ -52,6 +58,13 @@ def read_config(where: str, path: str) -> PretrainedConfig:
             f"{where}={path!r} has no configuration that transformers can read: {error}; required: "
             "a folder with config.json and weights, or a Hub id"
         ) from error
+
+
+def read_files(path: str, *patterns: str) -> dict[str, bytes]:
+    """Read the files of a folder, or of a model on the Hub, whose config.json was read before."""
+    found = cached_file(path, "config.json")
+    assert found is not None
+    return {file.name: file.read_bytes() for p in patterns for file in Path(found).parent.glob(p)}
 
 
 def load_weights(

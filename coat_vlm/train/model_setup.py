@@ -19,7 +19,6 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, convert, store_frozen_weights
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.build import build_meta_model, extend_context
-from coat_vlm.model.families import find_family
 from coat_vlm.model.family_model import create_meta_family_model, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import (
@@ -187,8 +186,7 @@ def build_planned_model(
         start = check_start(recipe, recipe.init_from)
         meta_model = create_meta_copy(start, arithmetic.dtype, recipe.model.attn_implementation)
     elif pretrained is not None:
-        _, config = find_family("model.pretrained", pretrained)
-        meta_model = create_meta_family_model(config, arithmetic.dtype)
+        meta_model = create_meta_family_model("model.pretrained", pretrained, arithmetic.dtype)
     else:
         assert vocab_size is not None
         meta_model = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
