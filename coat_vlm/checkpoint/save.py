@@ -167,7 +167,7 @@ class CheckpointSaver:
         First waits for the one before. Raises OSError if one of both could not be written.
         """
         self.finish()
-        target = self.folder / f"step-{progress.step:08d}"
+        target = self.path_of(progress.step)
         temporary = self._world.run_on_rank0(partial(self._begin, target))
         save = self._pending = FolderSave(temporary, target, self._world, self._check)
         try:
@@ -183,6 +183,10 @@ class CheckpointSaver:
         if self._copies is None:
             self.finish()
         return target
+
+    def path_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
+        return self.folder / f"step-{step:08d}"
 
     def finish(self) -> None:
         """Wait on all ranks until the last checkpoint is complete; OSError if it is not."""

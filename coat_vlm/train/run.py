@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from coat_data.folder_lock import FolderLock
+from coat_data.folder_lock import FolderLock, LockError
 from coat_data.load.collate import MAX_PADDING
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import remove_folder
@@ -67,7 +67,13 @@ from coat_vlm.train.model_setup import (
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
 from coat_vlm.train.preference import Preference
-from coat_vlm.train.resume import check_length, continue_sampler, prepare_run_folder, reset_stage
+from coat_vlm.train.resume import (
+    RECIPE,
+    check_length,
+    continue_sampler,
+    prepare_run_folder,
+    reset_stage,
+)
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
@@ -409,17 +415,27 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     check_weights(opened.model, loop.watchdog.detector, name, stage.world)
     loop.heartbeat.enter("saving the model", finished)
     target = stage.folder / "model"
-    with SIGNALS.hold(f"when {target} is complete"):
-        save_model(
-            target,
-            opened.model,
-            opened.processor,
-            stage.recipe,
-            name,
-            finished,
-            stage.world,
-            stage.lock.check,
-        )
+    try:
+        with SIGNALS.hold(f"when {target} is complete"):
+            save_model(
+                target,
+                opened.model,
+                opened.processor,
+                stage.recipe,
+                name,
+                finished,
+                stage.world,
+                stage.lock.check,
+            )
+    except LockError:
+        raise
+    except Exception as error:
+        raise OSError(
+            f"stage {name} is trained, but its model is not saved: {error}\nNo step is lost: "
+            f"{loop.saver.path_of(finished)} is complete. When the cause is removed, this command "
+            f"writes the model without training again: coat-vlm train {stage.run_dir / RECIPE} "
+            "--resume auto"
+        ) from error
     wall = round(time.perf_counter() - stage.started, 2)
     loop.step.log.metrics.write(
         {"kind": "stage", "status": "end", **opened.description, "wall_s": wall}

@@ -26,6 +26,7 @@ FAST = (
     "test_a_killed_launcher_leaves_no_orphan[torchrun-SIGKILL]",
     "test_a_stopped_run_that_wakes_up_writes_nothing",
     "test_resume_refuses_changed_data_unless_allowed[1]",
+    "test_the_last_save_fails[full disk]",
 )
 """The faults of every test run; the others need ``-m faults``."""
 
