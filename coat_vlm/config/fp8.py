@@ -55,9 +55,9 @@ class Fp8Config:
     memory."""
     cuda_graphs: CudaGraphs = "auto"
     """Launch each block as one CUDA graph, with static memory. ``auto`` decides after two steps: it
-    captures blocks that the GPU computes faster than the CPU launches them, if half of the memory
-    that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to one length.
-    ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
+    captures blocks for whose launches the GPU waits in at least 3% of the second step, if half of
+    the memory that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to
+    one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments, of which the second is rounded stochastically; ``adamw``:
     torch's, with FP32 moments. When absent, ``adamw`` under ``fp8_linear`` and ``coat``

@@ -24,6 +24,7 @@ again after changing ``requires_grad``, dropout or the attention implementation.
 
 import gc
 import logging
+import time
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
@@ -230,7 +231,11 @@ class BlockGraphs:
         """Tokens of the largest measured pass."""
         self.saved = 0
         """Bytes that it saved for backward."""
+        self.waits: list[float] = []
+        """Seconds of the CPU for each measured pass of a block that the GPU waited for: it had
+        computed all that was launched before the pass when the CPU had launched the pass."""
         self._before = 0
+        self._mark: tuple[float, Any] = (0.0, None)
         self.captures = self.replays = 0
         self._captured: dict[Any, Captured] = {}
         self._seen: dict[Any, int] = {}
@@ -251,6 +256,7 @@ class BlockGraphs:
 
     def limit(self, most_tokens: float, most_bytes: float) -> None:
         """End the measurement: capture passes of at most so many tokens, or none if it is 0."""
+        self.waits.clear()
         self.most_tokens, self.most_bytes = most_tokens, most_bytes
         if not most_tokens:
             for block in self.blocks:  # which are launched just in time, without this class
@@ -278,15 +284,31 @@ class BlockGraphs:
         return _run_eagerly(block, hidden_states, *args, **kwargs)
 
     def _observe(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run block ``number`` eagerly and measure what the pass saves."""
+        """Run block ``number`` eagerly and measure what the passes save, and the GPU's waits."""
         if number == 0:
             self._before = torch.cuda.memory_allocated(hidden.device)
+            self._set_mark()
         out = _run_eagerly(self.blocks[number], hidden, *args, **kwargs)
+        self._end_pass()
+        if out.requires_grad:  # a backward pass begins where that of the next block ends
+            last = number == len(self.blocks) - 1
+            out.register_hook(lambda _: self._set_mark() if last else self._end_pass())
         tokens = hidden.shape[:-1].numel()
         if number == len(self.blocks) - 1 and tokens > self.tokens:
             self.tokens = tokens
             self.saved = torch.cuda.memory_allocated(hidden.device) - self._before
         return out
+
+    def _set_mark(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._mark = time.perf_counter(), event
+
+    def _end_pass(self) -> None:
+        started, event = self._mark
+        if event.query():
+            self.waits.append(time.perf_counter() - started)
+        self._set_mark()
 
     def _can_replay(self, block: nn.Module, hidden: Tensor) -> bool:
         return (

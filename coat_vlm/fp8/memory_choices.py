@@ -4,16 +4,22 @@ Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the 
 (:mod:`coat_vlm.fp8.cuda_graphs`), and FP8 weights that all micro-batches of a step share
 (:mod:`coat_vlm.fp8.weights`), where the GPU does not wait. If almost nothing is left, q, k and v
 are no longer saved for backward (``fp8.recompute_qkv``). The settings ``auto`` are decided once,
-after two steps: in the first one the optimizer creates its states after the passes, so that they
-are not in memory together with the activations. At most half of the free memory is used, because
-steps differ and memory fragments. All ranks decide by the least free memory of any of them: ranks
-that share tokens must quantize weights and repeat attention's exchanges equally often.
+after two steps: in the first one kernels are compiled, and the optimizer creates its states after
+the passes, so that they are not in memory together with the activations. At most half of the free
+memory is used, because steps differ and memory fragments.
+
+The GPU waits for the CPU where it is less than a block behind. For how much of a step depends on
+GPU, CPU, model and batch, so the second step measures it. A choice changes no result. All ranks
+choose by the least free memory and the longest waits of any of them: they wait for each other, and
+ranks that share tokens must repeat attention's exchanges equally often.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 import torch
@@ -35,20 +41,9 @@ MIN_FREE = 0.03
 DECIDED_AFTER = 2
 """Steps before the decision."""
 
-LAUNCH_S = 4.4e-3
-"""Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks
-and a language model of 28, on the host of an H200 (docs/experiments/balance.md)."""
-
-FLOPS_PER_S = 850e12
-"""Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
-
-HIDDEN = 2.0
-"""If the blocks of a micro-batch compute for this many times as long as their launches take, the
-GPU does not wait for them: the CPU is ahead after the first ones of a step."""
-
-HIDDEN_AT_ONCE = 4.0
-"""The same for a step of one micro-batch, which begins without a lead: the tower of an 8B model at
-a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/experiments/step_8b.md)."""
+MIN_WAITING = 0.03
+"""Smallest share of a step during which the GPU waits for launches of blocks that are captured:
+graphs paid where it waited for 38 of 890 ms (docs/experiments/step_8b.md)."""
 
 MEMORY_FACTOR = 1.5
 """Memory of graphs over that of the activations which the blocks save."""
@@ -71,6 +66,8 @@ class SpareMemory:
     """Whether no block is captured, and the memory suffices for shared weights."""
     steps: int = 0
     """Steps so far, until the decision."""
+    started: float = 0.0
+    """Time at which the last step before the decision began."""
     accumulates: bool = False
     """Whether the last step had several micro-batches."""
 
@@ -96,22 +93,35 @@ class SpareMemory:
 
     def share_weights(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of one step."""
-        self.accumulates = micro_batches > 1
+        self.accumulates, self.started = micro_batches > 1, time.perf_counter()
         return reused_weights(self.shares_weights)
 
     def after_step(self) -> None:
         """Decide after the second step, by the memory beside its peak."""
         self.steps += 1
-        if self.steps != DECIDED_AFTER:
+        if self.steps > DECIDED_AFTER:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        step_s, self.started = now - self.started, now
+        if self.steps < DECIDED_AFTER:
+            for row in self.graphs:
+                row.waits.clear()
             return
         free, total = self._measure_memory()
-        free = find_least_of_ranks(free, self.device)
+        # By the median, as single passes may have compiled a kernel.
+        waits = [len(x) * median(x or [0.0]) / step_s for x in (row.waits for row in self.graphs)]
+        tokens, saved = [row.tokens for row in self.graphs], [row.saved for row in self.graphs]
+        values = find_largest_of_ranks([-free, *tokens, *saved, *waits], self.device)
+        free, n = -values[0], len(self.graphs)
         if self.recomputing is not None and free < MIN_FREE * total:
             free = 0.0
             count = recompute_qkv(self.recomputing)
             logger.info("fp8.recompute_qkv: auto: %d blocks compute q, k and v again", count)
         spare = MAX_SHARE * free
-        captures = _limit_graphs(self.graphs, spare, self.accumulates)
+        seen = [*zip(values[1:], values[1 + n :], values[1 + 2 * n :], strict=False)][:n]
+        captures = _limit_graphs(self.graphs, seen, spare)
         self.weights_fit = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
@@ -127,75 +137,48 @@ class SpareMemory:
         return min(free, limit - reserved) + reserved - allocated, total
 
 
-def find_least_of_ranks(value: float, device: torch.device) -> float:
-    """Return the smallest value of all ranks; a collective operation if there are several."""
+def find_largest_of_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of each value of all ranks; collective if there are several."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    least = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return least.item()
+        return [*values]
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
-def _limit_graphs(rows: Sequence[BlockGraphs], spare: float, accumulates: bool) -> bool:
-    """End the measurement of rows of blocks; return whether any may be captured."""
-    seen = [row for row in rows if row.tokens]
-    loads = [
-        RowLoad(
-            len(row.blocks),
-            sum(p.numel() for block in row.blocks for p in block.parameters()),
-            row.tokens,
-            row.saved,
-        )
-        for row in seen
-    ]
-    chosen = dict(zip(seen, choose_rows(loads, spare, accumulates=accumulates), strict=True))
-    for row in rows:
-        captured = chosen.get(row, False)
-        row.limit(row.tokens if captured else 0, spare)
-        if not row.tokens:  # on a CPU, or frozen
+def _limit_graphs(
+    rows: Sequence[BlockGraphs], seen: Sequence[tuple[float, float, float]], spare: float
+) -> bool:
+    """End the measurement of rows of blocks; return whether any may be captured.
+
+    ``seen``: tokens of the largest pass of each row, bytes that it saved, and the share of a step
+    during which the GPU waits.
+    """
+    saved, waits = [x[1] for x in seen], [x[2] >= MIN_WAITING for x in seen]
+    chosen = choose_rows(saved, waits, spare)
+    for row, (tokens, nbytes, waiting), captured in zip(rows, seen, chosen, strict=True):
+        row.limit(tokens if captured else 0, spare)
+        if not tokens:  # on a CPU, or frozen
             continue
         logger.info(
-            "fp8.cuda_graphs: auto %s %d FP8 blocks; their largest pass had %s tokens and saved "
-            "%.2f GB, and graphs may take %.2f GB",
+            "fp8.cuda_graphs: auto %s %d FP8 blocks, for which the GPU waits during %.0f%% of a "
+            "step; their largest pass had %s tokens and saved %.2f GB, and graphs may take %.2f GB",
             "captures" if captured else "does not capture",
             len(row.blocks),
-            f"{row.tokens:,}",
-            row.saved / 1e9,
+            100 * waiting,
+            f"{tokens:,.0f}",
+            nbytes / 1e9,
             spare / 1e9,
         )
-    return any(chosen.values())
+    return any(chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLoad:
-    """The largest pass of consecutive blocks."""
+def choose_rows(saved: Sequence[float], waits: Sequence[bool], spare: float) -> list[bool]:
+    """Choose the rows of blocks to capture: where the GPU waits, if ``spare`` bytes suffice.
 
-    blocks: int
-    parameters: int
-    """Parameters of all blocks."""
-    tokens: int
-    saved: float
-    """Bytes of the activations that the blocks save."""
-
-    @property
-    def compute_s(self) -> float:
-        """Estimated seconds of the GPU for both passes of one block.
-
-        A linear layer has 6 FLOPs per parameter and token; attention is not counted.
-        """
-        return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
-
-
-def choose_rows(loads: Sequence[RowLoad], spare: float, *, accumulates: bool) -> list[bool]:
-    """Choose the rows of blocks to capture: where the GPU waits for launches, if memory suffices.
-
-    Graphs may take ``spare`` bytes. Blocks in BF16 are not counted.
+    ``saved`` are bytes of the activations of each row. The largest rows are left out first.
     """
-    launching = sum(LAUNCH_S * load.blocks for load in loads)
-    computing = sum(load.compute_s * load.blocks for load in loads)
-    if computing > (HIDDEN if accumulates else HIDDEN_AT_ONCE) * launching:
-        return [False] * len(loads)
-    small = sorted((x for x in loads if x.compute_s < LAUNCH_S), key=lambda load: load.saved)
-    while small and MEMORY_FACTOR * sum(load.saved for load in small) > spare:
-        small.pop()
-    return [any(load is x for x in small) for load in loads]
+    chosen = sorted((i for i, wait in enumerate(waits) if wait), key=saved.__getitem__)
+    while chosen and MEMORY_FACTOR * sum(saved[i] for i in chosen) > spare:
+        chosen.pop()
+    return [i in chosen for i in range(len(saved))]

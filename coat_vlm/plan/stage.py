@@ -2,7 +2,8 @@
 
 CUDA graphs of FP8 blocks (``fp8.cuda_graphs``) hold the activations that their blocks save, also in
 the optimizer step, with the temporary tensors of one block and static copies of its input and
-output. :data:`GRAPH_OVERHEAD` was measured on an H200 (docs/experiments/cuda_graphs.md): the graphs
+output. Training measures which blocks it captures, a plan estimates it for an H200.
+:data:`GRAPH_OVERHEAD` was measured on an H200 (docs/experiments/cuda_graphs.md): the graphs
 of 26 and 24 blocks took 1.20 to 1.33 times the activations, and the peak of a step rose by 0.16 to
 0.38 of them.
 """
@@ -22,7 +23,7 @@ from coat_data.sample import DataError, Media
 from coat_vlm.config import Fp8Config, ModelConfig, Recipe, StageConfig, StageName
 from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import arithmetic_of, fp8_blocks
-from coat_vlm.fp8.memory_choices import MAX_SHARE, RowLoad, choose_rows
+from coat_vlm.fp8.memory_choices import MAX_SHARE, choose_rows
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
@@ -52,7 +53,42 @@ SOLD = 0.94
 GRAPH_OVERHEAD = 0.33
 """What CUDA graphs take besides the saved activations, as a share of these."""
 
+LAUNCH_S = 4.4e-3
+"""Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks
+and a language model of 28, on the host of an H200 (docs/experiments/balance.md)."""
+
+FLOPS_PER_S = 850e12
+"""Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""
+
+HIDDEN = 2.0
+"""If the blocks of a micro-batch compute for this many times as long as their launches take, the
+GPU does not wait for them: the CPU is ahead after the first ones of a step."""
+
+HIDDEN_AT_ONCE = 4.0
+"""The same for a step of one micro-batch, which begins without a lead: the tower of an 8B model at
+a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/experiments/step_8b.md)."""
+
 _ROWS = 64  # of each source that are read to count images
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoad:
+    """The largest pass of consecutive blocks."""
+
+    blocks: int
+    parameters: int
+    """Parameters of all blocks."""
+    tokens: int
+    saved: float
+    """Bytes of the activations that the blocks save."""
+
+    @property
+    def compute_s(self) -> float:
+        """Estimated seconds of an H200 for both passes of one block.
+
+        A linear layer has 6 FLOPs per parameter and token; attention is not counted.
+        """
+        return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,8 +177,8 @@ class StagePlan:
         if self.graphs != "auto":
             return loads if self.graphs else {}
         spare = max(0.0, MAX_SHARE * (self.gpu_bytes / SOLD - self.own_memory.peak))
-        accumulates = self._accumulates(size)
-        chosen = choose_rows(list(loads.values()), spare, accumulates=accumulates)
+        waits = estimate_waits([*loads.values()], accumulates=self._accumulates(size))
+        chosen = choose_rows([load.saved for load in loads.values()], waits, spare)
         return {part: loads[part] for part, taken in zip(loads, chosen, strict=True) if taken}
 
     def _count_loads(self, activations: Activations, micro_batch: int) -> dict[str, RowLoad]:
@@ -297,6 +333,17 @@ def _count_graph_blocks(model: CoatVlm) -> dict[str, tuple[int, int]]:
         own = sum(p.numel() for p in block.parameters())
         blocks[part] = (number + 1, parameters + own)
     return blocks
+
+
+def estimate_waits(loads: Sequence[RowLoad], *, accumulates: bool) -> list[bool]:
+    """Estimate for which rows of blocks an H200 waits for launches; training measures it.
+
+    Blocks in BF16 are not counted.
+    """
+    launching = sum(LAUNCH_S * load.blocks for load in loads)
+    computing = sum(load.compute_s * load.blocks for load in loads)
+    hidden = computing > (HIDDEN if accumulates else HIDDEN_AT_ONCE) * launching
+    return [not hidden and load.compute_s < LAUNCH_S for load in loads]
 
 
 def add_graphs(memory: RankMemory, captured: Sequence[RowLoad]) -> RankMemory:

@@ -189,6 +189,29 @@ def test_auto_captures_after_two_steps(micro_batches: int, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+def test_auto_captures_nothing_for_which_a_busy_gpu_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama()
+    (graphs,) = graph_blocks(model, "auto")
+    block: Any = type(model.model.layers[0])
+    forward: Callable[..., Tensor] = block.forward
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "forward", slow)
+    memory = SpareMemory("auto", 1, model.device, [graphs])
+    for step in range(DECIDED_AFTER):
+        with memory.share_weights(1):
+            passed(model, ids(step))
+        memory.after_step()
+    assert graphs.tokens == 192
+    assert graphs.most_tokens == 0
+
+
+@pytest.mark.gpu
 def test_a_pass_whose_backward_pass_is_to_come_is_not_overwritten() -> None:
     model = llama()
     (graphs,) = graph_blocks(model)
