@@ -53,10 +53,26 @@ def write_model(
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_SIZE)
     for file, names in split.filename_to_tensors.items():
         shard = {name: tensors[name].contiguous() for name in names}
-        save_file(shard, folder / file, {"format": "pt"})
+        write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_config(folder / "model.safetensors.index.json", index)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; of tensors on ``meta``, only check that it could be written.
+
+    Raises ValueError if two of these share memory, which safetensors refuses.
+    """
+    if not any(tensor.is_meta for tensor in tensors.values()):
+        save_file(tensors, path, {"format": "pt"})
+        return
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        other = first.setdefault(memory, name)
+        if other != name:
+            raise ValueError(f"{path.name} would have {other} and {name}, which share memory")
 
 
 def write_config(path: Path, values: dict[str, Any]) -> None:
@@ -125,12 +141,17 @@ def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def list_tensors(model: PreTrainedModel) -> dict[str, str | None]:
     """Return the name in a folder's files by name of the model; None for a tied tensor's others."""
-    state, _ = split_adapters(model.state_dict())
-    named = {name: torch.empty(0, device="meta") for name in state}
+    own = dict(model.named_parameters(remove_duplicate=False))
+    state = {
+        # ZeRO-3's parameters are empty; experts are split by their shape.
+        name: torch.empty(getattr(own.get(name), "ds_shape", tensor.shape), device="meta")
+        for name, tensor in model.state_dict().items()
+    }
+    named, _ = split_adapters(state)
     written = _rename(model, _drop_tied(share_tied(named, model)))
     names = {id(tensor): name for name, tensor in written.items()}
     found = {name: names.get(id(tensor)) for name, tensor in _drop_tied(named).items()}
-    return {name: found.get(name) for name in state}
+    return {name: found.get(name) for name in named}
 
 
 def _drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

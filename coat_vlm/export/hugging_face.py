@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.export.folder import share_tied, write_model
+from coat_vlm.export.folder import share_tied, write_model, write_tensors
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
@@ -80,16 +81,7 @@ def save_model(
         }
 
     def write(temporary: Path) -> None:
-        weights, adapters = split_adapters(state)
-        share_tied(weights, model)
-        if has_adapters(model):
-            adapter_config(model).save_pretrained(temporary / _ADAPTER)
-            config = _read_adapter(temporary)
-            assert config is not None, "adapter_config.json was just written"
-            own = _collect_adapter_weights(config, weights, adapters)
-            _save_adapter(temporary / _ADAPTER, config, own, processor)
-            merge(weights, adapters, find_scale(config))
-        write_model(temporary, model, processor, weights)
+        write_trained(temporary, model, processor, state)
         training: dict[str, Any] = {
             "recipe": recipe.name,
             "stage": stage,
@@ -104,6 +96,44 @@ def save_model(
         write_json(temporary / "training.json", training)
 
     write_folder(target, world, write, check)
+
+
+def write_trained(
+    folder: Path, model: PreTrainedModel, processor: AnyProcessor, state: Mapping[str, Tensor]
+) -> None:
+    """Write the state dict of a model, with adapters merged and in ``adapter``, and its files.
+
+    With a state dict on ``meta``, everything except the weights, in seconds: a dry save.
+    """
+    weights, adapters = split_adapters(state)
+    share_tied(weights, model)
+    if has_adapters(model):
+        adapter_config(model).save_pretrained(folder / _ADAPTER)
+        config = _read_adapter(folder)
+        assert config is not None, "adapter_config.json was just written"
+        own = _collect_adapter_weights(config, weights, adapters)
+        _save_adapter(folder / _ADAPTER, config, own, processor)
+        merge(weights, adapters, find_scale(config))
+    write_model(folder, model, processor, weights)
+
+
+def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
+    """Save a model without its weights into a temporary folder in ``folder``, before training.
+
+    Raises ValueError, with the cause, if the trained model or a checkpoint could not be saved.
+    """
+    state = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".tmp-model.") as temporary:
+            save_description(Path(temporary), model, processor)  # as in a checkpoint
+            write_trained(Path(temporary), model, processor, state)
+    except Exception as error:
+        raise ValueError(
+            f"the model of the stage {folder.name} could not be saved after training, so it is not "
+            f"trained: {error or type(error).__name__}; correct this in the files of the model "
+            "from which it starts (in a local copy of one from the Hub), or in the recipe"
+        ) from error
 
 
 def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
@@ -250,7 +280,7 @@ def _save_adapter(
         # peft gives each trained module its own weights: a tied tensor is written by each name.
         tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
         seen.add(id(tensor))
-    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    write_tensors(folder / ADAPTER_WEIGHTS, tensors)
     if isinstance(processor, FamilyProcessor):  # the image size, for an evaluation with the base
         processor.image_processor.save_pretrained(folder)
 

@@ -27,7 +27,7 @@ from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
-from coat_vlm.export.hugging_face import save_description, save_model
+from coat_vlm.export.hugging_face import check_save, save_description, save_model
 from coat_vlm.fp8 import (
     Arithmetic,
     ConversionReport,
@@ -232,6 +232,7 @@ def _open(stage: _Stage) -> _Opened:
     set_stop_tokens(model, processor)
     unpadded = avoids_padding(model, recipe, config, world.device)
     conversion = prepare_model(model, recipe, config, arithmetic, packed=unpadded)
+    world.run_on_rank0(partial(check_save, stage.folder, model, processor))
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")
     record = SourceRecord(

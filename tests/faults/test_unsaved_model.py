@@ -1,5 +1,6 @@
 """A finished training whose model cannot be written: its checkpoint is there, and enough."""
 
+import datetime
 import re
 import shlex
 import sys
@@ -77,3 +78,17 @@ def test_the_last_save_fails(
     assert read_folder(last) == lost
     models = [folder / "sft" / "model" for folder in (run_dir, expected)]
     assert read_folder(models[0]) == read_folder(models[1])
+
+
+def test_what_cannot_be_saved_ends_a_run_before_its_first_step(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    """YAML reads a date, and config.json has no dates."""
+    recipe = tiny_run.small_recipe(tiny_data, tmp_path / "run")
+    recipe["model"]["language"]["config"]["id2label"] = {0: datetime.date(2024, 6, 1)}
+    done = tiny_run.train(recipe, tmp_path)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "the model of the stage sft could not be saved after training" in done.stderr
+    assert "Object of type date is not JSON serializable" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not list((tmp_path / "run" / "sft").iterdir())
