@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Progress:
     bad_samples: int
     sampler_state: tuple[int, int]
     """A :class:`coat_data.mixture.sampler.SamplerState`."""
+    gradient_sums: Literal["bf16", "fp32", "stochastic"] = "bf16"
+    """How the gradients of micro-batches are summed (``train/gradient_sums.py``)."""
     spike: bool = False
     """Whether loss or gradient norm had diverged; such a checkpoint takes no other's place."""
 

@@ -39,6 +39,7 @@ from coat_vlm.plan.zero import (
     measure_state_bytes,
 )
 from coat_vlm.train.engine import choose_graphs
+from coat_vlm.train.gradient_sums import Sums, choose_sums
 from coat_vlm.train.model_setup import build_planned_model, refuse_unmeasured, select_stages
 from coat_vlm.train.open_sources import access_of, open_sources
 
@@ -165,6 +166,7 @@ class StagePlan:
             self.ranks,
             activations,
             accumulates=self._accumulates(micro_batch),
+            fp32_sums=self.choose_sums(zero_stage, micro_batch, sizes) == "fp32",
         )
         if self.graphs is not True or zero_stage == 3:  # auto takes only what is left
             return memory
@@ -190,6 +192,19 @@ class StagePlan:
 
     def _accumulates(self, micro_batch: int) -> bool:
         return self.stage.batch_size > micro_batch * self.replicas
+
+    def choose_sums(
+        self, zero_stage: ZeroStage, micro_batch: int, sizes: Sizes | None = None
+    ) -> Sums:
+        """Return how training sums the gradients of micro-batches of this size."""
+        sizes = sizes or self.sizes
+        return choose_sums(
+            self.stage.batch_size // (micro_batch * self.replicas),
+            sizes.trained,
+            self.gpu_bytes / SOLD,
+            bf16=sizes.weight_bytes == 2,
+            low_bits=sizes.low_bits and zero_stage == 0,
+        )
 
     def largest_micro_batch(self, zero_stage: ZeroStage) -> int:
         """Find the largest micro-batch that fits, up to the rank's part of the batch, or 0."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.stage import MARGIN, StagePlan, add_graphs, trace_variant
 from coat_vlm.plan.zero import ZERO_STAGES, ZeroStage, measure_state_bytes
+from coat_vlm.train.gradient_sums import describe_sums
 
 GB = 1e9
 
@@ -130,6 +131,7 @@ def format_plan(plans: Sequence[StagePlan], *, verbose: bool = False) -> str:
 
 def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     sizes, stage = plan.sizes, plan.stage
+    sums = plan.choose_sums(plan.recipe.zero_stage, stage.micro_batch_size)
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.replicas)
     shared = stage.sequence_parallel
     sharing = "rank(s)" if shared == 1 else f"group(s) of {shared} ranks, which share tokens,"
@@ -148,6 +150,7 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
             f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
             f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
             f"micro-batch(es) x {stage.micro_batch_size}",
+            *([f"  {describe_sums(sums, micro_batches)}"] if micro_batches > 1 else []),
             f"  a row: {plan.tokens:,} tokens, all filled; {pictures} ({plan.images_reason})",
             *_graphs(plan),
             *(_table(plan) if verbose else []),

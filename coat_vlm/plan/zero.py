@@ -6,6 +6,10 @@ stage 3 does not do), K of elements in DeepSpeed's reduction bucket. A BF16 weig
 master weight of 4 bytes, an FP32 weight has none. With ``master_weights: low_bits`` (stage 0 only)
 it has 2 bytes, and the optimizer reads BF16 gradients.
 
+With more than 8 micro-batches (``train/gradient_sums.py``) the gradients of BF16 weights are summed
+in FP32 between micro-batches: 4 bytes in the third column. The optimizer then reads the sums
+themselves: the step needs 4 T (ZeRO 0), 4 T / N (1 and 2), or 4 (T + G) / N (3).
+
     stage   weights  master weights,  gradients between    in the backward pass   in the step
                      states           micro-batches                               (in addition)
     0       e P      T                 e T                   e min(K, T) at its end 4 T
@@ -47,6 +51,7 @@ class Sizes:
     parameters: int  # P
     trained: int  # T
     largest_group: int  # G
+    largest: int  # of one trained parameter
     persistent: int  # elements of small parameters that stage 3 never partitions
     weight_bytes: int  # e
     state_bytes: float  # of the optimizer per trained parameter, without low bits
@@ -99,6 +104,7 @@ def count_sizes(
         parameters=count_parameters(model),
         trained=count_parameters(model, trainable_only=True),
         largest_group=max(sum(p.numel() for p in group["params"]) for group in groups),
+        largest=max(p.numel() for p in parameters if p.requires_grad),
         persistent=sum(p.numel() for p in parameters if p.numel() <= threshold),
         weight_bytes=parameters[0].element_size(),
         state_bytes=state_bytes,
@@ -124,18 +130,20 @@ def estimate_rank_memory(
     activations: Activations,
     *,
     accumulates: bool,
+    fp32_sums: bool = False,
     bucket: int | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank with the activations of one micro-batch.
 
-    ``accumulates``: whether a step has several micro-batches. ``bucket``: K, else DeepSpeed's.
+    ``accumulates``: whether a step has several micro-batches. ``fp32_sums``: whether gradients of
+    BF16 weights are summed in FP32. ``bucket``: K, else DeepSpeed's.
     """
     if zero_stage:  # low bits are for stage 0; a comparison with other stages has FP32 copies
         sizes = replace(sizes, low_bits=False)
     e = sizes.weight_bytes
     share = 1.0 if zero_stage == 0 else 1 / ranks
-    all_gradients = e * sizes.trained
-    gradients = all_gradients * (share if zero_stage >= 2 else 1.0)
+    all_gradients, sums = e * sizes.trained, (4 if fp32_sums else e) * sizes.trained
+    gradients = sums * (share if zero_stage >= 2 else 1.0)
     # Under ZeRO 1 to 3 an FP32 run also has master weights: the flat partitioned copy.
     low_bits = 2 if sizes.low_bits else 0
     master_weights = (4 if zero_stage else sizes.fp32_bytes + low_bits) * sizes.trained * share
@@ -146,16 +154,18 @@ def estimate_rank_memory(
     base = weights + master_weights + states
     filled = float(e * (_DEFAULTS.reduce_bucket_size if bucket is None else bucket))
     group = sizes.largest_group * share
+    cast = 4 * sizes.largest if fp32_sums else 0  # of a gradient that DeepSpeed adds to its sum
     # The peak of the backward pass excludes weights, master weights and states.
     if zero_stage == 0:
         # After the backward pass, DeepSpeed averages gradients in flat copies of up to 500M.
         # coat_vlm/train/engine.py skips the reduction for a single rank in BF16.
         averages = ranks > 1 or e == 4
-        flat = min(all_gradients, e * MEMORY_OPT_ALLREDUCE_SIZE) if averages else 0.0
-        before = all_gradients if accumulates else 0.0
+        averaged = min(sizes.trained, MEMORY_OPT_ALLREDUCE_SIZE) / sizes.trained
+        flat = averaged * sums if averages else 0.0
+        before = sums if accumulates else 0.0
         peak = activations.peak(0 if accumulates else e)
-        backward, buffers = max(before + peak, all_gradients + flat), 0.0
-        step = base + gradients + sizes.fp32_bytes * sizes.trained
+        backward, buffers = max(before + peak, sums + flat), 0.0
+        step = base + gradients + (0 if fp32_sums else sizes.fp32_bytes * sizes.trained)
     elif zero_stage == 3:
         # Gathered weights that exist at the same time, and weights that are never partitioned.
         persistent = e * sizes.persistent if ranks > 1 else 0
@@ -164,18 +174,28 @@ def estimate_rank_memory(
         # A flush of the bucket allocates two copies of its content.
         seen = [live + min(2 * filled, e * elements) for elements, live in activations.backward]
         at_end = persistent + 2 * min(filled, all_gradients)
-        backward = filled + max(gathered + max(activations.forward_peak, *seen), at_end) + gradients
+        backward = (
+            filled
+            + max(gathered + max(activations.forward_peak, *seen), at_end)
+            + gradients
+            + cast / ranks
+        )
         buffers = filled + gathered
         group = min(group, _DEFAULTS.sub_group_size)
-        step = base + gradients + filled + (e + sizes.fp32_bytes) * group
+        step = base + gradients + filled + (4 if fp32_sums else e + sizes.fp32_bytes) * group
     else:
         # Gradients pass through the bucket; its first flush allocates this rank's partition.
         # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then.
-        first, partition = zero_stage == 1, all_gradients / ranks
+        # FP32 sums are in the bucket of stage 1; in stage 2 they are this partition.
+        first = zero_stage == 1
+        filled, all_gradients = (
+            (filled * sums / all_gradients, sums) if first else (filled, all_gradients)
+        )
+        partition = 0.0 if fp32_sums and not first else all_gradients / ranks
         flat = min(filled, all_gradients) if ranks > 1 else 0.0
         overflows = all_gradients > filled
-        before = (all_gradients if first else partition) if accumulates else 0.0
-        at_end = flat + partition if overflows else max(flat, partition)
+        before = (sums if first else sums / ranks) if accumulates else 0.0
+        at_end = flat + partition if overflows or fp32_sums else max(flat, partition)
         if first:  # gradients in the bucket have no other copy
             at_end += max(0.0, all_gradients - filled) - before
         seen = []
@@ -186,9 +206,11 @@ def estimate_rank_memory(
                 live += max(0.0, e * elements - filled)
             seen.append(live)
         forward = activations.forward_peak + (filled if first and accumulates else 0.0)
-        backward = before + max(forward, filled + max(*seen, at_end))
+        backward = before + max(forward, filled + max(*seen, at_end)) + (0 if first else cast)
         buffers = filled
-        step = base + all_gradients * share + (e + sizes.fp32_bytes) * group
+        # With FP32 sums the norm casts a gradient to FP64, and stage 1 keeps its bucket.
+        kept = 2 * cast + filled * (first and ranks > 1)
+        step = base + sums * share + (kept if fp32_sums else (e + sizes.fp32_bytes) * group)
     return RankMemory(
         weights=weights,
         master_weights=master_weights,

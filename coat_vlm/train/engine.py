@@ -29,6 +29,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
+from coat_vlm.train.gradient_sums import Sums
 from coat_vlm.train.nf4 import quantize_frozen_weights
 
 
@@ -48,11 +49,13 @@ def _foreach_step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 -
     """Run one foreach (multi-tensor) optimizer step; return whether the step was skipped."""
     weights = [p for group in wrapper.fp16_groups for p in group]
     master_weights = [p for group in wrapper.fp32_groups for p in group]
-    for master_weight in master_weights:
-        master_weight.grad = torch.empty_like(master_weight)
+    sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+    fp32 = any(total.dtype == torch.float32 for total in sums)
+    for master_weight, total in zip(master_weights, sums, strict=True):
+        master_weight.grad = total.float() if fp32 else torch.empty_like(master_weight)
     grads = [master_weight.grad for master_weight in master_weights]
-    bf16_grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-    torch._foreach_copy_(grads, bf16_grads)  # pyright: ignore[reportPrivateImportUsage]
+    if not fp32:
+        torch._foreach_copy_(grads, sums)  # pyright: ignore[reportPrivateImportUsage]
     norm = float(torch.nn.utils.get_total_norm(grads))
     if not math.isfinite(norm):
         return wrapper._skip_invalid_grad_norm()
@@ -117,7 +120,7 @@ class GradientOrder:
 
 
 def build_deepspeed_config(
-    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int
+    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int, sums: Sums = "bf16"
 ) -> dict[str, Any]:
     """Build DeepSpeed's configuration of one stage.
 
@@ -125,6 +128,10 @@ def build_deepspeed_config(
     :meth:`coat_vlm.train.passes.Passes.update` undoes the averaging.
     """
     per_micro_step = stage.micro_batch_size * stage.count_replicas(world_size)
+    communication = "bf16" if arithmetic.low_bits else None
+    if arithmetic.dtype == torch.bfloat16 and sums == "fp32" and recipe.zero_stage < 2:
+        communication = "fp32"  # once per step, of the sums
+    in_fp32 = arithmetic.fp32_copy and sums == "fp32" and recipe.zero_stage >= 2
     return {
         "train_batch_size": stage.batch_size * stage.sequence_parallel,
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,
@@ -137,7 +144,8 @@ def build_deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": arithmetic.fp32_copy},
         # For low bits DeepSpeed is configured as for an FP32 model, which it does not wrap or copy.
-        **({"communication_data_type": "bf16"} if arithmetic.low_bits else {}),
+        **({"communication_data_type": communication} if communication else {}),
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if in_fp32 else {}),
         "steps_per_print": 10**9,  # never
         # By default DeepSpeed times every forward pass and step, for which it waits for the GPU.
         "timers": {"throughput": {"enabled": False}},
@@ -174,7 +182,12 @@ def build_optimizer(
 
 
 def build_engine(
-    model: PreTrainedModel, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World
+    model: PreTrainedModel,
+    recipe: Recipe,
+    stage: StageConfig,
+    arithmetic: Arithmetic,
+    world: World,
+    sums: Sums = "bf16",
 ) -> deepspeed.DeepSpeedEngine:
     """Build the DeepSpeed engine of one stage around a model from ``model_setup.prepare_model``."""
     optimizer = build_optimizer(model, stage, arithmetic, world)
@@ -189,13 +202,18 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=build_deepspeed_config(recipe, stage, arithmetic, world.size),
+        config=build_deepspeed_config(recipe, stage, arithmetic, world.size, sums),
         dist_init_required=False,
     )
     # At stage 0 in BF16 DeepSpeed runs a step on zero gradients to allocate the states. With lr 0
     # the weights do not change; clearing the states also resets the step count.
     if recipe.zero_stage == 0:
         optimizer.state.clear()
+    if arithmetic.fp32_copy and sums == "fp32" and recipe.zero_stage == 1:
+        # For grad_accum_dtype DeepSpeed would build another optimizer, BF16_Optimizer.
+        zero1: Any = engine.optimizer
+        zero1.gradient_accumulation_dtype = torch.float32
+        zero1.use_separate_grad_accum = zero1.use_grad_accum_attribute = True
     replace_slow_step(engine)
     if arithmetic.low_bits and world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy gradients into a buffer and back

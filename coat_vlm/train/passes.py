@@ -30,6 +30,7 @@ from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.gradient_sums import GradientSums
 from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.preference import Preference, count_pairs
 from coat_vlm.train.throughput import count_supervised_tokens
@@ -70,6 +71,7 @@ class Passes:
     clips: bool
     """Whether this class clips gradients, instead of DeepSpeed."""
     spare_memory: SpareMemory
+    sums: GradientSums
     sequence: SequenceGroup | None = None
     """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
     preference: Preference | None = None
@@ -93,12 +95,13 @@ class Passes:
         divisor: float,
         read_previous: Callable[[], None],
         *,
-        first_step: bool,
+        step: int,
     ) -> Results:
         """Launch forward, backward and the optimizer.
 
         ``divisor`` is the number of terms of the loss of all micro-batches and ranks.
-        ``read_previous`` reads and checks the previous step, while the GPU has work.
+        ``step`` counts from 1. ``read_previous`` reads and checks the previous step, while the GPU
+        has work.
         """
         # DeepSpeed divides by the number of micro-batches (backward) and of ranks (averaging). Each
         # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.
@@ -112,9 +115,9 @@ class Passes:
             for number, loaded in enumerate(micro_batches, start=1):
                 loss = self.loss(loaded.batch, divisor)
                 total_loss += loss.detach().double()
-                first = first_step and number == 1
+                first = step == 1 and number == 1
                 check = self._check_modules_get_gradients() if first else nullcontext()
-                with check:
+                with check, self.sums.adding(step, number):
                     self.engine.backward(loss * undo_averaging)
                 # No weight has changed since the previous step, so its passes can be repeated.
                 read_previous()
@@ -219,7 +222,8 @@ def build_passes(
     preference: Preference | None = None,
 ) -> Passes:
     """Build the passes of a prepared model, with DeepSpeed's engine around it."""
-    engine = build_engine(model, recipe, stage, arithmetic, world)
+    sums = GradientSums.of(model, recipe, stage, arithmetic, world)
+    engine = build_engine(model, recipe, stage, arithmetic, world, sums.sums)
     return Passes(
         engine=engine,
         model=model,
@@ -227,6 +231,7 @@ def build_passes(
         world=world,
         clips=training_loop_clips(recipe, arithmetic),
         spare_memory=SpareMemory.of(model, arithmetic, world.device),
+        sums=sums,
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         preference=preference,
     )

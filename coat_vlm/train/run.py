@@ -8,7 +8,7 @@ A stage opens its data (:func:`_open`), builds its steps or restores them from a
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +57,7 @@ from coat_vlm.train.divergence import (
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import Fp8Monitor
+from coat_vlm.train.gradient_sums import describe_sums
 from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.model_setup import (
     avoids_padding,
@@ -300,6 +301,9 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     )
     entries = read_step_entries(stage.run_dir / METRICS, name, world) if opened.continues else []
     done = _restore(stage, opened, passes, new, entries)
+    new, micro_batches = replace(new, gradient_sums=passes.sums.sums), passes.sums.micro_batches
+    if micro_batches > 1:
+        print_on_main(world, f"  {describe_sums(passes.sums.sums, micro_batches)}")
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
     metrics = Metrics(
         stage.run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=stage.lock.check
@@ -399,6 +403,8 @@ def _restore(
                 f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
                 f"repartitioned for {world.size} at stage {new.zero_stage}",
             )
+        if done.zero_stage == new.zero_stage:
+            passes.sums.adopt(done.gradient_sums)
         store_frozen_weights(passes.model)
         quantize_frozen_weights(passes.model, passes.stage.lora)
     if world.is_main:

@@ -158,7 +158,7 @@ class TrainStep:
                 f"stage {self.name}, step {number}: the batch has no supervised token; check the "
                 "template and the answers of the data"
             )
-        results = passes.update(micro_batches, divisor, self.read, first_step=self.finished == 0)
+        results = passes.update(micro_batches, divisor, self.read, step=number)
         self.finished, self.sampler_state = number, sampler_state
         entry = {
             "kind": "step",

@@ -25,6 +25,7 @@ from coat_kernels.formats import (
     TensorScaled,
 )
 from coat_kernels.gemm import scaled_mm
+from coat_kernels.gradient_sum import add_stochastic
 from coat_kernels.head_norm import head_norm, head_norm_bwd
 from coat_kernels.low_rank import low_rank_gradient, low_rank_project
 from coat_kernels.master_weights import (
@@ -72,6 +73,7 @@ __all__ = [
     "activation_bwd_stats",
     "activation_fwd",
     "adamw_step",
+    "add_stochastic",
     "count_groups",
     "cross_entropy_",
     "decode_moment",

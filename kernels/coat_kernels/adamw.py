@@ -36,6 +36,7 @@ from coat_kernels.device import (
     exp2_fast,
     log2_fast,
     magnitude_bits,
+    mix_bits,
     reciprocal_fast,
     sqrt_fast,
 )
@@ -69,17 +70,9 @@ _COLUMNS, _SCALARS = tl.constexpr(COLUMNS), tl.constexpr(SCALARS)
 
 
 @triton.jit
-def _mix(x):
-    """Hash uint32 with lowbias32; see ``master_weights.py``."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def _random_words(first, i, key, BLOCK_G: tl.constexpr):
     """Return 32 random bits per element of tile i of the chunk that starts at ``first``."""
-    return _mix((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
+    return mix_bits((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
 
 
 @triton.jit
@@ -116,7 +109,7 @@ def adamw_scalars_kernel(
     correction2 = 1.0 - tl.exp2(t * tl.log2(beta2))
     decay = lr * tl.load(rates + 4, mask=mask, other=0.0)
     index = tl.load(row + INDEX, mask=mask, other=0).to(tl.uint32)
-    key = _mix(seed.to(tl.uint32) ^ _mix(step.to(tl.uint32) + _mix(index + 0x9E3779B9)))
+    key = mix_bits(seed.to(tl.uint32) ^ mix_bits(step.to(tl.uint32) + mix_bits(index + 0x9E3779B9)))
     out = scalars_ptr + i * _SCALARS
     tl.store(out, decay.to(tl.float32), mask=mask)
     tl.store(out + 1, (lr / correction1).to(tl.float32), mask=mask)

@@ -44,6 +44,14 @@ def _special(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def mix_bits(x):
+    """Hash uint32 with lowbias32; see ``master_weights.py``."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def log2_fast(x):
     """Compute log2(x); -inf for zero."""
     if INTERPRETED:

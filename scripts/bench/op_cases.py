@@ -80,12 +80,17 @@ def build_cases(shape: LayerShape) -> list[Case]:
         m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square())
         return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, None, None, None, 0)
 
+    def gradients(draw: Draw) -> Arguments:
+        total, term = (draw.matrix(shape.ffn, shape.hidden) for _ in range(2))
+        return (total, term, draw.tokens(1, 2**32), 0)
+
     found = [*_build_quantize_cases(shape), *_build_norm_cases(shape)]
     found += _build_activation_cases(shape)
     if shape.family != "siglip":
         found += [*_build_rope_cases(shape), Case("cross_entropy_", "losses and gradient", loss)]
         found += [Case("logit_gradient", "both", gradient), *_build_adapter_cases(shape)]
-    return [*found, Case("adamw_step", "FP32 weights", adamw)]
+    total = Case("add_stochastic", "gradients of weights", gradients)
+    return [*found, Case("adamw_step", "FP32 weights", adamw), total]
 
 
 def shrink_shape(shape: LayerShape) -> LayerShape:
@@ -114,6 +119,8 @@ def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tenso
     if op == "adamw_step":
         p, _, *moments = args[:8]
         return [p, *moments, *([args[14]] if args[14] is not None else [])]
+    if op == "add_stochastic":
+        return [args[0]]
     if op == "cross_entropy_":
         return [result, args[0]]
     if op == "logit_gradient":

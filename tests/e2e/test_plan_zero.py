@@ -20,8 +20,10 @@ TRAINED = 1_576_192
         (1, "bf16", 2, 200_000),
         (2, "bf16", 2, TRAINED),
         (1, "low_bits", 2, TRAINED),
+        (2, "bf16", 9, TRAINED),
+        (1, "low_bits", 9, TRAINED),
     ],
-    ids=["accumulated-through-small-buckets", "two-ranks-accumulated", "low-bits"],
+    ids=["small-buckets", "two-ranks", "low-bits", "fp32-sums", "fp32-sums-low-bits"],
 )
 def test_the_peaks_are_those_of_deepspeed(
     ranks: int, dtype: str, accumulation: int, bucket: int

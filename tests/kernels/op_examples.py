@@ -247,6 +247,11 @@ def _adamw_step(i: _Inputs) -> Examples:
     return examples
 
 
+def _add_stochastic(i: _Inputs) -> Examples:
+    total, term = i.matrix().bfloat16(), i.matrix().bfloat16()
+    return {"sum": (total, term, torch.tensor([0xDEADBEEF]), 3)}
+
+
 def _cross_entropy(i: _Inputs) -> Examples:
     generator = torch.Generator().manual_seed(i.rows)
     examples: Examples = {}
@@ -330,6 +335,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "low_rank_project": _low_rank_project,
     "low_rank_gradient": _low_rank_gradient,
     "adamw_step": _adamw_step,
+    "add_stochastic": _add_stochastic,
 }
 
 

@@ -26,6 +26,7 @@ from coat_kernels.reference.activation import (
 from coat_kernels.reference.adamw import adamw_step, decode_moment, encode_moment
 from coat_kernels.reference.cross_entropy import cross_entropy_, logit_gradient
 from coat_kernels.reference.gemm import scaled_mm
+from coat_kernels.reference.gradient_sum import add_stochastic
 from coat_kernels.reference.head_norm import head_norm, head_norm_bwd
 from coat_kernels.reference.low_rank import low_rank_gradient, low_rank_project
 from coat_kernels.reference.norm import norm_apply, norm_bwd, norm_stats, norm_values
