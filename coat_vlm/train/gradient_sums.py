@@ -25,7 +25,6 @@ from coat_kernels import add_stochastic, rounding_key
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic
-from coat_vlm.fp8.memory_choices import find_least_of_ranks
 
 Sums = Literal["bf16", "fp32", "stochastic"]
 
@@ -85,7 +84,7 @@ class GradientSums:
         gpu_bytes = float("inf")
         if world.device.type == "cuda":
             gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
-        gpu_bytes = find_least_of_ranks(gpu_bytes, world.device)
+        gpu_bytes = min(world.gather(gpu_bytes))
         sums = choose_sums(micro_batches, size, gpu_bytes, bf16=bf16, low_bits=fp8.low_bits)
         own = bf16 and sums != "bf16" and not recipe.zero_stage
         return cls(
