@@ -1,6 +1,10 @@
 """Shared ``@triton.jit`` functions of all kernels: scales, casts and FP8 tiles, each written once.
 
 All arithmetic is FP32. Casts to FP8 are the hardware's: they round to nearest even and saturate.
+GPUs of compute capability 8.9 convert only from FP16, to which Triton rounds toward zero before: of
+the values between two neighbors, 1 in 256 (E4M3) or 512 (E5M2) becomes the smaller one, not the
+nearest.
+
 Maxima of magnitudes compare the bits of ``|x|`` as integers: the integer order of non-negative
 floats is their numeric order, and a NaN is larger than any number, so it is preserved (a float
 maximum would drop it).

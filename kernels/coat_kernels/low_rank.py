@@ -52,7 +52,10 @@ PROGRAMS = 256
 
 @triton.jit
 def _dot(a, b, acc):
-    """Add the product of two tiles in FP32; FP32 tiles are not rounded to TF32."""
+    """Add the product of two tiles in FP32; only compute capability 10 rounds FP32 tiles to TF32.
+
+    Triton ignores the precision there.
+    """
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:

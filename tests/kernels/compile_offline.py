@@ -37,9 +37,11 @@ POINTERS = {
     torch.int64: "*i64",
     torch.float64: "*fp64",
 }
+OTHER_GPUS = (89, 100, 120)
+"""Compute capabilities for which a few kernels are compiled as well."""
 INSTRUCTIONS = [
     *("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"),
-    *("e4m3x2.f16x2 ", "e5m2x2.f16x2 ", "mul.ftz", "mul.f32"),
+    *("e4m3x2.f16x2 ", "e5m2x2.f16x2 ", "cvt.rz.f16.f32", "mul.ftz", "mul.f32"),
 ]
 
 
@@ -136,9 +138,9 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack_bytes": int(found[2])}
 
 
-def compiled_for_hopper(source: ASTSource, arguments: dict[str, Any]) -> dict[str, Any]:
+def compiled_for(source: ASTSource, arguments: dict[str, Any], gpu: int = 90) -> dict[str, Any]:
     """What came out, or the error."""
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", gpu, 32)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg") if name in arguments}
     try:
         compiled = triton.compile(source, target=target, options=options)
@@ -146,7 +148,8 @@ def compiled_for_hopper(source: ASTSource, arguments: dict[str, Any]) -> dict[st
         return {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"}
     ptx = compiled.asm["ptx"]
     return {
-        **resources(compiled.asm["cubin"]),
+        **(resources(compiled.asm["cubin"]) if gpu == 90 else {}),
+        "tf32": "tf32" in ptx,
         "instructions": [instruction for instruction in INSTRUCTIONS if instruction in ptx],
     }
 
@@ -155,6 +158,8 @@ def main(report: Path) -> None:
     """Write what every kernel compiled to."""
     seen: set[str] = set()
     compiled = []
+    others: list[dict[str, Any]] = []
+    variants: set[tuple[str, bool]] = set()
     reached: set[str] = set()
     for example, kernel, arguments in recorded_launches():
         source, key = source_of(kernel, arguments)
@@ -167,11 +172,17 @@ def main(report: Path) -> None:
         row["threads"] = 32 * arguments["num_warps"]
         row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
         row["writes_codes"] &= arguments.get("q_ptr", arguments) is not None
-        row |= compiled_for_hopper(source, arguments)
+        # One variant for each format of FP32 tiles that are cast or multiplied.
+        variant = (row["kernel"], "*fp8e5" in types)
+        chosen = row["kernel"] in {"quantize_tensor_kernel", "_low_rank_project_kernel"}
+        if chosen and "*bf16" not in types and variant not in variants:
+            variants.add(variant)
+            for gpu in OTHER_GPUS:
+                others.append(row | {"gpu": gpu} | compiled_for(source, arguments, gpu))
+        row |= compiled_for(source, arguments)
         compiled.append(row)
-    report.write_text(
-        json.dumps({"compiled": compiled, "unreached": sorted(set(every_jit_function()) - reached)})
-    )
+    unreached = sorted(set(every_jit_function()) - reached)
+    report.write_text(json.dumps({"compiled": compiled, "others": others, "unreached": unreached}))
 
 
 if __name__ == "__main__":

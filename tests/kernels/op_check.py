@@ -92,8 +92,20 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return 0.0 if difference == 0 else float(difference / e.norm())
 
 
+def casts_through_fp16() -> bool:
+    """Whether this machine's GPU casts FP32 to FP8 through FP16, rounded toward zero."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 9)
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether this machine's GPU rounds FP32 tiles to TF32 (``low_rank._dot``)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+
+
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """Assert equal shape, dtype and bits; all NaNs are equal, whatever their sign and payload.
+
+    FP8 values may be a step closer to zero on GPUs that cast through FP16.
 
     Raises:
         AssertionError: with the first elements that differ.
@@ -105,6 +117,9 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     same = actual.reshape(-1).view(integer) == expected.reshape(-1).view(integer)
     if actual.dtype.is_floating_point:
         same |= actual.float().isnan().reshape(-1) & expected.float().isnan().reshape(-1)
+    if actual.dtype in QUANTIZED and casts_through_fp16():
+        a, e = (x.reshape(-1).view(torch.uint8).int() for x in (actual, expected))
+        same |= (e - a == 1) & (a ^ e < 128)  # of the same sign
     wrong = (~same).nonzero().flatten()
     assert not wrong.numel(), (
         f"{name}: {wrong.numel()} of {same.numel()} differ, first at "
@@ -142,10 +157,15 @@ def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
             steps = count_steps_between(a, e)
             different = int((steps > 0).sum())
             assert not (steps > 1).any(), f"{name}: values {int(steps.max())} steps apart"
-            allowed = max(2, OFF_BY_ONE[op] * steps.numel())  # two, for the smallest examples
+            share = OFF_BY_ONE[op] + 0.01 * casts_through_fp16()
+            allowed = max(2, share * steps.numel())  # two, for the smallest examples
             assert different <= allowed, f"{name}: {different} of {steps.numel()} values differ"
         if (op, e.dtype) in TOLERANCE:
             # k of a moment: see OFF_BY_ONE.
             tolerance = 1e-2 if op == "adamw_step" and i in {3, 6} else TOLERANCE[op, e.dtype]
+            if e.dtype in QUANTIZED and casts_through_fp16():
+                tolerance = 1e-2  # 1 of 256 values is off by up to 1 / 8 in E4M3
+            if op == "low_rank_project" and multiplies_in_tf32():
+                tolerance = max(tolerance, 2.0**-11)
             error = relative_rms(a, e)
             assert error <= tolerance, f"{name}: relative RMS error {error:.2e} > {tolerance:.0e}"

@@ -50,6 +50,18 @@ def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report:
             assert "mul.f32" in instructions or not row["writes_codes"], row
 
 
+def test_other_gpus_cast_and_multiply_fp32_as_documented(report: dict[str, Any]):
+    """Ada casts through FP16, and Blackwell of 10.0 multiplies in TF32 (docs/guides/fp8.md)."""
+    assert len(report["others"]) == 4 * 3
+    assert not any(row["tf32"] for row in report["compiled"])
+    for row in report["others"]:
+        assert row["tf32"] == (row["kernel"] == "_low_rank_project_kernel" and row["gpu"] == 100)
+        casts = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
+        if row["kernel"] == "quantize_tensor_kernel":
+            assert bool(casts & {*row["instructions"]}) == (row["gpu"] != 89), row
+            assert ("cvt.rz.f16.f32" in row["instructions"]) == (row["gpu"] == 89), row
+
+
 def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dict[str, Any]):
     """With one program per multiprocessor nothing hides the time until its loads arrive."""
     # Two warps that spill a little take 5 to 12% less time on an H200 than four that do not.

@@ -137,3 +137,23 @@ def test_one_bad_element_spoils_the_tensor_but_not_the_padding(bad: float, run: 
     q, qt = run("quantize_tensor", ([x], scale, "e4m3", True, True))
     assert (q.float() * scale).isnan().all()
     assert not qt[:, 5:].float().any()
+
+
+def test_bits_are_compared_as_the_gpu_casts(monkeypatch: pytest.MonkeyPatch):
+    """Ada's casts: to FP16 toward zero, then to the nearest."""
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    half = x.half()
+    too_far = half.float().abs() > x.abs()
+    half = torch.where(too_far, half.view(torch.int16) - 1, half.view(torch.int16))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for fmt, share in ((E4M3, 1 / 256), (E5M2, 1 / 512)):
+        nearest, ada = (v.float().to(fmt.dtype) for v in (x, half.view(torch.float16)))
+        differ = nearest.view(torch.uint8) != ada.view(torch.uint8)
+        assert differ.float().mean() == pytest.approx(share, rel=0.25)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+        assert_same_bits("Ada", ada, nearest)
+        with pytest.raises(AssertionError, match="differ"):
+            assert_same_bits("away from zero", nearest, ada)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        with pytest.raises(AssertionError, match="differ"):
+            assert_same_bits("Hopper", ada, nearest)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks
+from coat_vlm.fp8.convert import _warn_of_gpu
 
 
 def llama(**changes: Any) -> Any:
@@ -79,6 +80,28 @@ def test_an_unknown_architecture_is_named() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no block .* LlamaDecoderLayer"):
         convert(model, Fp8Config())
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [
+        ((8, 9), "has 8.9: casts here round through FP16, so 0.4% of E4M3 values"),
+        ((9, 0), ""),
+        ((10, 0), "has 10.0: nothing was compared"),
+        ((12, 0), "has 12.0: nothing was compared"),
+    ],
+)
+def test_gpus_that_differ_from_hopper_are_named_once(
+    capability: tuple[int, int],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _warn_of_gpu.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for _ in range(2):
+        arithmetic_of("coat", None, torch.device("cuda"))
+    assert [message in record.message for record in caplog.records] == [True] * bool(message)
 
 
 def test_an_old_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
