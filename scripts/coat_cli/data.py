@@ -190,23 +190,6 @@ exit status: 0 if all rows are good, else 1
     add("--model", metavar="NAME", help=f"{_MODEL}: also checks lengths, template and image limits")
     parser = command(
         jobs,
-        "stats",
-        stoppable(_stats),
-        "count rows, media and turns, and summarize text lengths and image sizes",
-        """\
-  coat-vlm data stats chat.json --media-root images
-  coat-vlm data stats data/chat --check-media none
-""",
-    )
-    add = _add_source(parser)
-    add(
-        "--check-media",
-        choices=("none", "header"),
-        default="header",
-        help="header: read the size of every image (default)",
-    )
-    parser = command(
-        jobs,
         "preview",
         _preview,
         "show samples as text or HTML; with --model, as the model is trained on them",
@@ -245,14 +228,6 @@ def _lint(args: argparse.Namespace) -> int:
     away = f", {summary.unreachable} of them transient I/O errors" if summary.unreachable else ""
     say(f"{args.path}: {summary.rows} rows, {summary.bad} problems{away}{read_as}")
     return FOUND_PROBLEMS if summary.bad else 0
-
-
-def _stats(args: argparse.Namespace) -> int:
-    from coat_data.tools.stats import as_text, collect
-
-    for line in as_text(collect(args.path, sizes=args.check_media != "none", **_options(args))):
-        say(line)
-    return 0
 
 
 def _preview(args: argparse.Namespace) -> int:
@@ -453,7 +428,7 @@ def _download(args: argparse.Namespace) -> int:
     if args.to is None:
         raise ValueError("--to is missing; name the folder to download into")
     path, notes = download(args.name, args.to)
-    say(f"{path}: use it as the path of a source; statistics: coat-vlm data stats {path}")
+    say(f"{path}: use it as the path of a source; check it: coat-vlm data lint {path}")
     for note in notes:
         say(note)
     return 0

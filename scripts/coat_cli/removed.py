@@ -37,7 +37,8 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
     ("data", "ingest"): _SOURCE
     | {"--out": _TO, "--format": _READ_AS, "--no-check-media": "write --check-media none"},
     ("data", "lint"): _SOURCE | {"--format": _READ_AS},
-    ("data", "stats"): _SOURCE | {"--format": _READ_AS},
+    ("data", "stats"): {"": "coat-vlm data lint counts rows, problems and fields; coat-vlm data "
+                        "preview shows rows and the sizes of images"},
     ("data", "preview"): {"--format": _READ_AS, "--number": "it is called --limit"},
     ("data", "overlap"): _SOURCE
     | {"--format": _READ_AS, "--with": "evaluation sets are --against SET ..."},

@@ -17,7 +17,6 @@ from coat_cli.main import main
 from coat_data.readers.catalogue import READERS
 from coat_data.sample import DataError
 from coat_data.tools.lint import LintSummary, lint
-from coat_data.tools.stats import collect
 from coat_vlm.model.processor import CoatVlmProcessor
 
 
@@ -167,19 +166,6 @@ def test_a_named_pipe_or_a_device_is_refused_instead_of_waited_for(
     assert summary.bad == 2
     assert "is a named pipe (FIFO), which may never end" in found[0].problem
     assert "is a device, which may never end" in found[1].problem
-
-
-def test_stats_count_what_is_there(source: Path, capsys: pytest.CaptureFixture) -> None:
-    (stats,) = collect(source)
-    assert (stats.rows, stats.bad, stats.text_only, stats.unreadable_images) == (6, 2, 1, 2)
-    assert stats.media == {"image": 4, "video": 1}
-    measured = stats.distributions()
-    assert measured["image width"] == [30] * 6
-    assert measured["image height"] == [20] * 6
-    # "q" or "\nq" and "a"; of the row without an image "two words" and "a".
-    assert (measured["text characters"][0], measured["text characters"][-1]) == (2, 10)
-    assert main(["data", "stats", str(source), "--check-media", "none"]) == 0
-    assert "rows without media            1" in capsys.readouterr().out
 
 
 def test_lint_with_a_template_that_refuses_a_row(

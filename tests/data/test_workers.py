@@ -1,4 +1,4 @@
-"""``lint``, ``stats`` and ``ingest`` in several processes: same bytes, same order, no leftovers."""
+"""``lint`` and ``ingest`` in several processes: same bytes, same order, no leftovers."""
 
 import hashlib
 import http.server
@@ -51,13 +51,10 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "all.yaml"
 
 
-def test_lint_and_stats_say_the_same_in_the_same_order(
-    source: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_lint_says_the_same_in_the_same_order(source: Path, capsys: pytest.CaptureFixture) -> None:
     printed: dict[str, list[str]] = {}
     for number in "1", "3":
-        for job in "lint", "stats":
-            main(["data", job, str(source), "--num-workers", number])
+        main(["data", "lint", str(source), "--num-workers", number])
         printed[number] = capsys.readouterr().out.splitlines()
     assert printed["1"] == printed["3"]
     found: dict[int, list[DataError]] = {1: [], 3: []}

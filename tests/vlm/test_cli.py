@@ -110,6 +110,7 @@ def test_eval_says_what_is_missing(
     [
         (["eval-text", "--model", "m"], "write coat-vlm eval --model MODEL --text FILE"),
         (["eval", "--run=r"], "eval --run was removed: give the run folder as --model RUN"),
+        (["data", "stats", "a.json"], "data stats was removed: coat-vlm data lint counts rows"),
         (["data", "lint", "a.json", "--workers", "2"], "it is called --num-workers"),
         (["data", "make", "scenes"], "write coat-vlm data scenes --to DIR"),
     ],

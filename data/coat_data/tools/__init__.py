@@ -1,1 +1,1 @@
-"""Implementation of the commands ``coat-vlm data``: ingest, lint, stats, preview, export."""
+"""Implementation of the commands ``coat-vlm data``: ingest, lint, preview, export."""
