@@ -1,7 +1,6 @@
 """Training files in the layouts of their publishers, with their own first rows, on real images."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,52 +55,37 @@ def test_gqa_is_an_object_of_questions(tmp_path: Path) -> None:
         SampleDataset(dump(path, bad), tmp_path)[0]
 
 
-def test_textvqa(tmp_path: Path) -> None:
-    picture(tmp_path / "train_images" / "0054c91397f2fe05.jpg")
+def test_textvqa_from_the_hub(tmp_path: Path) -> None:
     row = {
         "question": "what is the brand of phone?", "image_id": "0054c91397f2fe05",
         "image_classes": ["Belt", "Headphones", "Mobile phone"], "question_id": 0,
         "flickr_original_url": "https://farm6.staticflickr.com/2891/9134076951_f65b421097_o.jpg",
         "image_width": 1024, "image_height": 730, "set_name": "train",
-        "question_tokens": ["what", "is", "the", "brand", "of", "phone"],
+        "image": {"bytes": picture(tmp_path / "a.jpg"), "path": "0054c91397f2fe05.jpg"},
         "answers": ["nokia", "nokia", "nokia", "nokia", "toshiba", "nokia", "nokia", "nokia"],
     }  # fmt: skip
-    head = {"dataset_type": "train", "dataset_name": "textvqa", "dataset_version": "0.5.1"}
-    path = dump(tmp_path / "TextVQA_0.5.1_train.json", {**head, "data": [row]})
+    pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train-00000-of-00001.parquet")
     said = ["user: [0054c91397f2fe05.jpg]\nwhat is the brand of phone?" + SHORT, "assistant: nokia"]
-    assert shown(SampleDataset(path)[0]) == said
-
-    image = {"bytes": picture(tmp_path / "a.jpg"), "path": "0054c91397f2fe05.jpg"}
-    columns = {key: [value] for key, value in {**row, "image": image}.items()}
-    pq.write_table(pyarrow.table(columns), tmp_path / "train-00000-of-00001.parquet")
     assert shown(SampleDataset(tmp_path / "train-00000-of-00001.parquet")[0]) == said
 
 
-SCIENCE_QA: Mapping[str, dict[str, Any]] = {
-    "1": {
-        "question": "Which of these states is farthest north?", "answer": 0, "hint": "",
-        "choices": ["West Virginia", "Louisiana", "Arizona", "Oklahoma"], "image": "image.png",
+SCIENCE_QA: list[dict[str, Any]] = [
+    {
+        "question": "Which of these states is farthest north?", "answer": 0, "hint": "", "id": "1",
+        "choices": ["West Virginia", "Louisiana", "Arizona", "Oklahoma"], "image": "1/image.png",
         "task": "closed choice", "grade": "grade2", "subject": "social science",
         "lecture": "Maps have four cardinal directions.", "solution": "...", "split": "train",
     },
-    "3": {
+    {
         "question": "Which better describes the Shenandoah Forest?", "answer": 1, "split": "train",
-        "hint": "Figure: Shenandoah.", "choices": ["tundra", "forest"], "image": None,
+        "hint": "Figure: Shenandoah.", "choices": ["tundra", "forest"], "image": None, "id": "3",
     },
-    "5": {
-        "question": "Which fruit?", "choices": ["a pear", "a plum"], "answer": 0, "hint": "",
-        "image": None, "split": "test",
-    },
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_scienceqa_reads_one_split(tmp_path: Path, splits: bool) -> None:
-    picture(tmp_path / "images" / "train" / "1" / "image.png")
-    path = dump(tmp_path / "problems.json", SCIENCE_QA, indent=2)
-    if splits:
-        dump(tmp_path / "pid_splits.json", {"train": ["1", "3"], "test": ["5"], "minitest": ["5"]})
-    dataset = SampleDataset(path)
+def test_scienceqa_shows_lettered_choices(tmp_path: Path) -> None:
+    picture(tmp_path / "1" / "image.png")
+    dataset = SampleDataset(dump(tmp_path / "train.json", SCIENCE_QA))
     assert (dataset.format, [dataset[row].id for row in range(len(dataset))]) == (
         "choices",
         ["1", "3"],
@@ -113,15 +97,16 @@ def test_scienceqa_reads_one_split(tmp_path: Path, splits: bool) -> None:
     ]
     context = "Context: Figure: Shenandoah.\nWhich better describes the Shenandoah Forest?"
     assert shown(dataset[1]) == [f"user: {context}\nA. tundra\nB. forest{LETTER}", "assistant: B"]
-    assert SampleDataset(f"{path}#test")[0].id == "5"
-    with pytest.raises(DataError, match=r"no rows of the split 'dev' \(splits: train, test"):
-        SampleDataset(f"{path}#dev")
 
 
-def test_lists_that_have_to_be_joined_are_refused(tmp_path: Path) -> None:
+def test_an_object_with_several_splits_or_lists_is_refused(tmp_path: Path) -> None:
+    path = dump(tmp_path / "problems.json", {row["id"]: row for row in SCIENCE_QA}, indent=2)
+    with pytest.raises(DataError, match="whose rows have a split"):
+        SampleDataset(path)
     coco = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1}]}
-    with pytest.raises(DataError, match="list of images has to be joined with another list"):
-        SampleDataset(dump(tmp_path / "captions_train2017.json", coco))
+    for indent in (None, 2):
+        with pytest.raises(DataError, match="format of the rows is unknown"):
+            SampleDataset(dump(tmp_path / "captions_train2017.json", coco, indent=indent))
 
 
 def test_obelics_keeps_the_order_of_images_and_texts(tmp_path: Path) -> None:

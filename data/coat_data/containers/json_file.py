@@ -232,7 +232,11 @@ def _element_spans(stream: BinaryIO, path: str, *, is_object: bool) -> Iterator[
     window = Window(stream, path)
     if is_object:
         for start, _ in window.members():
-            window.value()
+            row = window.value()
+            if isinstance(row, dict) and "split" in row:  # ScienceQA
+                problem = "is an object whose rows have a split"
+                remedy = "write the rows of one split as JSONL, or use Parquet files from the Hub"
+                raise DataError(path, problem, remedy)
             yield start, window.offset
     else:
         for start, end, _ in window.elements():

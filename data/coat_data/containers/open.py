@@ -12,7 +12,6 @@ from coat_data.containers.csv_file import CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import BOM, JsonRows
-from coat_data.containers.json_object import open_object
 from coat_data.containers.media_files import check_regular_file
 from coat_data.containers.remote_file import expand_braces, local_copies
 from coat_data.containers.rows import Rows
@@ -44,8 +43,8 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    An address is given as text. ``FILE#val`` opens a split of an object of rows. DataError if
-    nothing is there, the format is unknown, or a folder has several splits.
+    An address is given as text. DataError if nothing is there, the format is unknown, or a folder
+    has several splits.
     """
     if isinstance(path, str):
         if network == "deny":
@@ -55,14 +54,10 @@ def open_rows(
         rows.media_root = Path.cwd()  # an address has no folder on this machine
         rows.paths = tuple(copies)
         return rows
-    base, _, split = str(path).rpartition("#")
-    base = Path(base)
     if path.is_dir():
         rows, paths = _open_folder(path, limits), [path]
     elif path.is_file():
         rows, paths = _open_files(path, [path], limits), [path]
-    elif split and base.is_file() and (rows := open_object(base, split)):
-        paths = [base]
     else:
         paths = matching_files(path)
         if not paths:
@@ -207,8 +202,7 @@ def _open_plain_files(path: Path, files: list[Path]) -> Rows:
 def _open_text(path: Path, first_character: bytes) -> Rows:
     suffix = path.suffix.lower()
     if suffix in _JSON_SUFFIXES or first_character in (b"[", b"{"):
-        rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
-        return JsonRows([path]) if rows is None else rows
+        return JsonRows([path])
     if suffix in (".csv", ".tsv"):
         return CsvRows(path)
     problem = "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt"

@@ -85,11 +85,9 @@ class IndexedFiles(Rows):
     """Rows of ``files`` by byte offset: 16 bytes of memory per row, for files of any size.
 
     A subclass finds the rows of a file (:meth:`spans`) and parses their bytes (:meth:`parse`).
+    A process scans a file once: the checks before training open the sources of all stages, and
+    each stage opens its own.
     """
-
-    reuses_index = True
-    """Whether :meth:`spans` depends on the file only. A process then scans it once: the checks
-    before training open the sources of all stages, and each stage opens its own."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
@@ -110,7 +108,7 @@ class IndexedFiles(Rows):
 
     def _index(self, path: Path, state: tuple[int, int]) -> _Index:
         key = (type(self), path, state)
-        if self.reuses_index and key in _SCANNED:
+        if key in _SCANNED:
             return _SCANNED[key]
         starts, ends, damage = array("q"), array("q"), None
         skipped: list[int] = []
@@ -123,10 +121,10 @@ class IndexedFiles(Rows):
                 ends.append(end)
         except DataError as error:
             damage = error
-        index = _Index(np.array(starts, np.int64), np.array(ends, np.int64), skipped, damage)
-        if self.reuses_index:
-            _SCANNED[key] = index
-        return index
+        _SCANNED[key] = _Index(
+            np.array(starts, np.int64), np.array(ends, np.int64), skipped, damage
+        )
+        return _SCANNED[key]
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield start and stop byte of each row of a file; a DataError ends the file.

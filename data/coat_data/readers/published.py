@@ -104,25 +104,13 @@ class _Layout(NamedTuple):
     """Paths of the image, with fields of the row in braces; empty: the row has the image."""
 
 
-_VQA = (  # TextVQA, GQA, and rows with the image (VQA v2, OK-VQA and VizWiz from the Hub)
-    _Layout(
-        {"question", "answers", "image_id", "set_name"},
-        _short_answer,
-        ("{image_id}.jpg", "train_images/{image_id}.jpg"),
-    ),
+_VQA = (  # GQA, and rows with the image (VQA v2, OK-VQA, TextVQA and VizWiz from the Hub)
     _Layout(
         {"question", "answer", "imageId"}, _short_answer, ("{imageId}.jpg", "images/{imageId}.jpg")
     ),
     _Layout({"question", "answers", "image"}, _short_answer),
 )
-_CHOICES = (  # ScienceQA, and other rows with the image
-    _Layout(
-        {"question", "choices", "answer", "image", "id"},
-        _choice,
-        ("images/{split}/{id}/{image}", "{split}/{id}/{image}", "{id}/{image}", "{image}"),
-    ),
-    _Layout({"question", "choices", "answer", "image"}, _choice),
-)
+_CHOICES = (_Layout({"question", "choices", "answer", "image"}, _choice),)
 _PIXMO = (
     _Layout({"image_url", "question", "answer"}, _pixmo_talk, ("{image_url}",)),
     _Layout({"image_url", "label", "count"}, _pixmo_points, ("{image_url}",)),
@@ -147,15 +135,7 @@ def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
         return [to_media(given, "image", "image", place)]
     if "image" in layout.has and is_missing(given):  # ScienceQA has questions without images
         return []
-    names: list[str] = []
-    for pattern in layout.images:
-        try:
-            names.append(pattern.format_map(row))
-        except KeyError:
-            continue  # a name with a field that the row does not have
-        except (ValueError, TypeError) as error:
-            problem = f"the fields of {pattern!r} are wrong: {error}"
-            raise place.error(problem, "give the published ids") from error
+    names = [pattern.format_map(row) for pattern in layout.images]
     return [Media(kind="image", path=existing_path(names, "the image", place))]
 
 
