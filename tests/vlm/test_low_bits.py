@@ -103,14 +103,18 @@ def fp32_run(
     optimizer = CoatAdamW(groups, betas=case.stage.betas, eps=case.stage.eps)
     norms, losses = [], []
     for micro_batches in batches_of(model, case, accumulation):
-        total = 0.0
+        total, sums = 0.0, dict[Any, Any]()
         tokens = sum(int((b.batch["labels"][:, 1:] != -100).sum()) for b in micro_batches)
         for loaded in micro_batches:
             inputs = copy_batch_to_device(loaded.batch, world.device)
             loss = model(**inputs, num_items_in_batch=float(tokens), skip_logits=True).loss
             loss.backward()
             total += loss.item()
-        grads = [p.grad.float() for p in masters if p.grad is not None]
+            if accumulation > 8:  # their gradients are summed in FP32
+                for p in masters:
+                    assert p.grad is not None
+                    sums[p], p.grad = sums.get(p, 0) + p.grad.float(), None
+        grads = [sums[p] if sums else p.grad.float() for p in masters]
         norm = float(torch.nn.utils.get_total_norm(grads))
         divisor = max(1.0, (norm + 1e-6) / clip) if clip else 1.0
         for (p, master), grad in zip(masters.items(), grads, strict=True):
@@ -124,9 +128,9 @@ def fp32_run(
     return {names[p]: master.detach() for p, master in masters.items()}, norms, losses
 
 
-@pytest.mark.parametrize(("clip", "accumulation"), [(0.0, 1), (0.05, 3)])
+@pytest.mark.parametrize(("clip", "accumulation"), [(0.0, 1), (0.05, 3), (0.05, 9)])
 def test_master_weights_are_those_of_fp32(world: World, clip: float, accumulation: int) -> None:
-    """Bit by bit: gradients are BF16 in both, also where they accumulate."""
+    """Bit by bit: gradients are summed in BF16 in both, of more than 8 micro-batches in FP32."""
     case = stage_case(world, clip, accumulation)
     expected, norms, losses = fp32_run(case, world, clip, accumulation)
     step, rows = low_bits_run(case, world, accumulation)

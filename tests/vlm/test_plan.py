@@ -10,7 +10,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.plan import plan_recipe
 from coat_vlm.plan.stage import StagePlan
-from coat_vlm.plan.table import advice
+from coat_vlm.plan.table import advice, format_plan
 
 TEXT = """\
 name: planned
@@ -61,6 +61,24 @@ def test_parameters_masters_states_and_gradients_by_hand(path: Path) -> None:
     assert planned.memory[3].weights == 2 * planned.sizes.parameters / 2
     coat = plan(load_recipe(str(path), ["precision=coat"]), 80e9)
     assert coat.memory[0].states == pytest.approx(2.125 * trained, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "bytes_of_a_sum", "words"),
+    [
+        (["stages.sft.micro_batch_size=8"], 80e9, 2, "of 8 micro-batches are summed in BF16"),
+        (["stages.sft.micro_batch_size=4"], 80e9, 4, "of 16 micro-batches are summed in FP32"),
+        (["stages.sft.micro_batch_size=4", "precision=coat"], 80e9, 4, "are summed in FP32"),
+        (["stages.sft.micro_batch_size=4", "precision=coat"], 7e6, 2, "BF16 with stochastic"),
+        (["stages.sft.micro_batch_size=4", "precision=fp32"], 8e6, 4, "are summed in FP32"),
+    ],
+)
+def test_sums_of_gradients_are_counted_and_named(
+    path: Path, overrides: list[str], gpu: float, bytes_of_a_sum: int, words: str
+) -> None:
+    planned = plan(load_recipe(str(path), overrides), gpu)
+    assert planned.own_memory.gradients == bytes_of_a_sum * planned.sizes.trained
+    assert words in format_plan([planned])
 
 
 def test_a_plan_of_several_scales_has_the_wide_projector(path: Path) -> None:
