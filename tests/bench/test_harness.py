@@ -18,7 +18,6 @@ from gemm import GemmResult
 from harness import Result, VersionedResult, append_results, measure_median_us
 from lab_fork import ForkResult
 from layer import LayerResult
-from long import LongResult
 from ops import OpResult
 from step import StepResult
 
@@ -58,7 +57,7 @@ def test_results_are_appended_to_a_file_of_the_same_columns(tmp_path: Path) -> N
     ("name", "kind"),
     {
         "layer": LayerResult, "kernels": OpResult, "gemm": GemmResult, "adamw": AdamwResult,
-        "long": LongResult, "step": StepResult, "fork": ForkResult,
+        "step": StepResult, "fork": ForkResult,
     }.items(),
 )  # fmt: skip
 def test_committed_files_have_the_columns_of_their_results(name: str, kind: type[Result]) -> None:
