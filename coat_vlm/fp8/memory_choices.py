@@ -113,15 +113,16 @@ class SpareMemory:
         # By the median, as single passes may have compiled a kernel.
         waits = [len(x) * median(x or [0.0]) / step_s for x in (row.waits for row in self.graphs)]
         tokens, saved = [row.tokens for row in self.graphs], [row.saved for row in self.graphs]
-        values = find_largest_of_ranks([-free, *tokens, *saved, *waits], self.device)
-        free, n = -values[0], len(self.graphs)
+        most = find_largest_of_ranks([-free, *tokens, *saved, *waits], self.device)
+        free, n = -most[0], len(self.graphs)
         if self.recomputing is not None and free < MIN_FREE * total:
             free = 0.0
             count = recompute_qkv(self.recomputing)
             logger.info("fp8.recompute_qkv: auto: %d blocks compute q, k and v again", count)
         spare = MAX_SHARE * free
-        seen = [*zip(values[1:], values[1 + n :], values[1 + 2 * n :], strict=False)][:n]
-        captures = _limit_graphs(self.graphs, seen, spare)
+        captures = _limit_graphs(
+            self.graphs, most[1:][:n], most[1 + n :][:n], most[1 + 2 * n :], spare
+        )
         self.weights_fit = not captures and 0 < self.nbytes < spare
         if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
@@ -147,16 +148,16 @@ def find_largest_of_ranks(values: Sequence[float], device: torch.device) -> list
 
 
 def _limit_graphs(
-    rows: Sequence[BlockGraphs], seen: Sequence[tuple[float, float, float]], spare: float
+    rows: Sequence[BlockGraphs],
+    most_tokens: Sequence[float],
+    saved: Sequence[float],
+    waits: Sequence[float],
+    spare: float,
 ) -> bool:
-    """End the measurement of rows of blocks; return whether any may be captured.
-
-    ``seen``: tokens of the largest pass of each row, bytes that it saved, and the share of a step
-    during which the GPU waits.
-    """
-    saved, waits = [x[1] for x in seen], [x[2] >= MIN_WAITING for x in seen]
-    chosen = choose_rows(saved, waits, spare)
-    for row, (tokens, nbytes, waiting), captured in zip(rows, seen, chosen, strict=True):
+    """End the measurement of rows of blocks; return whether any may be captured."""
+    chosen = choose_rows(saved, [wait >= MIN_WAITING for wait in waits], spare)
+    each = zip(rows, most_tokens, saved, waits, chosen, strict=True)
+    for row, tokens, nbytes, waiting, captured in each:
         row.limit(tokens if captured else 0, spare)
         if not tokens:  # on a CPU, or frozen
             continue

@@ -58,10 +58,9 @@ class Fp8Gradients:
             # A sum and a product are in memory beside the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
-        _, self._weight = quantize_layouts(
-            [layer.weight.detach()], rows=False, transposed=True, shared=False
-        )
-        scaled, _ = quantize_layouts([hidden.detach().contiguous()], rows=False, transposed=False)
+        _, self._weight = quantize_layouts([layer.weight.detach()], rows=False, transposed=True)
+        x = [hidden.detach().contiguous()]
+        scaled, _ = quantize_layouts(x, rows=False, transposed=False, shared=True)
         self._hidden_scale = scaled.scale
         self._rows: list[Tensor] = []
         self._transposed: Tensor | None = None

@@ -69,7 +69,7 @@ def store_weights(layers: Sequence[nn.Linear]) -> None:
     before = stored_weight(layers)
     device = layers[0].weight.device if before is None else before.q.device
     parts = [layer.weight.to(device).contiguous() for layer in layers]
-    stored, _ = quantize_layouts(parts, rows=True, transposed=False, shared=False)
+    stored, _ = quantize_layouts(parts, rows=True, transposed=False)
     for layer in layers:
         vars(layer)[_STORED] = stored
         if device.type == "cuda":
@@ -136,9 +136,7 @@ def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScal
     if _cache is not None and key in _cache:
         return _cache[key]
     both = _cache is not None
-    layouts = quantize_layouts(
-        _detached(parts), rows=rows or both, transposed=not rows or both, shared=False
-    )
+    layouts = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
     if _cache is not None:
         _cache[key] = layouts
     return layouts

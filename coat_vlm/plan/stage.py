@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -72,24 +72,14 @@ a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/experiments/step_8b.md).
 _ROWS = 64  # of each source that are read to count images
 
 
-@dataclass(frozen=True, slots=True)
-class RowLoad:
+class RowLoad(NamedTuple):
     """The largest pass of consecutive blocks."""
 
     blocks: int
-    parameters: int
-    """Parameters of all blocks."""
-    tokens: int
+    compute_s: float
+    """Estimated seconds of an H200 for both passes of one block."""
     saved: float
     """Bytes of the activations that the blocks save."""
-
-    @property
-    def compute_s(self) -> float:
-        """Estimated seconds of an H200 for both passes of one block.
-
-        A linear layer has 6 FLOPs per parameter and token; attention is not counted.
-        """
-        return 6 * self.parameters / self.blocks * self.tokens / FLOPS_PER_S
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,10 +175,12 @@ class StagePlan:
 
     def _count_loads(self, activations: Activations, micro_batch: int) -> dict[str, RowLoad]:
         tokens = {"vision": self.images * self.patches, "language": self.tokens}
-        return {
-            part: RowLoad(*counts, tokens[part] * micro_batch, activations.saved[part])
-            for part, counts in self.graph_blocks.items()
-        }
+        loads = {}
+        for part, (blocks, parameters) in self.graph_blocks.items():
+            # Per parameter and token 6 FLOPs of linear layers; attention is not counted.
+            compute_s = 6 * parameters / blocks * (tokens[part] * micro_batch) / FLOPS_PER_S
+            loads[part] = RowLoad(blocks, compute_s, activations.saved[part])
+        return loads
 
     def _accumulates(self, micro_batch: int) -> bool:
         return self.stage.batch_size > micro_batch * self.replicas

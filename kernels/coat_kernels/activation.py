@@ -63,15 +63,7 @@ from coat_kernels.formats import (
     get_format,
     pad_length,
 )
-from coat_kernels.launch import (
-    NUM_WARPS,
-    TOKENS,
-    Tile,
-    cdiv,
-    count_multiprocessors,
-    launch,
-    tile_grid,
-)
+from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, cdiv, count_sms, launch, tile_grid
 from coat_kernels.quantize import allocate_gradient, empty_layouts, to_quantized_gradient
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
@@ -93,9 +85,6 @@ ONE_PASS = 2**25
 
 SAMPLE_EVERY = reference.SAMPLE_EVERY
 MARGIN = reference.MARGIN
-
-AGAIN_PROGRAMS = 8
-"""Largest number of programs per multiprocessor that may write data again."""
 
 GRADIENT_TILE = 4096
 """Elements of a tile of the gradient pass: with 8192 of SwiGLU one program fills an SM."""
@@ -367,7 +356,7 @@ def _activation_once(
     _launch_stats(a, kind, scale, fmt, (q, exponents), h, guess)
     (tiles,), options = tile_grid(M, F, ROWS_TILE)
     launch(
-        _activation_again_kernel, (min(tiles, AGAIN_PROGRAMS * count_multiprocessors(a.device)),),
+        _activation_again_kernel, (min(tiles, 8 * count_sms(a.device)),),
         a_ptr=a, scale_ptr=scale, guess_ptr=guess, q_ptr=h, M=M, F=F, W=W, tiles=tiles,
         KIND=ACTIVATIONS.index(kind), **options,
     )  # fmt: skip

@@ -6,9 +6,8 @@ and launches it as Triton does, with addresses in place of tensors. A new number
 through Triton once; within a step, layers repeat the number. Launch hooks are called; Triton's
 other knobs take effect if set before the first launch. Triton's launcher is private: pyproject.toml
 allows the versions that were tested.
-
-Kernels that write FP8 data in both layouts are miscompiled by some versions of ptxas. At the first
-launch of each compilation, both layouts are compared, which waits for the GPU.
+Some versions of ptxas miscompile kernels that write FP8 data in both layouts, so the layouts are
+compared at the first launch of each compilation, which waits for the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +73,7 @@ def tile_grid(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, 
 
 
 @cache
-def count_multiprocessors(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     """Return the multiprocessors of a GPU, or those of an H200 for Triton's interpreter."""
     if device.type != "cuda":
         return 132
@@ -135,19 +134,15 @@ class _Kernel:
         return True
 
 
-_ROWS_AT_ONCE = 512
-
-
 def check_layouts(kernel: str, q: Tensor, qt: Tensor) -> None:
     """Raise RuntimeError unless FP8 data [M, N] and [N, M'] are the same matrix."""
     rows, columns = q.view(torch.uint8), qt.view(torch.uint8)[:, : len(q)]
-    parts = zip(rows.split(_ROWS_AT_ONCE), columns.split(_ROWS_AT_ONCE, 1), strict=True)
+    parts = zip(rows.split(512), columns.split(512, 1), strict=True)  # less memory than the whole
     if not all(torch.equal(part.t(), other) for part, other in parts):
         raise RuntimeError(
             f"the kernel {kernel} wrote FP8 data transposed that differs from its row-major data: "
-            "ptxas miscompiled it (https://github.com/triton-lang/triton/issues/11111). Training "
-            "would be wrong; set TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer "
-            "(docs/guides/troubleshooting.md)"
+            "ptxas miscompiled it (https://github.com/triton-lang/triton/issues/11111); set "
+            "TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 (docs/guides/troubleshooting.md)"
         )
 
 

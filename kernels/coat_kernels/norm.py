@@ -52,15 +52,7 @@ from coat_kernels.formats import (
     get_format,
     pad_length,
 )
-from coat_kernels.launch import (
-    COUNTS,
-    TILE,
-    TOKENS,
-    count_multiprocessors,
-    launch,
-    tile_grid,
-    transposing_tile,
-)
+from coat_kernels.launch import COUNTS, TILE, TOKENS, count_sms, launch, tile_grid, transposing_tile
 from coat_kernels.quantize import empty_layouts
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
@@ -381,17 +373,14 @@ def split_row(columns: int) -> tuple[int, int]:
 
 
 def _persistent(kernel: str, M: int, N: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """Return the number of programs for the rows of [M, N], and launch options.
-
-    As many as fit on all multiprocessors. Each program processes every n-th row, so the number also
-    determines the summation order of weight gradients.
-    """
+    """Return the number of programs for the rows of [M, N], and launch options."""
     head, tail = split_row(N)
     table = WARPS_AND_REGISTERS[kernel]
     _, warps, registers = next((row for row in table if head + tail <= row[0]), table[-1])
     each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * registers * warps)))
     options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": registers}
-    return min(M, count_multiprocessors(device) * each), options
+    # As many as fit on the GPU, which also determines the summation order of weight gradients.
+    return min(M, count_sms(device) * each), options
 
 
 def _empty_stats(
@@ -467,8 +456,7 @@ def _norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    # With M = 0 one program writes zero sums.
-    programs, options = _persistent("bwd", max(1, M), N, dy.device)
+    programs, options = _persistent("bwd", max(1, M), N, dy.device)  # M = 0: one writes zero sums
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(

@@ -48,7 +48,7 @@ from coat_kernels.launch import (
     TOKENS,
     Tile,
     cdiv,
-    count_multiprocessors,
+    count_sms,
     launch,
     plan_passes,
     tile_grid,
@@ -60,9 +60,6 @@ from coat_kernels.shared_scales import finish_scale
 
 ELEMENTS = 4096
 """Elements per read in kernels that ignore rows and columns."""
-
-AMAX_PROGRAMS = 8
-"""Maximum number of programs per multiprocessor that compute an amax, each with many blocks."""
 
 TRANSPOSED_TILE = Tile(128, 128, 8)
 """Tile of ``transpose_quantized``: the fastest of four on an H200."""
@@ -211,8 +208,7 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str, shared: bool = True) -> Ten
     apart = len(filled) < 2 or any(part.numel() >= _MANY for part in filled)
     for together in [[part] for part in filled] if apart else [filled]:
         sizes = [part.numel() for part in together]
-        most = AMAX_PROGRAMS * count_multiprocessors(scale.device)
-        programs = min(most, cdiv(max(sizes), ELEMENTS))
+        programs = min(8 * count_sms(scale.device), cdiv(max(sizes), ELEMENTS))
         (x0, x1, x2), (numel0, numel1, numel2) = pad_to_three(together), pad_to_three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),
@@ -324,7 +320,7 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
     """Quantize x [M, N] (FP32, BF16 or FP16, contiguous) with one scale."""
-    return quantize_layouts([x], fmt, rows=True, transposed=False)[0]
+    return quantize_layouts([x], fmt, rows=True, transposed=False, shared=True)[0]
 
 
 def quantize_layouts(
@@ -333,13 +329,12 @@ def quantize_layouts(
     *,
     rows: bool,
     transposed: bool,
-    shared: bool = True,
+    shared: bool = False,
 ) -> tuple[TensorScaled, TensorScaled]:
     """Quantize FP32, BF16 or FP16 matrices [m_i, N], concatenated by rows, with one scale.
 
     Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
-    multiple of 16; otherwise empty. ``shared=False`` is for matrices that are equal in all
-    processes, such as weights: :func:`share_scales` then has nothing to do.
+    multiple of 16; otherwise empty. ``shared``: :func:`share_scales` applies, unlike for weights.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
     scale = _tensor_scale(parts, fmt.name, shared)

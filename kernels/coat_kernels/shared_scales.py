@@ -13,9 +13,9 @@ _reduce: Callable[[Tensor], None] | None = None
 def share_scales(reduce: Callable[[Tensor], None]) -> Iterator[None]:
     """Give matrices that are quantized with one scale in this context the largest scale.
 
-    All processes must quantize such matrices equally often, in the same order; weights, which are
-    equal in all processes (``quantize_layouts``), do not take part. ``reduce`` raises a scale [],
-    FP32, in place to the largest of all processes, NaN included: as bits, NaN is the largest.
+    All processes must quantize equally often, in the same order, except weights, which are equal in
+    all processes. ``reduce`` raises a scale [], FP32, in place to the largest of all processes, NaN
+    included: as bits, NaN is the largest.
     """
     global _reduce
     before, _reduce = _reduce, reduce

@@ -164,7 +164,7 @@ def test_programs_fill_the_multiprocessors_of_the_gpu(monkeypatch: pytest.Monkey
 
 def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Each program then sums over several tiles of rows, the last one partly outside."""
-    monkeypatch.setattr(norm, "count_multiprocessors", lambda _: 1)
+    monkeypatch.setattr(norm, "count_sms", lambda _: 1)
     x, weight, _ = inputs(has_bias=False, rows=60, columns=144)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
     _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)

@@ -24,7 +24,7 @@ from coat_vlm.fp8 import (
 from coat_vlm.fp8.cuda_graphs import BlockGraphs
 from coat_vlm.fp8.memory_choices import MEMORY_FACTOR, choose_rows
 from coat_vlm.plan.published import find_vocab_size
-from coat_vlm.plan.stage import FLOPS_PER_S, LAUNCH_S, RowLoad, estimate_waits
+from coat_vlm.plan.stage import LAUNCH_S, RowLoad, estimate_waits
 from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.model_setup import build_planned_model
 
@@ -67,24 +67,18 @@ def test_auto_decides_once_after_the_second_step(
         assert weights.are_reused() == is_cached
 
 
-def load_of(blocks: int, seconds: float, saved: int) -> RowLoad:
-    """1,000 tokens; ``seconds`` are an H200's for both passes of a block."""
-    parameters = round(blocks * seconds * FLOPS_PER_S / 6 / 1000)
-    return RowLoad(blocks, parameters, 1000, saved)
-
-
 @pytest.mark.parametrize(
     ("rows", "spare", "chosen"),
     [
         # The GPU waits for both rows; memory for 1.5 times their activations.
-        ([load_of(27, 1e-3, 40), load_of(24, 1e-3, 20)], 90, [True, True]),
+        ([RowLoad(27, 1e-3, 40), RowLoad(24, 1e-3, 20)], 90, [True, True]),
         # The smaller row alone fits.
-        ([load_of(27, 1e-3, 40), load_of(24, 1e-3, 20)], 89, [False, True]),
+        ([RowLoad(27, 1e-3, 40), RowLoad(24, 1e-3, 20)], 89, [False, True]),
         # A tower before a language model that takes longer than its launches, but not much.
-        ([load_of(27, 1e-3, 40), load_of(28, 6e-3, 20)], 60, [True, False]),
+        ([RowLoad(27, 1e-3, 40), RowLoad(28, 6e-3, 20)], 60, [True, False]),
         # Before one that hides all launches, also those at the beginning of a step.
-        ([load_of(27, 1e-3, 40), load_of(28, 34e-3, 20)], 60, [False, False]),
-        ([load_of(27, 1.01 * LAUNCH_S, 40)], INFINITE, [False]),
+        ([RowLoad(27, 1e-3, 40), RowLoad(28, 34e-3, 20)], 60, [False, False]),
+        ([RowLoad(27, 1.01 * LAUNCH_S, 40)], INFINITE, [False]),
     ],
 )
 def test_a_plan_estimates_where_an_h200_waits(
