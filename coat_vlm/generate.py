@@ -154,7 +154,9 @@ def set_stop_tokens(model: PreTrainedModel, processor: AnyProcessor) -> None:
     """
     if isinstance(processor, FamilyProcessor):
         return
-    model.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
+    stops, own = PromptEncoder(processor).stop_token_ids, model.generation_config.eos_token_id
+    kept = own if isinstance(own, list) else [] if own is None else [own]
+    model.generation_config.eos_token_id = sorted({*kept, *stops})
     model.generation_config.pad_token_id = processor.pad_token_id
 
 

@@ -148,6 +148,8 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
         LlavaForConditionalGeneration, "CKPT", str(folder), dtype=dtype or stored
     )
     composed.dtype = stock.dtype
+    composed.text_config = stock.config.text_config
+    composed.tie_word_embeddings = stock.config.tie_word_embeddings
     tower = {
         name.removeprefix("vision_model."): tensor
         for name, tensor in stock.model.vision_tower.state_dict().items()
@@ -197,7 +199,6 @@ def _compose_config(folder: Path, config: Any) -> CoatVlmConfig:
         select_layer=layer,
         select_feature="patch" if drops or not has_class_token else "cls_patch",
         image_token_id=config.image_token_id,
-        tie_word_embeddings=config.tie_word_embeddings,
     )
 
 

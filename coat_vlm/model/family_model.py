@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from coat_data.load.encode import EncodedSample
@@ -25,8 +25,6 @@ from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import mask_for_loss, skip_packing_search
 from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
-
-_BASE_FILES = ("config.json", "generation_config.json", TENSORS)
 
 
 class FamilyVlm:
@@ -36,7 +34,7 @@ class FamilyVlm:
     unused: tuple[str, ...] = ()
     """Modules and parameters of :func:`find_unused`, which training leaves as they are."""
     base_files: dict[str, bytes]
-    """The JSON files of the folder that the model comes from, which its own folder keeps."""
+    """config.json and tensors.json of the folder that the model comes from."""
 
     def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """Generate as the original; token types may be left out."""
@@ -166,7 +164,7 @@ def load_family_model(
     kind = trainable_class(config.model_type)
     model: Any = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
     find_parts(model, model.family)
-    model.base_files = read_files(path, *_BASE_FILES)
+    model.base_files = read_files(path, "config.json", TENSORS)
     return model
 
 
@@ -177,7 +175,5 @@ def create_meta_family_model(where: str, path: str, dtype: torch.dtype) -> PreTr
         model = trainable_class(config.model_type)(config)
     model.to(dtype)
     model.tie_weights()
-    model.base_files = read_files(path, *_BASE_FILES)
-    if "generation_config.json" in model.base_files:
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    model.base_files = read_files(path, "config.json", TENSORS)
     return model

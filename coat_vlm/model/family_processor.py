@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
@@ -30,10 +30,12 @@ from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
-from coat_vlm.model.pretrained import PROCESSOR_FILES, read_files
+from coat_vlm.model.pretrained import read_files
 
 logger = logging.getLogger(__name__)
 
+_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "*processor_config.json")
+_FILES += ("generation_config.json",)
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
 _LINE_BREAKS = re.compile(r"^\n+|\n+$")
 
@@ -43,16 +45,10 @@ class FamilyProcessor:
 
     template = "tokenizer"
 
-    def __init__(
-        self,
-        processor: Any,
-        family: Family,
-        max_length: int,
-        vocab_size: int,
-        files: Mapping[str, bytes],
-    ) -> None:
+    _files: dict[str, bytes]
+
+    def __init__(self, processor: Any, family: Family, max_length: int, vocab_size: int) -> None:
         self._processor = processor
-        self._files = files
         self._family = family
         self.tokenizer = processor.tokenizer
         self.image_processor = processor.image_processor
@@ -71,8 +67,11 @@ class FamilyProcessor:
         family, config = find_family(where, path)
         try:
             processor: Any = AutoProcessor.from_pretrained(path)
-            files = read_files(path, *PROCESSOR_FILES)
-            missing = _find_settings(processor, config, files)
+            files = read_files(path, *_FILES)
+            known = inspect.signature(type(processor)).parameters.keys() - json.loads(
+                files.get("processor_config.json", "{}")
+            )
+            missing = {name: _SETTINGS[name](config) for name in sorted(known & _SETTINGS.keys())}
             if any(getattr(processor, name) != value for name, value in missing.items()):
                 listed = ", ".join(f"{name}={value}" for name, value in missing.items())
                 logger.warning("%s: processor_config.json lacks %s of config.json", path, listed)
@@ -92,7 +91,9 @@ class FamilyProcessor:
             _write_size(files, dict(processor.image_processor.size))
         text = config.get_text_config()
         longest: int = text.max_position_embeddings if max_length is None else max_length
-        return cls(processor, family, longest, text.vocab_size, files)
+        found = cls(processor, family, longest, text.vocab_size)
+        found._files = files
+        return found
 
     def adopt_template(self, name: str | None) -> None:
         """Keep the model's own chat template; a recipe cannot name another one."""
@@ -104,37 +105,24 @@ class FamilyProcessor:
         return FamilyEncoder(self._processor, self._family, self.max_length)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files of the folder from which it was loaded, with ``max_pixels`` if set."""
+        """Write the files of the folder that it is loaded from, with ``max_pixels`` if given."""
         for name, content in self._files.items():
             (Path(folder) / name).write_bytes(content)
 
 
 _SETTINGS: dict[str, Callable[[Any], Any]] = {
-    "image_seq_len": lambda config: _count_patches(config) // config.scale_factor**2,
-    "image_seq_length": lambda config: getattr(
-        config, "mm_tokens_per_image", getattr(config, "image_seq_length", None)
-    ),
-    # Only CLIP's tower has a class token.
-    "num_additional_image_tokens": lambda config: int(
-        config.vision_config.model_type == "clip_vision_model"
-    ),
-    "num_image_tokens": lambda config: _count_patches(config),
-    "patch_size": lambda config: config.vision_config.patch_size,
-    "vision_aspect_ratio": lambda config: config.vision_aspect_ratio,
-    "vision_feature_select_strategy": lambda config: config.vision_feature_select_strategy,
+    "image_seq_len": lambda c: _count_patches(c) // c.scale_factor**2,
+    "image_seq_length": lambda c: getattr(c, "mm_tokens_per_image", None) or c.image_seq_length,
+    "num_additional_image_tokens": lambda c: int(c.vision_config.model_type == "clip_vision_model"),
+    "num_image_tokens": lambda c: _count_patches(c),
+    "patch_size": lambda c: c.vision_config.patch_size,
+    "vision_feature_select_strategy": lambda c: c.vision_feature_select_strategy,
 }
-"""Settings of processor_config.json that count an image's tokens, by those of the model."""
+"""Settings of processor_config.json, which older folders lack, by the model's configuration."""
 
 
 def _count_patches(config: Any) -> int:
     return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
-
-
-def _find_settings(processor: Any, config: Any, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the settings that processor_config.json lacks, which older folders do not have."""
-    given = json.loads(files.get("processor_config.json", "{}"))
-    known = inspect.signature(type(processor)).parameters
-    return {n: read(config) for n, read in _SETTINGS.items() if n in known and n not in given}
 
 
 def _write_size(files: dict[str, bytes], size: dict[str, int]) -> None:
@@ -142,13 +130,9 @@ def _write_size(files: dict[str, bytes], size: dict[str, int]) -> None:
     for name in ("preprocessor_config.json", "processor_config.json"):
         values = json.loads(files.get(name, "{}"))
         images = values if name.startswith("pre") else values.get("image_processor")
-        if not images:
-            continue
-        if "max_pixels" in images:  # transformers 4's name
-            images["max_pixels"] = size["longest_edge"]
-        if "size" in images or "max_pixels" not in images:
-            images["size"] = size
-        files[name] = (json.dumps(values, indent=2) + "\n").encode()
+        if images:
+            images |= {"size": size, "max_pixels": size["longest_edge"]}  # or transformers 4's name
+            files[name] = (json.dumps(values, indent=2) + "\n").encode()
 
 
 def limit_pixels(key: str, processor: Any, model_type: str, max_pixels: int | None) -> None:

@@ -1,5 +1,6 @@
 """Reads configurations and weights of transformers checkpoints, with actionable errors."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-PROCESSOR_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "*processor_config.json")
-"""Files of tokenizer and processor, as file name patterns."""
+logger = logging.getLogger(__name__)
+
 TENSORS = "tensors.json"
 """In the folder of a model without weights: name in a folder's files by name of each tensor."""
 
@@ -61,7 +62,7 @@ def read_config(where: str, path: str) -> PretrainedConfig:
 
 
 def read_files(path: str, *patterns: str) -> dict[str, bytes]:
-    """Read the files of a folder, or of a model on the Hub, whose config.json was read before."""
+    """Read files of a folder, or of a model on the Hub, whose config.json was read before."""
     found = cached_file(path, "config.json")
     assert found is not None
     return {file.name: file.read_bytes() for p in patterns for file in Path(found).parent.glob(p)}
@@ -101,7 +102,11 @@ def readable_errors(name: str) -> Iterator[None]:
 def load_complete(
     name: str, from_pretrained: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model; ValueError unless all its weights come from the checkpoint."""
+    """Load a model; ValueError unless all its weights come from the checkpoint.
+
+    transformers 5 loads an lm_head of its own also where config.json says that it is tied. Its
+    configuration then says False, so that all that is built from it has the layer.
+    """
     with readable_errors(name):
         model, info = from_pretrained(*args, output_loading_info=True, **kwargs)
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
@@ -110,4 +115,14 @@ def load_complete(
             f"{name}: {len(wrong)} weights are missing or have another shape, first {wrong[0]}; "
             "they would be random: use a checkpoint that contains the whole model"
         )
+    for module in model.modules():
+        output = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+        if output is None or output.weight is module.get_input_embeddings().weight:
+            continue
+        for config in (module.config, module.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
+                logger.warning(
+                    "%s has tie_word_embeddings: true and another lm_head, which is kept", name
+                )
     return model, info

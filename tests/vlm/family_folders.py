@@ -1,10 +1,12 @@
 """Small random checkpoints of published families, in their official layouts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
@@ -283,3 +285,64 @@ MAKERS = {
     "smolvlm": lambda folder: make_idefics("smolvlm", folder),
 }
 """Function that writes a checkpoint of a family into a folder, by ``model_type``."""
+
+
+def publish(kind: str, folder: Path) -> None:
+    """Make a checkpoint whose files are those of the published ones, which transformers 4 wrote.
+
+    Its rotary base is not the 10,000 that transformers 4 takes when it finds none, and there are
+    two end tokens.
+    """
+    MAKERS[kind](folder)
+    config = _with_old_names(json.loads((folder / "config.json").read_text()))
+    text = config["text_config"]
+    text |= {"rope_theta": 5e5, "tie_word_embeddings": config["tie_word_embeddings"]}
+    config |= {"torch_dtype": config.pop("dtype"), "transformers_version": "4.57.1"}
+    if kind == "qwen2_5_vl":  # flat, as Qwen/Qwen2.5-VL-7B-Instruct
+        config |= {name: text[name] for name in text if name != "model_type"}
+        del config["text_config"]
+    ends = [text["eos_token_id"], 5]
+    generation = {"do_sample": True, "eos_token_id": ends, "temperature": 0.5, "top_p": 0.9}
+    processor = json.loads((folder / "processor_config.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    for part in ("image_processor", "video_processor"):
+        values = processor.pop(part, None)
+        if values is not None:
+            name = part.replace("image_", "pre").replace("video_", "video_pre")
+            write(folder / f"{name}_config.json", values)
+    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("backend", "extra_special_tokens"):
+        tokenizer.pop(name, None)
+    tokens = {name: tokenizer[name] for name in tokenizer if name.endswith("_token")}
+    more = {n: token for n, token in tokens.items() if n.partition("_")[0] not in _BASIC}
+    write(folder / "tokenizer_config.json", tokenizer | {"extra_special_tokens": more})
+    write(folder / "processor_config.json", processor)
+    write(folder / "generation_config.json", generation)
+    write(folder / "config.json", config)
+    weights = load_file(folder / "model.safetensors")
+    if kind in ("gemma3", "llava", "llava_onevision"):
+        tower = "vision_tower."
+        weights = {name.replace(tower, f"{tower}vision_model."): w for name, w in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+_BASIC = ("bos", "eos", "pad", "unk")
+
+
+def _with_old_names(config: dict[str, Any]) -> dict[str, Any]:
+    found = {
+        name: _with_old_names(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name != "rope_parameters"
+    }
+    rope = dict(config.get("rope_parameters", {}))
+    if "sliding_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    elif "mrope_section" in rope:
+        kind = {"type": "mrope"} if "qwen2" in config["model_type"] else {"rope_type": "default"}
+        found["rope_scaling"] = kind | {"mrope_section": rope["mrope_section"]}
+    return found
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,27 @@ def test_inputs_are_those_of_the_processor(
     prompt = encoder.prompt(sample).input_ids.tolist()
     assert prompt == encoded.input_ids[: len(prompt)].tolist()
     assert encoder.measure(sample).tokens == len(encoded.input_ids)
+
+
+def test_settings_that_older_folders_lack(
+    folder: Path, processor: FamilyProcessor, tmp_path: Path
+) -> None:
+    """Without processor_config.json, the numbers of an image's tokens are those of config.json."""
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)
+    settings = json.loads((old / "processor_config.json").read_text())
+    (old / "processor_config.json").unlink()
+    for part, file in (
+        ("image_processor", "preprocessor"),
+        ("video_processor", "video_preprocessor"),
+    ):
+        if part in settings:
+            (old / f"{file}_config.json").write_text(json.dumps(settings[part]))
+    sample = SAMPLES["two images"]
+    found = FamilyProcessor.load("model.pretrained", str(old), 1024).encoder()(sample)
+    expected = processor.encoder()(sample)
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert torch.equal(found.pixel_values, expected.pixel_values)
 
 
 def test_label_masks(processor: FamilyProcessor) -> None:
