@@ -46,10 +46,10 @@ class Fp8Config:
     ``auto``: where ``memory`` finds that the recipe does not fit without it, or if the first two
     steps leave less than 3% of the GPU's memory. With ``cuda_graphs: true`` or gradient
     checkpointing, the memory that steps leave does not change it."""
-    weights: Literal["auto", "cache", "recompute"] = "auto"
+    weights: Literal["auto", "recompute"] = "auto"
     """Whether the micro-batches of a step share FP8 weights (2 bytes per parameter): ``auto``: if
     gradients are accumulated, no block is a CUDA graph and they fit into half of the GPU's free
-    memory."""
+    memory; ``recompute``: never."""
     cuda_graphs: CudaGraphs = "auto"
     """Launch each block as one CUDA graph, with static memory. ``auto`` decides after two steps: it
     captures blocks for whose launches the GPU waits in at least 3% of the second step, if half of
@@ -61,11 +61,6 @@ class Fp8Config:
     otherwise."""
 
     def __post_init__(self) -> None:
-        if self.cuda_graphs is True and self.weights == "cache":
-            raise ValueError(
-                "fp8.cuda_graphs: true quantizes weights in every pass, so fp8.weights: cache "
-                "has no effect; remove one of them"
-            )
         if self.vision == self.language == "bf16" and self.lm_head in ("bf16", None):
             raise ValueError(
                 "fp8 selects nothing: vision, language and lm_head are all bf16; use precision: "

@@ -37,6 +37,7 @@ OTHER_NAMES = {
 """Names of transformers' Trainer, DeepSpeed, LLaVA and VILA, and earlier names -> keys."""
 
 REMOVED = {
+    "cache": "fp8.weights: auto shares FP8 weights where half of the free memory suffices",
     "coat_lean": "set precision: coat and fp8.recompute_qkv: true, which compute the same numbers",
     "fp8.released_constants": "dynamic range expansion has the constants of the paper",
     "fp8.second_moment": "AdamW's second moment is always rounded stochastically",

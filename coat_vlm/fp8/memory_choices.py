@@ -53,7 +53,7 @@ MEMORY_FACTOR = 1.5
 class SpareMemory:
     """Uses the memory that the steps of a stage leave; call :meth:`after_step` after each step."""
 
-    weights: Literal["auto", "cache", "recompute"]
+    weights: Literal["auto", "recompute"]
     """Whether the micro-batches of a step share FP8 weights: ``fp8.weights``."""
     nbytes: int
     """Bytes of both layouts of all FP8 weights."""
@@ -87,9 +87,7 @@ class SpareMemory:
     @property
     def shares_weights(self) -> bool:
         """Whether the micro-batches of a step like the last one share FP8 weights."""
-        if self.weights == "auto":
-            return self.accumulates and self.weights_fit
-        return self.weights == "cache"
+        return self.weights == "auto" and self.accumulates and self.weights_fit
 
     def share_weights(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of one step."""
@@ -124,7 +122,7 @@ class SpareMemory:
             self.graphs, most[1:][:n], most[1 + n :][:n], most[1 + 2 * n :], spare
         )
         self.weights_fit = not captures and 0 < self.nbytes < spare
-        if self.shares_weights and self.weights == "auto" and self.device.type == "cuda":
+        if self.shares_weights and self.device.type == "cuda":
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
 
     def _measure_memory(self) -> tuple[float, float]:

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coat_vlm.config import MODULES
-from coat_vlm.fp8 import reused_weights
-from coat_vlm.fp8.weights import list_stored, saved_bytes
+from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.projector import Grid
 from coat_vlm.model.vlm import CoatVlm, module_parameters
@@ -144,8 +143,6 @@ class Activations:
     forward_peak: float
     backward: tuple[tuple[int, float], ...]
     """Pairs (gradient elements completed so far, peak since the previous gradient)."""
-    weight_copies: float
-    """FP8 weights saved for the next micro-batch; the other fields do not contain them."""
 
     @property
     def total_saved(self) -> float:
@@ -166,7 +163,6 @@ class Activations:
         return self._combine(other, lambda a, b: a + amount * (b - a))
 
     def _combine(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
-        # Cached weights do not depend on the micro-batch.
         return Activations(
             {part: of(size, other.saved[part]) for part, size in self.saved.items()},
             of(self.forward_peak, other.forward_peak),
@@ -174,24 +170,17 @@ class Activations:
                 (finished, of(a, b))
                 for (finished, a), (_, b) in zip(self.backward, other.backward, strict=True)
             ),
-            self.weight_copies,
         )
 
 
 def trace(
-    model: CoatVlm,
-    batch: int,
-    length: int,
-    images: int,
-    *,
-    pool_frames: int = 1,
-    reuse_weights: bool = False,
+    model: CoatVlm, batch: int, length: int, images: int, *, pool_frames: int = 1
 ) -> Activations:
     """Run one micro-batch of ``batch`` full rows on ``meta`` and record its memory.
 
     ``model`` is converted, with ``requires_grad`` and train mode set; ``images`` are tiles per row,
     of which ``pool_frames`` share the tokens of one. All text tokens but the first are supervised.
-    ``reuse_weights`` is ``fp8.weights: cache``. Raises ValueError as :func:`image_groups` does.
+    Raises ValueError as :func:`image_groups` does.
     """
     groups = image_groups(model, length, images, pool_frames)
     tower = model.vision_tower
@@ -217,23 +206,18 @@ def trace(
     with (
         use_flash_attention(),
         memory,
-        reused_weights(reuse_weights),
         _measure_parts(model, memory) as saved,
         _free_gradients(model, memory, backward),
     ):
         loss = model(**inputs, skip_logits=True).loss
-        copies, forward_peak = saved_bytes(), memory.peak
+        forward_peak = memory.peak
         memory.peak = memory.live
         loss.backward()
-        del loss
-        final_copies = saved_bytes()
     backward.append((backward[-1][0] if backward else 0, memory.peak))
-    saved["language"] -= copies
     return Activations(
         {part: float(saved.get(part, 0)) for part in PARTS},
-        forward_peak - copies,
-        tuple((finished, live - final_copies) for finished, live in backward),
-        final_copies,
+        forward_peak,
+        tuple(backward),
     )
 
 

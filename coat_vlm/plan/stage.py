@@ -239,7 +239,6 @@ def plan_recipe(
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     fp8 = arithmetic.fp8
     optimizer = CoatAdamW if fp8 is not None and fp8.optimizer == "coat" else torch.optim.AdamW
-    cached = fp8 is not None and fp8.weights == "cache"
     plans = []
     for name in chosen:
         stage = recipe.stages[name]
@@ -251,10 +250,7 @@ def plan_recipe(
             tiles, why = count_images_per_row(recipe, stage, tokens, config)
         low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
         pool = recipe.model.video.pool_frames or 1
-        traced = [
-            trace(model, n * rows, tokens, tiles, pool_frames=pool, reuse_weights=cached)
-            for n in (1, 2, 4)
-        ]
+        traced = [trace(model, n * rows, tokens, tiles, pool_frames=pool) for n in (1, 2, 4)]
         vision = model.config.vision_config
         plans.append(
             StagePlan(

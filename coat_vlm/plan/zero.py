@@ -218,6 +218,6 @@ def estimate_rank_memory(
         gradients=gradients if accumulates or zero_stage == 3 else 0.0,
         buffers=buffers,
         activations=activations.total_saved,
-        backward_peak=base + activations.weight_copies + backward,
+        backward_peak=base + backward,
         step_peak=step,
     )

@@ -235,7 +235,5 @@ def choose_graphs(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic) ->
         or stage.sequence_parallel > 1
         or stage.dpo is not None
         or stage.gradient_checkpointing
-        # Replays would quantize the weights that are kept.
-        or (arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache")
     )
     return False if chosen == "auto" and unsupported else chosen

@@ -140,7 +140,7 @@ def test_checkpointed_coat_blocks_give_the_same_losses(
     assert losses(tmp_path / "run") == one_coat_rank
 
 
-@pytest.mark.parametrize("fp8", [{}, {"recompute_qkv": True, "weights": "cache"}])
+@pytest.mark.parametrize("fp8", [{}, {"recompute_qkv": True, "weights": "recompute"}])
 def test_coat_accumulates(
     one_coat_rank: list[float],
     coat_run: Path,

@@ -15,7 +15,7 @@ from coat_vlm.train.resume import check_changes, find_changes
     ("before", "after"),
     [
         ([], ["fp8.weights=recompute"]),  # a run that ran out of memory under auto
-        (["fp8.weights=cache"], ["fp8.recompute_qkv=true", "num_workers=0"]),
+        (["fp8.weights=recompute"], ["fp8.recompute_qkv=true", "num_workers=0"]),
         ([], ["zero_stage=3", "stages.sft.micro_batch_size=1"]),  # more GPUs
         ([], ["fp8.cuda_graphs=true"]),
     ],
