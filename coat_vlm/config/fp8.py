@@ -12,6 +12,7 @@ Precision = Literal["fp32", "bf16", "fp8_linear", "coat"]
 Fp8Precision = Literal["fp8_linear", "coat"]
 BlockPrecision = Literal["bf16", "fp8_linear", "coat"]
 MasterWeights = Literal["auto", "fp32", "low_bits"]
+LinearPrecision = Literal["bf16", "fp8_linear"]
 HeadPrecision = Literal["bf16", "fp8_gradients", "fp8_linear"]
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat")
 
@@ -26,6 +27,8 @@ class Fp8Config:
     vision: BlockPrecision | None = None
     """Encoder blocks of the vision tower: SigLIP, CLIP, and the towers in the table of
     docs/guides/huggingface.md; the run's precision when absent."""
+    projector: LinearPrecision = "bf16"
+    """Linear layers of the projector: there are few, and all image features pass through them."""
     language: BlockPrecision | None = None
     """Decoder blocks of the language model: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 3, and
     those of Qwen2.5-VL and Qwen3-VL; the run's precision when absent."""
@@ -61,10 +64,11 @@ class Fp8Config:
     otherwise."""
 
     def __post_init__(self) -> None:
-        if self.vision == self.language == "bf16" and self.lm_head in ("bf16", None):
+        blocks = not (self.vision == self.language == "bf16")
+        if not blocks and self.projector == "bf16" and self.lm_head in ("bf16", None):
             raise ValueError(
-                "fp8 selects nothing: vision, language and lm_head are all bf16; use precision: "
-                "bf16, or set one of them"
+                "fp8 selects nothing: vision, language, projector and lm_head are all bf16; use "
+                "precision: bf16, or set one of them"
             )
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":

@@ -42,7 +42,6 @@ REMOVED = {
     "fp8.released_constants": "dynamic range expansion has the constants of the paper",
     "fp8.second_moment": "AdamW's second moment is always rounded stochastically",
     "fp8.gradients": "gradients are always E5M2",
-    "fp8.projector": "the projector stays in BF16: its few layers carry all image features",
     "fp8.skip_first": "set fp8.bf16_forward_first, or fp8.vision or fp8.language to bf16",
     "fp8.skip_last": "set fp8.vision or fp8.language to bf16",
     "fp8.reference": "a GPU without FP8 tensor cores trains with precision: bf16",

@@ -367,5 +367,7 @@ class Recipe:
                         f"stages.{name}.{part} trains, but the model has none (model.vision: "
                         "null); remove it, or set model.vision"
                     )
-        if self.fp8 is not None and self.fp8.vision:
-            raise ValueError("fp8.vision has no effect with model.vision: null; remove it")
+        if self.fp8 is not None and (self.fp8.vision or self.fp8.projector != "bf16"):
+            raise ValueError(
+                "fp8.vision and fp8.projector have no effect with model.vision: null; remove them"
+            )

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 Part = Literal["vision", "language"]
 
+PROJECTORS = {"projector", "multi_modal_projector", "connector", "merger", "deepstack_merger_list"}
+"""Names of modules between tower and language model: ``fp8.projector`` is for their layers."""
+
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; Hopper has 9.0)."""
 
@@ -92,7 +95,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             blocks[part].append((name, module))
     chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
-    linears: list[Any] = list(_choose_heads(model, config, report))
+    linears: list[Any] = list(_choose_linears(model, config, report))
     _check_parts(model, config, blocks)
     _list_rest(model, [block for of in blocks.values() for _, block in of], report)
     for block, precision, bf16_forward in chosen["vision"] + chosen["language"]:
@@ -197,22 +200,26 @@ def store_frozen_weights(model: nn.Module) -> None:
                 store_weights(layers)
 
 
-def _choose_heads(
+def _choose_linears(
     model: nn.Module, config: Fp8Config, report: ConversionReport
 ) -> Iterator[nn.Linear]:
-    """Yield the output layer if it is to become a layer with FP8 GEMMs."""
+    """Yield single linear layers to convert: the projector's and the output layer."""
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or name.rpartition(".")[2] != "lm_head":
+        *holders, last = name.split(".")
+        in_projector = not PROJECTORS.isdisjoint(holders)
+        if type(module) is not nn.Linear or not (in_projector or last == "lm_head"):
             continue
+        key = "projector" if in_projector else "lm_head"
+        precision = getattr(config, key)
         plain = _fits_gemm(module) and module.bias is None
-        converted = config.lm_head == "fp8_gradients" and plain
+        converted = precision == "fp8_gradients" and plain
         setattr(module, FP8_GRADIENTS, Fp8Gradients if converted else None)
-        if config.lm_head == "fp8_linear":
+        if precision == "fp8_linear":
             _check_linear(name, module.out_features, module.in_features)
             report.converted[name] = "FP8 linear"
             yield module
-        elif config.lm_head == "bf16":
-            report.skipped[name] = "fp8.lm_head is bf16"
+        elif precision == "bf16":
+            report.skipped[name] = f"fp8.{key} is bf16"
         elif plain:
             report.converted[name] = "output layer, BF16 logits, FP8 gradients in the fused loss"
         else:
@@ -287,8 +294,8 @@ def _check_linear(name: str, N: int, K: int) -> None:
     if K % GEMM_MULTIPLE or N % GEMM_MULTIPLE:
         raise ValueError(
             f"{name}: weight [N, K] = [{N}, {K}]; FP8 GEMMs take multiples of {GEMM_MULTIPLE}: "
-            "change the layer's width, or leave this part in BF16 (fp8.vision, fp8.language or "
-            "fp8.lm_head: bf16)"
+            "change the layer's width, or leave this part in BF16 (fp8.vision, fp8.language, "
+            "fp8.projector or fp8.lm_head: bf16)"
         )
 
 

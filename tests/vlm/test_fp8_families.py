@@ -95,8 +95,8 @@ def test_which_layers_convert(family: str) -> None:
     assert set(report.converted) == {*blocks, "lm_head"}
     assert linears - in_blocks - {"lm_head"} <= report.skipped.keys()
     assert [name for name, _ in fp8_blocks(model)] == blocks
-    report = convert(build(family)[0], Fp8Config(lm_head="fp8_linear"))
-    assert [n for n, how in report.converted.items() if how == "FP8 linear"] == ["lm_head"]
+    report = convert(build(family)[0], Fp8Config(projector="fp8_linear", lm_head="fp8_linear"))
+    assert linears - in_blocks == {n for n, how in report.converted.items() if how == "FP8 linear"}
 
 
 @pytest.fixture
