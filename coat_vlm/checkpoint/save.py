@@ -8,7 +8,6 @@ next save or at the end of the stage.
 import logging
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from coat_vlm.checkpoint.atomic_folder import (
     save_error,
 )
 from coat_vlm.checkpoint.load import list_checkpoints, path_step
-from coat_vlm.checkpoint.manifest import FolderFiles, list_files
+from coat_vlm.checkpoint.manifest import FolderFiles
 from coat_vlm.checkpoint.metadata import (
     CONTENTS,
     TRAINER,
@@ -132,8 +131,8 @@ class HostCopies:
 class CheckpointSaver:
     """Saves the checkpoints of one stage, and deletes old ones when a new one is complete.
 
-    All ranks must call :meth:`save` and :meth:`finish` at the same steps. ``describe`` writes
-    configuration, tokenizer and processor into a folder, once. ``background`` writes copies of the
+    All ranks must call :meth:`save` and :meth:`finish` at the same steps. ``description``
+    has configuration, tokenizer and processor as files by name. ``background`` writes copies of the
     tensors in a thread. ``losses`` returns validation losses by step, for ``keep.best``. ``check``
     is called on the main process before it writes, renames or deletes.
     """
@@ -145,7 +144,7 @@ class CheckpointSaver:
         world: World,
         keep: KeepRule,
         *,
-        describe: Callable[[Path], None] | None = None,
+        description: Mapping[str, bytes] | None = None,
         background: bool = True,
         losses: Callable[[], Mapping[int, float]] | None = None,
         check: Check | None = None,
@@ -154,8 +153,7 @@ class CheckpointSaver:
         self._engine = engine
         self._world = world
         self._keep = keep
-        self._describe = describe
-        self._description: dict[str, bytes] | None = None
+        self._description = description or {}
         self._copies = HostCopies() if background else None
         self._losses = losses
         self._check = check
@@ -167,7 +165,7 @@ class CheckpointSaver:
         First waits for the one before. Raises OSError if one of both could not be written.
         """
         self.finish()
-        target = self.path_of(progress.step)
+        target = self.folder / f"step-{progress.step:08d}"
         temporary = self._world.run_on_rank0(partial(self._begin, target))
         save = self._pending = FolderSave(temporary, target, self._world, self._check)
         try:
@@ -183,10 +181,6 @@ class CheckpointSaver:
         if self._copies is None:
             self.finish()
         return target
-
-    def path_of(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step."""
-        return self.folder / f"step-{step:08d}"
 
     def finish(self) -> None:
         """Wait on all ranks until the last checkpoint is complete; OSError if it is not."""
@@ -229,7 +223,6 @@ class CheckpointSaver:
         save_engine_state(self._engine, shards, self._world)
         contents = asdict(describe_contents(self._engine))
         random_state = capture_random_state()
-        description = self._get_description() if self._world.is_main else {}
         if self._copies is not None:
             self._copies.wait()
 
@@ -239,21 +232,10 @@ class CheckpointSaver:
             if self._world.is_main:
                 folder.write_json(CONTENTS, contents)
                 folder.write_json(TRAINER, asdict(progress))
-                for name, data in description.items():
+                for name, data in self._description.items():
                     folder.write(f"model/{name}", [data])
 
         return write
-
-    def _get_description(self) -> dict[str, bytes]:
-        """Return the files of ``describe`` by name; the stage does not change them."""
-        if self._description is None:
-            self._description = {}
-            if self._describe is not None:
-                with tempfile.TemporaryDirectory(dir=self.folder, prefix=".tmp-model.") as name:
-                    self._describe(Path(name))
-                    for file in list_files(Path(name)):
-                        self._description[file] = (Path(name) / file).read_bytes()
-        return self._description
 
     def _delete_old(self, target: Path) -> None:
         paths = {path_step(path): path for path in list_checkpoints(self.folder)}

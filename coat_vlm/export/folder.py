@@ -21,6 +21,7 @@ from coat_vlm.model.lora import split_adapters
 from coat_vlm.model.pretrained import TENSORS
 
 _NOT_TRAINED = ("architectures", "transformers_version", "_name_or_path")
+INDEX = "model.safetensors.index.json"
 _SHARD_SIZE = "5GB"  # of the published folders
 
 
@@ -65,7 +66,7 @@ def write_model(
         write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_config(folder / "model.safetensors.index.json", index)
+        write_config(folder / INDEX, index)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from coat_vlm import commit
 from coat_vlm.checkpoint.atomic_folder import read_json, write_folder, write_json
-from coat_vlm.checkpoint.manifest import MANIFEST
+from coat_vlm.checkpoint.manifest import MANIFEST, list_files
 from coat_vlm.checkpoint.metadata import Contents, read_contents
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.export.folder import share_tied, write_model, write_tensors
+from coat_vlm.export.folder import INDEX, share_tied, write_model, write_tensors
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
@@ -117,30 +117,26 @@ def write_trained(
     write_model(folder, model, processor, weights)
 
 
-def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
+def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> dict[str, bytes]:
     """Save a model without its weights into a temporary folder in ``folder``, before training.
 
-    Raises ValueError, with the cause, if the trained model or a checkpoint could not be saved.
+    Returns the files that describe it in a checkpoint, by name. Raises ValueError, with the cause,
+    if the trained model could not be saved.
     """
     state = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".tmp-model.") as temporary:
-            save_description(Path(temporary), model, processor)  # as in a checkpoint
-            write_trained(Path(temporary), model, processor, state)
+        with TemporaryDirectory(dir=folder, prefix=".tmp-model.") as name:
+            write_trained(temporary := Path(name), model, processor, state)
+            (temporary / INDEX).unlink(missing_ok=True)  # of files that are not there
+            write_model(temporary, model, processor)
+            return {file: (temporary / file).read_bytes() for file in list_files(temporary)}
     except Exception as error:
         raise ValueError(
             f"the model of the stage {folder.name} could not be saved after training, so it is not "
             f"trained: {error or type(error).__name__}; correct this in the files of the model "
             "from which it starts (in a local copy of one from the Hub), or in the recipe"
         ) from error
-
-
-def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
-    """Write a Hugging Face folder without the weights."""
-    write_model(folder, model, processor)
-    if has_adapters(model):
-        adapter_config(model).save_pretrained(folder / _ADAPTER)
 
 
 _WRITERS: dict[Layout, Callable[..., None]]

@@ -8,15 +8,14 @@
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -102,57 +101,41 @@ def complete_inputs(
     return inputs
 
 
-_PRODUCTS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
-
-
-class _WithoutProducts(TorchDispatchMode):
-    """Returns zeros for products, convolutions and attention, so that a graph costs little."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket not in _PRODUCTS:
-            return func(*args, **(kwargs or {}))
-        meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs or {}))
-        like = partial(torch.zeros_like, device="cpu")
-        return tree_map_only(Tensor, like, func(*meta[0], **meta[1]))
-
-
 def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
     """Return the modules and parameters on which no input of the language model depends.
 
-    These are blocks behind ``vision_feature_layer``, a pooling head and the like. The graph is that
-    of one ``image``. Names are those of whole modules where possible.
+    These are blocks behind ``vision_feature_layer``, a pooling head and the like, found in the
+    graph of one ``image``. Names are those of whole modules where possible.
     """
     inputs: list[Any] = []
 
     def record(**kwargs: Any) -> BaseModelOutputWithPast:
-        inputs.append(kwargs)
+        inputs.extend(leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
         return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
 
     language = model.get_submodule(model.family.language[0])
     language.forward = record
+    save_none: Any = {}.get
     try:
-        with torch.enable_grad(), _WithoutProducts():
+        with torch.enable_grad(), saved_tensors_hooks(save_none, save_none):
             pixels = {"pixel_values": image.pixel_values, **image.extras}
             model(input_ids=image.input_ids[None], **pixels)
     finally:
         del language.forward
     used = {id(p) for p in find_parts(model, model.family)["language"].parameters()}
-    nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    nodes: list[Any] = [tensor.grad_fn for tensor in inputs]
     seen: set[Any] = {None}
     while nodes:
-        node = nodes.pop()
-        if node not in seen:
+        if (node := nodes.pop()) not in seen:
             seen.add(node)
             used.add(id(getattr(node, "variable", None)))  # of a leaf
             nodes += [before for before, _ in node.next_functions]
     unused: list[str] = []
     for name, whole in (*model.named_modules(), *model.named_parameters()):
-        parameters = [whole] if isinstance(whole, Tensor) else [*whole.parameters()]
-        if parameters and not used.intersection(map(id, parameters)):
+        ids = {id(p) for p in ([whole] if isinstance(whole, Tensor) else whole.parameters())}
+        if ids and not used & ids:
             unused.append(name)
-            used.update(map(id, parameters))
+            used |= ids
     return tuple(unused)
 
 

@@ -27,7 +27,7 @@ from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
-from coat_vlm.export.hugging_face import check_save, save_description, save_model
+from coat_vlm.export.hugging_face import check_save, save_model
 from coat_vlm.fp8 import (
     Arithmetic,
     ConversionReport,
@@ -68,13 +68,7 @@ from coat_vlm.train.model_setup import (
 from coat_vlm.train.nf4 import quantize_frozen_weights
 from coat_vlm.train.passes import Passes, build_passes
 from coat_vlm.train.preference import Preference
-from coat_vlm.train.resume import (
-    RECIPE,
-    check_length,
-    continue_sampler,
-    prepare_run_folder,
-    reset_stage,
-)
+from coat_vlm.train.resume import check_length, continue_sampler, prepare_run_folder, reset_stage
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
@@ -188,6 +182,8 @@ class _Opened:
 
     model: PreTrainedModel
     processor: AnyProcessor
+    files: dict[str, bytes]
+    """The description of the model in its checkpoints."""
     arithmetic: Arithmetic
     conversion: ConversionReport | None
     """The modules that were converted to FP8; None if the precision is not an FP8 one."""
@@ -227,13 +223,13 @@ def _open(stage: _Stage) -> _Opened:
     model, processor = load_initial_model(
         recipe, stage.name, stage.run_dir, arithmetic.dtype, world, continues=continues
     )
-    if isinstance(processor, FamilyProcessor):
+    if isinstance(processor, FamilyProcessor) and config.vision.train:
         cast(Any, model).unused = find_unused(model, processor.encoder().filler)
     processor.adopt_template(config.template)
     set_stop_tokens(model, processor)
     unpadded = avoids_padding(model, recipe, config, world.device)
     conversion = prepare_model(model, recipe, config, arithmetic, packed=unpadded)
-    world.run_on_rank0(partial(check_save, stage.folder, model, processor))
+    files = world.run_on_rank0(partial(check_save, stage.folder, model, processor))
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")
     record = SourceRecord(
@@ -267,6 +263,7 @@ def _open(stage: _Stage) -> _Opened:
     return _Opened(
         model=model,
         processor=processor,
+        files=files,
         arithmetic=arithmetic,
         conversion=conversion,
         data=data,
@@ -372,7 +369,7 @@ def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSa
         KeepRule(
             last=recipe.save_total_limit, every_steps=recipe.keep_every_steps, best=best is not None
         ),
-        describe=partial(save_description, model=opened.model, processor=opened.processor),
+        description=opened.files,
         background=recipe.async_save,
         check=stage.lock.check,
         losses=partial(read_losses, stage.run_dir / METRICS, stage.name, best) if best else None,
@@ -422,26 +419,18 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     check_weights(opened.model, loop.watchdog.detector, name, stage.world)
     loop.heartbeat.enter("saving the model", finished)
     target = stage.folder / "model"
+    trained = (opened.model, opened.processor, stage.recipe, name, finished)
     try:
         with SIGNALS.hold(f"when {target} is complete"):
-            save_model(
-                target,
-                opened.model,
-                opened.processor,
-                stage.recipe,
-                name,
-                finished,
-                stage.world,
-                stage.lock.check,
-            )
+            save_model(target, *trained, stage.world, stage.lock.check)
     except LockError:
         raise
     except Exception as error:
         raise OSError(
             f"stage {name} is trained, but its model is not saved: {error}\nNo step is lost: "
-            f"{loop.saver.path_of(finished)} is complete. When the cause is removed, this command "
-            f"writes the model without training again: coat-vlm train {stage.run_dir / RECIPE} "
-            "--resume auto"
+            f"{stage.checkpoints / f'step-{finished:08d}'} is complete. When the cause is removed, "
+            "this command writes the model without training again: coat-vlm train "
+            f"{stage.run_dir / 'recipe.yaml'} --resume auto"
         ) from error
     wall = round(time.perf_counter() - stage.started, 2)
     loop.step.log.metrics.write(
@@ -503,7 +492,7 @@ def _print_tables(
         trains = "LoRA" if stage.lora is not None and part in stage.lora.modules else trains
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     unused: tuple[str, ...] = getattr(model, "unused", ())
-    if unused and stage.vision.train:
+    if unused:
         lines.append(f"  stay as they are, because no output uses them: {', '.join(unused)}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")
