@@ -54,10 +54,14 @@ def write_model(
         tokenizer.write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"), "utf-8")
     if weights is None:
         if hasattr(model, "base_files"):
-            state, _ = split_adapters(model.state_dict())
-            named = share_tied({n: torch.empty(0, device="meta") for n in state}, model)
+            own = dict(model.named_parameters(remove_duplicate=False))
+            state = {  # ZeRO-3's parameters are empty, and experts are split by their shape
+                name: torch.empty(getattr(own.get(name), "ds_shape", t.shape), device="meta")
+                for name, t in model.state_dict().items()
+            }
+            named = share_tied(split_adapters(state)[0], model)
             names = {id(tensor): name for name, tensor in _rename(model, named).items()}
-            write_json(folder / TENSORS, {name: names[id(t)] for name, t in named.items()})
+            write_json(folder / TENSORS, {name: names.get(id(t)) for name, t in named.items()})
         return
     tensors = _rename(model, weights) if rename else _drop_tied(weights)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_SIZE)
@@ -135,6 +139,6 @@ def _drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _rename(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by their names in the folder that the model was loaded from."""
     names = json.loads(getattr(model, "base_files", {}).get(TENSORS, "{}"))
-    if not names:
-        return revert_weight_conversion(model, _drop_tied(weights))
-    return {names[name]: tensor for name, tensor in _drop_tied(weights).items()}
+    tensors = _drop_tied(weights)
+    renamed = {names[name]: tensors.pop(name) for name in [*tensors] if names.get(name)}
+    return renamed | revert_weight_conversion(model, tensors)  # splits experts, which have no name

@@ -1,5 +1,6 @@
 """The save before the first step: it writes what the last one writes, except the weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from family_folders import MAKERS
 from one_stage import one_stage
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig
 
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.export.folder import write_tensors
@@ -82,3 +85,23 @@ def test_tensors_that_share_memory_are_refused_as_safetensors_refuses_them(tmp_p
     alone = {"a.weight": torch.zeros(4, device="meta"), "b.weight": torch.zeros(4, device="meta")}
     write_tensors(tmp_path / "a.safetensors", alone)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_published_model_with_experts_can_be_saved(tmp_path: Path) -> None:
+    """Files have the experts one by one, and the model all of them in one tensor."""
+    MAKERS["internvl"](tmp_path / "base")
+    config: Any = AutoConfig.from_pretrained(tmp_path / "base")
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    text = config.text_config.to_dict() | experts | {"head_dim": 8, "model_type": "qwen3_moe"}
+    config.text_config = Qwen3MoeConfig(**text)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    model: Any = load_model(tmp_path / "base", torch.float32)
+    processor = load_processor(tmp_path / "base")
+    names = json.loads(check_save(tmp_path / "sft", model, processor)["tensors.json"])
+    fused = {name for name in names if name.endswith(("gate_up_proj", "experts.down_proj"))}
+    assert {name for name, known in names.items() if known is None} == fused
+    write_trained(tmp_path / "real", model, processor, model.state_dict())
+    folders = (tmp_path / name / "model.safetensors" for name in ("base", "real"))
+    base, real = map(load_file, folders)
+    assert base.keys() == real.keys()
+    assert len(base) > len(names)
