@@ -198,7 +198,8 @@ def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:
 def _format_problem(problem: Any) -> str:
     keys = [str(key) for key in problem["loc"] if key != "[key]"]
     dotted = ".".join(keys)
-    if problem["type"] == "unexpected_keyword_argument" or "[key]" in problem["loc"]:
+    wrong_key = "[key]" in problem["loc"] and problem["type"] != "value_error"
+    if problem["type"] == "unexpected_keyword_argument" or wrong_key:
         known = list_allowed_keys(keys[:-1])
         if "offload" in dotted:
             return (

@@ -7,7 +7,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MasterWeights, MonitorConfig, Precision
-from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive, refuse
+from coat_vlm.config.model import (
+    STRICT,
+    FolderName,
+    ModelConfig,
+    NonNegative,
+    Positive,
+    refuse,
+)
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
 
@@ -151,8 +158,8 @@ class Recipe:
     """``allow``: sources and media roots may be at addresses, and rows may name images and videos
     at public hosts. ``deny``: neither."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Evaluation sets by name."""
+    eval_sets: dict[FolderName, EvalSetConfig] = field(default_factory=dict)
+    """Evaluation sets by name, which is also that of the folder in RUN/eval."""
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
     (also at the end of each stage); 0 turns them off. Some answers are shown in Weights

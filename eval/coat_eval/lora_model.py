@@ -7,6 +7,7 @@ from typing import Any
 
 from coat_eval.adapter import ModelAdapter
 from coat_eval.files import folder_sha256
+from coat_vlm.config.model import check_folder_name
 from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 
@@ -43,8 +44,7 @@ def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:
         named = equals and not Path(text).exists()
         folder = Path(path if named else text)
         name = name if named else folder.resolve().name
-        if not name or Path(name).name != name or name == "..":
-            raise ValueError(f"--adapters {text}: {name!r} is not the name of a folder below --to")
+        check_folder_name(name)
         if name in folders:
             raise ValueError(
                 f"--adapters: {folders[name]} and {folder} would both write to {name}: give them "

@@ -230,13 +230,14 @@ def _make_task(word: str, args: argparse.Namespace) -> "tuple[str, EvalTask, Pat
     from coat_eval.benchmark import Settings
     from coat_eval.runner import EvalTask, make_eval_task
     from coat_eval.tasks import get_task
+    from coat_vlm.config.model import check_folder_name
 
     common = {"limit": args.limit, "overwrite": args.overwrite}
     kind, equals, folder = word.partition("=")
     if equals:
         data = Path(folder)
         task = get_task(kind, args.media_root)
-        return data.resolve().name, EvalTask(benchmark=task, **common), data
+        return check_folder_name(data.resolve().name), EvalTask(benchmark=task, **common), data
     if args.data is None:
         raise ValueError(f"--data is missing: name the folder with the files of {word}")
     settings = Settings(profile=args.profile or "official")

@@ -145,6 +145,18 @@ def test_media_root(tmp_path: Path):
         get_task("yes_no").load(folder)
 
 
+def test_links_out_of_the_media_root_are_refused(tmp_path: Path):
+    (tmp_path / "secret.png").touch()
+    rows = questions(["yes"])
+    rows[0]["image"] = "link.png"
+    folder = write_folder(tmp_path / "set", rows)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(DataError, match=r"jsonl:1: .* is a link to .*secret\.png, outside of"):
+        get_task("yes_no").load(folder)
+    rows[0]["image"] = "set/link.png"  # below a root that contains both
+    assert get_task("yes_no", tmp_path).load(write_folder(folder, rows))
+
+
 def test_a_media_root_may_be_an_address(tmp_path: Path):
     rows = questions(["yes", "no"])
     rows[0]["image"], rows[1]["image"] = "a b.png", "deep/b.png"

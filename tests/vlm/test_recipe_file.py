@@ -1,5 +1,6 @@
 """Recipes: what loads, what is refused and how the message reads."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) ->
     with pytest.raises(ValueError, match=r".") as caught:
         load_recipe(str(recipe_path), [override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/tmp/x", "..", "", "a\\b", "a\nb", ".lock", "x" * 300]
+)
+def test_names_of_evaluation_sets_stay_in_the_run(recipe_path: Path, name: str) -> None:
+    override = f"eval_sets={{{json.dumps(name)}: {{task: yes_no, path: p}}}}"
+    with pytest.raises(ValueError, match=r"(?s)  eval_sets\..*is not the name of a folder"):
+        load_recipe(str(recipe_path), [override])
+    load_recipe(str(recipe_path), ["eval_sets={POPE (r-1): {task: yes_no, path: p}}"])
 
 
 @pytest.mark.parametrize("name", REMOVED)

@@ -93,7 +93,8 @@ class MediaRoot:
                 where,
                 f"the media path {name!r} is a link to {outside}, outside of the media root "
                 f"{self._folder}",
-                "copy the files there, or set follow_links if you made the link yourself",
+                "copy the files there, or make a folder that holds both the media root; a source "
+                "of training data may set follow_links, if you made the link yourself",
             )
 
 

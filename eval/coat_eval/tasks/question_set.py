@@ -176,7 +176,7 @@ class QuestionSet(Benchmark):
     def _make_sample(self, row: Mapping[str, Any], answer: str, path: Path, where: str) -> Sample:
         """Convert the question to a conversation with the reader of training data."""
         start = path.parent if self.media_root is None else self.media_root
-        root = MediaRoot(start if is_url(start) else Path(start).absolute(), follow_links=True)
+        root = MediaRoot(start if is_url(start) else Path(start).absolute())
         media = {key: row[key] for key in ("image", "images", "video", "videos") if key in row}
         said = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
         place = Place(source=str(path), row=0, root=root)
