@@ -1,29 +1,51 @@
 """Reads and writes recipes: YAML with dotted overrides; every key is checked.
 
-Values may contain environment variables, written ``${NAME}``, for example in paths to data.
-Relative paths stay relative to the working directory.
+Values may contain environment variables, written ``${NAME}``, for example in paths to data. Files
+are written with their names, and with digests of their values, not with the values. Relative paths
+stay relative to the working directory.
 """
 
+import dataclasses
 import difflib
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from importlib.resources import files
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
+from coat_data.sample import hide_secrets
 from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
 from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
+from coat_vlm.config.model import STRICT
 from coat_vlm.config.recipe import CHOSEN_IN_STAGES
 
 VERSION = 1
 """Format version of a run's recipe.yaml."""
 
+ENVIRONMENT = "environment"
+"""In a run's recipe.yaml: digest of the value of each environment variable that a key names."""
+
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class ReadRecipe(Recipe):
+    """A recipe that was read from a file, with its texts that contain environment variables."""
+
+    texts: dict[tuple[Any, ...], str]
+    """Path of a key -> its text with ``${NAME}``."""
+    digests: dict[str, str] = dataclasses.field(compare=False)
+    """:data:`ENVIRONMENT` of the file; empty if it is not that of a run."""
 
 
 def list_builtin_recipes() -> list[str]:
@@ -43,7 +65,7 @@ def load_recipe(
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML. One of a stage's ``epochs`` and
     ``max_steps`` clears the other one of the file. ``unset_variables`` leaves ``${NAME}`` of
-    unset variables in ``stages`` and ``eval_sets``, for commands that need no data. Raises
+    unset variables in all keys except the model's, for commands that need no data. Raises
     ValueError if the recipe does not exist, a key is unknown or repeated, a value is not allowed,
     or a variable is not set.
     """
@@ -54,27 +76,47 @@ def load_recipe(
         raise ValueError(f"{where}: the YAML does not parse: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{where}: a recipe is a mapping of keys, got {type(data).__name__}")
+    digests = data.pop(ENVIRONMENT, {}) if FORMAT_VERSION in data else {}
     check_version(data.pop(FORMAT_VERSION, VERSION), VERSION, where)
     data = _copy(data)
     for override in overrides:
         _apply_override(data, override)
     _clear_other_length(data, overrides)
-    data = {
-        key: _expand_variables(value, where, unset_variables and key in ("stages", "eval_sets"))
-        for key, value in data.items()
-    }
+    texts: dict[tuple[Any, ...], str] = {}
+    data = _expand_variables((), data, where, texts, unset=unset_variables)
     _list_open_keys(data)
     try:
-        return TypeAdapter(Recipe).validate_python(data)
+        recipe = TypeAdapter(Recipe).validate_python(data)
+        values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        return ReadRecipe(**values, texts=texts, digests=digests)
     except ValidationError as error:
-        lines = [_format_problem(problem) for problem in error.errors()]
+        lines = [_format_problem(problem, texts) for problem in error.errors()]
         raise ValueError("\n".join([f"{where}: {len(lines)} problem(s):", *lines])) from None
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe as YAML."""
-    values = TypeAdapter(Recipe).dump_python(recipe, mode="json")
-    write_text(path, yaml.safe_dump({FORMAT_VERSION: VERSION, **values}, sort_keys=False))
+    """Write the resolved recipe as YAML, as :func:`describe_recipe` returns it."""
+    values = {FORMAT_VERSION: VERSION, **describe_recipe(recipe)}
+    digests = compute_digests(recipe)
+    values |= {ENVIRONMENT: digests} if digests else {}
+    write_text(path, yaml.safe_dump(values, sort_keys=False))
+
+
+def describe_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of a recipe as files have them: ``${NAME}`` and no secrets in addresses."""
+    values = json.dumps(TypeAdapter(Recipe).dump_python(recipe, mode="json"))
+    values = json.loads(hide_secrets(values))
+    for (*section, key), text in recipe.texts.items() if isinstance(recipe, ReadRecipe) else ():
+        reduce(getitem, section, values)[key] = hide_secrets(text)
+    return values
+
+
+def compute_digests(recipe: Recipe) -> dict[str, str]:
+    """Return 16 hex digits of the SHA-256 of the value of each variable that a recipe names."""
+    texts = recipe.texts.values() if isinstance(recipe, ReadRecipe) else ()
+    names = sorted({name for text in texts for name in _VARIABLE.findall(text)})
+    values = {name: os.environ[name].encode() for name in names if name in os.environ}
+    return {name: hashlib.sha256(value).hexdigest()[:16] for name, value in values.items()}
 
 
 def _read_text(path_or_name: str) -> tuple[str, str]:
@@ -179,23 +221,32 @@ def _clear_other_length(data: dict[str, Any], overrides: Sequence[str]) -> None:
                 stage[other] = None
 
 
-def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _expand_variables(item, where, unset_variables) for key, item in value.items()}
+def _expand_variables(
+    path: tuple[Any, ...], value: Any, where: str, texts: dict[tuple[Any, ...], str], *, unset: bool
+) -> Any:
+    """Return a value with the variables' values; its texts with variables go into ``texts``."""
+    if isinstance(value, dict):
+        return {
+            k: _expand_variables((*path, k), v, where, texts, unset=unset) for k, v in value.items()
+        }
     if isinstance(value, list):
-        return [_expand_variables(item, where, unset_variables) for item in value]
-    if not isinstance(value, str):
-        return value
-    for name in _VARIABLE.findall(value):
-        if name not in os.environ and not unset_variables:
+        return [
+            _expand_variables((*path, i), v, where, texts, unset=unset) for i, v in enumerate(value)
+        ]
+    names = _VARIABLE.findall(value) if isinstance(value, str) else []
+    for name in names:
+        if name not in os.environ and not (unset and path[0] not in ("model", "init_from")):
             raise ValueError(
                 f"{where}: {value!r} needs the environment variable {name}, which is not set; "
                 f"set it (export {name}=/path/to/your/data) or override the key"
             )
+    if not names:
+        return value
+    texts[path] = value
     return _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), value)
 
 
-def _format_problem(problem: Any) -> str:
+def _format_problem(problem: Any, texts: Mapping[tuple[Any, ...], str]) -> str:
     keys = [str(key) for key in problem["loc"] if key != "[key]"]
     dotted = ".".join(keys)
     wrong_key = "[key]" in problem["loc"] and problem["type"] != "value_error"
@@ -215,7 +266,7 @@ def _format_problem(problem: Any) -> str:
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"  {dotted}: this key is missing"
-    value = problem["input"]
+    value = texts.get(problem["loc"], problem["input"])
     instead = find_removed(value) if isinstance(value, str) else None
     if instead is not None:
         return f"  {dotted}: {value} was removed; {instead}"

@@ -29,6 +29,7 @@ from coat_vlm.checkpoint.metadata import Contents, read_contents
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
+from coat_vlm.config.load import describe_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.folder import INDEX, share_tied, write_model, write_tensors
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
@@ -82,8 +83,9 @@ def save_model(
 
     def write(temporary: Path) -> None:
         write_trained(temporary, model, processor, state)
+        described = describe_recipe(recipe)
         training: dict[str, Any] = {
-            "recipe": recipe.name,
+            "recipe": described["name"],
             "stage": stage,
             "step": step,
             "precision": recipe.precision,
@@ -91,7 +93,7 @@ def save_model(
             "world_size": world.size,
             "seed": recipe.seed,
             "commit": commit(),
-            "pretrained": recipe.model.pretrained,
+            "pretrained": described["model"]["pretrained"],
         }
         write_json(temporary / "training.json", training)
 

@@ -18,7 +18,7 @@ import numpy as np
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
 from coat_data.mixture.selection import Rows, SelectedRows, original_row
-from coat_data.sample import DataError, Media
+from coat_data.sample import DataError, Media, hide_secrets
 from coat_data.saved_files import write_text
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import World
@@ -83,7 +83,7 @@ class SourceRecord:
 
     def write(self) -> None:
         """Write the file, on the main process."""
-        write_text(self._path, json.dumps(self._record, indent=1))
+        write_text(self._path, hide_secrets(json.dumps(self._record, indent=1)))
 
 
 def describe_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> Record:

@@ -23,7 +23,14 @@ from coat_vlm.checkpoint.atomic_folder import recover_folders, remove_folder
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import STAGES, Fp8Config, Recipe
-from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.config.load import (
+    ENVIRONMENT,
+    ReadRecipe,
+    compute_digests,
+    describe_recipe,
+    load_recipe,
+    save_recipe,
+)
 from coat_vlm.run.lock import LOCK
 from coat_vlm.train.model_setup import check_run_folder
 from coat_vlm.train.step_log import BAD_SAMPLES
@@ -57,6 +64,7 @@ MAY_CHANGE = (
 
 CHANGES_DATA = (
     "stages.*.data.**",
+    f"{ENVIRONMENT}.*",
     "stages.*.packing.images",
     "model.max_length",
     "model.max_pixels",
@@ -163,9 +171,12 @@ def find_stage_states(run_dir: Path) -> dict[str, State]:
 def find_changes(old: Recipe, new: Recipe) -> list[Change]:
     """Return all keys that differ, in the order of the recipe.
 
-    ``master_weights`` is compared by what ``auto`` means on this machine.
+    ``master_weights`` is compared by what ``auto`` means on this machine, and an environment
+    variable by its digest.
     """
     changes = [*_compare((), _settings(old), _settings(new))]
+    saved, now = old.digests if isinstance(old, ReadRecipe) else {}, compute_digests(old)
+    changes += _compare((ENVIRONMENT,), {**now, **saved}, {**saved, **now})
     stored = [_master_weights(recipe) for recipe in (old, new)]
     if stored[0] != stored[1]:
         changes.append(Change(("master_weights",), *stored))
@@ -292,7 +303,8 @@ def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
             return f"stage {name} has begun"
         if rest in (["max_steps"], ["epochs"]):
             before, after = change.before, change.after
-            lowered = None not in (before, after) and after < before
+            numbers = {type(before), type(after)} <= {int, float}  # no ${NAME}
+            lowered = numbers and after < before
             return "it may only be raised" if lowered else None
     elif not states:
         return None  # nothing is saved
@@ -306,7 +318,7 @@ def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as nested mappings; lists of sources become mappings by name."""
-    settings = dataclasses.asdict(recipe)
+    settings = describe_recipe(recipe)
     settings["fp8"] = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del settings["master_weights"]
     for stage in settings["stages"].values():

@@ -26,6 +26,7 @@ from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
 from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.config.load import describe_recipe
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import check_save, save_model
 from coat_vlm.fp8 import (
@@ -302,9 +303,8 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
     if micro_batches > 1:
         print_on_main(world, f"  {describe_sums(passes.sums.sums, micro_batches)}")
     measured = world.gather(list_measured(stage.run_dir / METRICS, name, done.step))[0]
-    metrics = Metrics(
-        stage.run_dir, recipe.tracking, recipe.name, enabled=world.is_main, check=stage.lock.check
-    )
+    run_name, check = describe_recipe(recipe)["name"], stage.lock.check
+    metrics = Metrics(stage.run_dir, recipe.tracking, run_name, enabled=world.is_main, check=check)
     sources = [
         {**asdict(share), "passes": share.passes, "tokens": tokens}
         for share, tokens in zip(data.shares, data.tokens, strict=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from coat_data.load.loader import LoadedBatch
+from coat_data.sample import hide_secrets
 from coat_vlm.config import SourceConfig, StageConfig
 from coat_vlm.fp8 import captured_bytes
 from coat_vlm.train.passes import Results, record_event
@@ -77,7 +78,7 @@ class BadSamples:
                         "position": sample.position,
                         **({"transient": True} if sample.transient else {}),
                     }
-                    file.write(json.dumps(row) + "\n")
+                    file.write(hide_secrets(json.dumps(row)) + "\n")
         return counts
 
     def entry(

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from coat_data.sample import hide_secrets
 from coat_data.saved_files import write_text
 from coat_vlm.config import STAGES
 from coat_vlm.config.recipe import TrackingConfig
@@ -60,7 +61,8 @@ class Metrics:
         if self._file is None:
             return
         self._check()
-        self._file.write(json.dumps({**entry, "time": round(time.time(), 3)}) + "\n")
+        line = json.dumps({**entry, "time": round(time.time(), 3)})
+        self._file.write(f"{hide_secrets(line)}\n")
         self._file.flush()
         if entry["kind"] in {"step", "val", "eval", "monitor"}:
             numbers = dict(_flatten(entry["stage"], entry))
@@ -84,7 +86,8 @@ class Metrics:
 def append_entry(path: Path, entry: Mapping[str, Any]) -> None:
     """Append one entry with the time, on a line of its own also after a truncated line."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(f"\n{json.dumps({**entry, 'time': round(time.time(), 3)})}\n")
+        line = json.dumps({**entry, "time": round(time.time(), 3)})
+        file.write(f"\n{hide_secrets(line)}\n")
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,11 +20,23 @@ Role = Literal["system", "user", "assistant", "tool"]
 KEY = "__key__"
 """Field of a row of a WebDataset tar: the name that the files of the sample share."""
 
+_SECRET = re.compile(
+    r"""(?<=://)[^/\s"?#]*@|(?<=[?&])((?:[\w-]*[-_]|access|api|AWSAccess)?"""
+    r"""(?:sig|signature|token|secret|password|credential|key|keyid)=)[^&#\s"'<>]*""",
+    re.IGNORECASE,
+)
+"""User and password of an address; its signature, token and key."""
+
 
 def printable(text: str) -> str:
     r"""Return the text with bytes of file names that are not UTF-8 as escapes, such as ``\xe9``."""
     escaped = re.sub("[\udc80-\udcff]", lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
     return escaped.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def hide_secrets(text: str) -> str:
+    """Replace user, password, signature and token of the addresses in a text by ``***``."""
+    return _SECRET.sub(lambda found: f"{found[1]}***" if found[1] else "***@", text)
 
 
 def row_name(file: str, row: int) -> str:
@@ -36,7 +48,7 @@ class DataError(ValueError):
     """A problem with the user's data: its place, the problem, and a remedy."""
 
     def __init__(self, where: str, problem: str, remedy: str) -> None:
-        where, problem, remedy = map(printable, (where, problem, remedy))
+        where, problem, remedy = (hide_secrets(printable(t)) for t in (where, problem, remedy))
         super().__init__(f"{where}: {problem} -> {remedy}")
         self.where = where
         self.problem = problem

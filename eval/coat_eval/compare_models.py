@@ -265,7 +265,8 @@ def compare_runs(
         raise ValueError(
             f"{twice[0]} is given twice, and would count as two independent runs; name it once"
         )
-    sets = [load_recipe(str(run / "recipe.yaml")).eval_sets for run in (*first, *second)]
+    files = [str(run / "recipe.yaml") for run in (*first, *second)]
+    sets = [load_recipe(file, unset_variables=True).eval_sets for file in files]
     common = [name for name in sets[0] if all(name in one for one in sets)]
     some = sorted(set().union(*sets) - set(common))
     if some:

@@ -72,7 +72,7 @@ def load_run_or_model(
     """Load a model, or a run's last stage: model, processor, folder, precision or None."""
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():
-        recipe = load_recipe(str(folder / "recipe.yaml"))
+        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
         model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
         precision = precision or recipe.precision
     loaded, processor = load(

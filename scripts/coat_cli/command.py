@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from coat_data.sample import hide_secrets
+
 if TYPE_CHECKING:
     from coat_vlm.config import Recipe
 
@@ -99,7 +101,7 @@ def find_model(folder: Path) -> Path:
     from coat_eval.own_model import find_final_model
     from coat_vlm.config.load import load_recipe
 
-    return find_final_model(folder, load_recipe(str(folder / "recipe.yaml")))
+    return find_final_model(folder, load_recipe(str(folder / "recipe.yaml"), unset_variables=True))
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -127,11 +129,11 @@ def add_launcher_rank(parser: argparse.ArgumentParser) -> None:
 def say(text: str) -> None:
     """Print from rank 0 only; a process without a launcher is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        print(hide_secrets(text), flush=True)
 
 
 def complain(text: str) -> None:
     """Print to stderr from every rank, because an error may occur on one rank only."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     where = "" if alone else f"[rank {os.environ.get('RANK')}] "
-    print(f"coat-vlm: {where}{text}", file=sys.stderr, flush=True)
+    print(f"coat-vlm: {where}{hide_secrets(text)}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from coat_cli import chat, compare, data, evaluate, export, plan, show, train
 from coat_cli.command import add_launcher_rank, complain
 from coat_cli.removed import find_removed
+from coat_data.sample import hide_secrets
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
             raise
         if args.debug:
-            traceback.print_exc()
+            sys.stderr.write(hide_secrets(traceback.format_exc()))
         complain(f"{_format_error(error)}\n(--debug shows the traceback)")
         return USER_ERROR
 

@@ -104,6 +104,33 @@ def test_what_cannot_be_read_names_its_address(serve: Any, tmp_path: Path) -> No
         SampleDataset(f"{url}/a.jsonl", network="deny")
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://me:pass@host.org/a.tar", "https://***@host.org/a.tar"),
+        ("s3://KEY:p@ss@bucket/{0..9}.tar", "s3://***@bucket/{0..9}.tar"),
+        ("zip://a::https://me@host/x", "zip://a::https://***@host/x"),
+        ("https://b.net/c/x?sv=2&sig=a%2Fb&se=3", "https://b.net/c/x?sv=2&sig=***&se=3"),
+        (
+            "http://h/x?X-Amz-Credential=a&X-Amz-Date=2&X-Amz-Security-Token=b&AWSAccessKeyId=c",
+            "http://h/x?X-Amz-Credential=***&X-Amz-Date=2&X-Amz-Security-Token=***"
+            "&AWSAccessKeyId=***",
+        ),
+        ("https://medium.com/@me/a?design=1", "https://medium.com/@me/a?design=1"),
+        ("hf://datasets/a/b@main/x.tar", "hf://datasets/a/b@main/x.tar"),
+        ("mail me@host.org?key=1 https://h", "mail me@host.org?key=*** https://h"),
+    ],
+)
+def test_errors_show_no_secrets_of_addresses(address: str, shown: str) -> None:
+    error = DataError(f"rows.json:3: {address}", f"HTTP 403 of {address}", "check")
+    assert error.row() | {"remedy": ""} == {
+        "where": f"rows.json:3: {shown}",
+        "problem": f"HTTP 403 of {shown}",
+        "remedy": "",
+    }
+    assert str(error) == f"rows.json:3: {shown}: HTTP 403 of {shown} -> check"
+
+
 def test_transient_failures_are_retried(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     MEMORY.pipe_file("/failures/a.jsonl", lines(5))
     original, failures = type(MEMORY).open, [ConnectionResetError("reset"), RuntimeError("httpx")]

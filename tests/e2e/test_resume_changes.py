@@ -1,5 +1,6 @@
 """A run continues with the recipe keys that messages name as remedies, and refuses the others."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def test_fixed_keys_are_named_one_by_one(small_run: Path, tiny_data: Path, tmp_p
     assert "{" not in done.stderr.partition("the recipe differs")[2]
     assert "--allow-changed-data" in done.stderr
     assert (tmp_path / "run/recipe.yaml").read_bytes() == before
+
+
+def test_no_file_of_a_run_has_the_value_of_a_variable(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "secret-a1b2"
+    shutil.copytree(tiny_data, folder)
+    values = {"FOLDER": str(folder), "TOKEN": "token-c3d4"}
+    monkeypatch.setattr(tiny_run, "ENV", {**tiny_run.ENV, **values})
+    recipe = tiny_run.tiny_recipe(Path("${FOLDER}"), tmp_path / "run", name="${TOKEN}")
+    recipe["stages"]["sft"]["max_steps"] = 2
+    done = tiny_run.train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '"recipe": "${TOKEN}"' in (tmp_path / "run/sft/model/training.json").read_text()
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert b"token-c3d4" not in content, path
+            names_rows = path.name in ("metrics.jsonl", "sources.json")  # by their files
+            assert names_rows or b"secret-a1b2" not in content, path
 
 
 def test_finished_stages_stay_and_later_ones_are_free(tiny_data: Path, tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """Torn and foreign content in the small files of a run."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coat_data.saved_files import replace_file
+from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe, save_recipe
-from coat_vlm.train.resume import prepare_run_folder
+from coat_vlm.train.resume import find_changes, prepare_run_folder
 from coat_vlm.train.step_log import BadSamples
 from coat_vlm.train.tracking import METRICS, read_losses, rewind
 
@@ -49,6 +53,46 @@ def test_a_torn_recipe_is_named_with_its_remedy(tmp_path: Path, size: int) -> No
     saved.unlink()
     prepare(tmp_path)
     assert saved.read_bytes() == whole
+
+
+def test_no_secret_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, run_dir = tmp_path / "mine.yaml", tmp_path / "run"
+    words = ["name=${TOKEN}", "eval_sets={a: {task: yes_no, path: '${HOST}/a'}}"]
+
+    def load(path: Path, *more: str) -> Recipe:
+        return load_recipe(str(path), more)
+
+    def resume(recipe: Recipe, *, allow: bool = False) -> str:
+        (run_dir / "sft/checkpoints/step-1").mkdir(parents=True, exist_ok=True)
+        prepare_run_folder(
+            run_dir, recipe, continues=True, overwrite=False, allow_changed_data=allow
+        )
+        files = (path for path in run_dir.rglob("*") if path.is_file())
+        return "\n".join(path.read_text() for path in files)
+
+    monkeypatch.setenv("TOKEN", "the token")
+    monkeypatch.setenv("HOST", "https://me:word@host")
+    save_recipe(load_recipe("quickstart", [f"output_dir={run_dir}", *words]), file)
+    address = "https://me:pass@host/a?v=1&X-Amz-Signature=ab12&w=2"
+    written = resume(load(file, f"init_from={address}"))
+    assert "name: ${TOKEN}" in written
+    assert "path: ${HOST}/a" in written
+    assert "init_from: https://***@host/a?v=1&X-Amz-Signature=***&w=2" in written
+    assert not {"the token", "word", "pass", "ab12"} & set(re.split(r"[\n :@=&/]", written))
+    saved = run_dir / "recipe.yaml"
+    digest = hashlib.sha256(b"the token").hexdigest()[:16]
+    assert yaml.safe_load(saved.read_text())["environment"]["TOKEN"] == digest
+    assert load(saved).name == "the token"
+    described = find_changes(load(saved), load(file, f"init_from={address}", "name=${HOST}"))
+    assert [*map(str, described)] == ["name: ${TOKEN} -> ${HOST}"]  # not the address
+    monkeypatch.setenv("TOKEN", "another")
+    for recipe in (load(file, f"init_from={address}"), load(saved)):
+        with pytest.raises(ValueError, match=rf"(?s)environment.TOKEN: {digest} -> .*--allow"):
+            resume(recipe)
+    assert "another" not in resume(load(file, f"init_from={address}"), allow=True)
+    monkeypatch.delenv("TOKEN")
+    with pytest.raises(ValueError, match="needs the environment variable TOKEN"):
+        load(saved)
 
 
 def test_a_killed_overwrite_is_completed_by_the_next(

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from coat_data.mixture.sampler import Stream, generator
-from coat_data.sample import DataError, Sample, row_name
+from coat_data.sample import DataError, Sample, hide_secrets, row_name
 
 ANY_SOURCE = ""
 """Stands for the source of listed rows that name only their file."""
@@ -116,7 +116,7 @@ def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int
     of_file = [entry for entry in listed.get(ANY_SOURCE, []) if _is_same_file(entry[1], file)]
     excluded = [*listed.get(source, []), *of_file]
     for number, name, row in excluded:
-        if Path(name).name != Path(file).name or not 0 <= row < size:
+        if Path(name).name != Path(hide_secrets(file)).name or not 0 <= row < size:
             problem = (
                 f"row {row + 1} of {name} is not of source {source!r}, {file} with {size} rows"
             )
@@ -135,7 +135,7 @@ def lists_rows_of(
 
 
 def _is_same_file(name: str, file: str) -> bool:
-    return name == file or Path(name).absolute() == Path(file).absolute()
+    return name == hide_secrets(file) or Path(name).absolute() == Path(file).absolute()
 
 
 def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
