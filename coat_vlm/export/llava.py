@@ -36,7 +36,7 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.configuration import IMAGE_TOKEN
 from coat_vlm.model.loss import why_logits_are_needed
-from coat_vlm.model.pretrained import load_weights
+from coat_vlm.model.pretrained import load_auto, load_weights
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vision import VISION_MODELS
 
@@ -137,7 +137,7 @@ def load_llava(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm,
         )
     composed = _compose_config(folder, config)
     try:
-        found = AutoProcessor.from_pretrained(folder, backend="pil")
+        found = load_auto(AutoProcessor, folder, backend="pil")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{folder}: the processor cannot be loaded: {error}; required: the tokenizer and "

@@ -30,7 +30,7 @@ from coat_vlm.export.transformers_parts import (
     select_weights,
 )
 from coat_vlm.model import CoatVlm, build_model
-from coat_vlm.model.pretrained import readable_errors
+from coat_vlm.model.pretrained import load_auto, readable_errors
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor, prepare_tokenizer
 from coat_vlm.model.projector import PROJECTOR_TYPES
 
@@ -108,7 +108,7 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     ValueError if files are damaged or missing, or the checkpoint is not supported.
     """
     top = _read(folder / "config.json")
-    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder / "llm"))
+    tokenizer = prepare_tokenizer(load_auto(AutoTokenizer, folder / "llm"))
     recipe = _read_model_config(
         folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1"
     )

@@ -30,7 +30,7 @@ from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
-from coat_vlm.model.pretrained import read_files
+from coat_vlm.model.pretrained import load_auto, read_files
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class FamilyProcessor:
         """
         family, config = find_family(where, path)
         try:
-            processor: Any = AutoProcessor.from_pretrained(path)
+            processor: Any = load_auto(AutoProcessor, path)
             files = read_files(path, *_FILES)
             known = inspect.signature(type(processor)).parameters.keys() - json.loads(
                 files.get("processor_config.json", "{}")
@@ -75,7 +75,7 @@ class FamilyProcessor:
             if any(getattr(processor, name) != value for name, value in missing.items()):
                 listed = ", ".join(f"{name}={value}" for name, value in missing.items())
                 logger.warning("%s: processor_config.json lacks %s of config.json", path, listed)
-                processor = AutoProcessor.from_pretrained(path, **missing)
+                processor = load_auto(AutoProcessor, path, **missing)
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(
                 f"{where}={path!r} has no processor that transformers can load: {error}; required: "

@@ -12,7 +12,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.families import FAMILIES, find_family
 from coat_vlm.model.family_model import create_meta_family_model, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
-from coat_vlm.model.pretrained import check_composed_folder
+from coat_vlm.model.pretrained import check_composed_folder, load_auto
 from coat_vlm.model.processor import CoatVlmProcessor, continue_processor
 from coat_vlm.model.vlm import CoatVlm
 
@@ -44,7 +44,7 @@ def load_processor(folder: str | Path) -> AnyProcessor:
     if is_family(folder):
         return FamilyProcessor.load("the model", str(folder))
     try:
-        return CoatVlmProcessor.from_pretrained(str(folder))
+        return load_auto(CoatVlmProcessor, str(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: the processor cannot be loaded: {error}") from error
 
@@ -82,5 +82,5 @@ def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
     if recipe.model.pretrained is not None:
         limits = recipe.model.max_length, recipe.model.max_pixels
         return FamilyProcessor.load("init_from", start, *limits)
-    saved = CoatVlmProcessor.from_pretrained(start)
+    saved = load_auto(CoatVlmProcessor, start)
     return continue_processor(recipe.model, saved, CoatVlmConfig.from_pretrained(start))

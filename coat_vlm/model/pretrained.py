@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -49,11 +50,27 @@ def check_local_path(where: str, path: str) -> None:
         )
 
 
+def load_auto(auto_class: Any, path: str | Path, **options: Any) -> Any:
+    """Call ``from_pretrained`` of a class of transformers that may choose another class.
+
+    Python code in the folder (``auto_map``) is never run; ValueError if it is needed.
+    """
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} needs Python code of its own (auto_map), which is never run; use a model that "
+            "the installed version of transformers knows without such code"
+        ) from error
+
+
 def read_config(where: str, path: str) -> PretrainedConfig:
     """Read the configuration of a checkpoint; ValueError if transformers cannot read it."""
     check_local_path(where, path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return load_auto(AutoConfig, path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{where}={path!r} has no configuration that transformers can read: {error}; required: "
@@ -81,7 +98,7 @@ def load_weights(
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        load = model_class.from_pretrained
+        load = partial(load_auto, model_class)
         return load_complete(name, load, path, dtype=dtype, weights_only=True, **kwargs)[0]
     finally:
         transformers_logging.set_verbosity(level)

@@ -48,7 +48,7 @@ from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES, find_jinja_template, find_pad_id
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
-from coat_vlm.model.pretrained import check_local_path
+from coat_vlm.model.pretrained import check_local_path, load_auto
 from coat_vlm.model.processor_inputs import (
     MARKS,
     PLACEHOLDERS,
@@ -560,7 +560,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     name, where = tokenizer_name(model), f"model.{'tokenizer' if own else 'language'}.name_or_path"
     check_local_path(where, name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_auto(AutoTokenizer, name)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{where}={name!r} has no tokenizer that transformers can read: {error}; required: a "

@@ -73,7 +73,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             self.projector = build_projector(
                 config.projector_type, config.feature_size, config.text_config.hidden_size
             )
-        self.language_model = AutoModelForCausalLM.from_config(config.text_config)
+        self.language_model = AutoModelForCausalLM.from_config(
+            config.text_config, trust_remote_code=False
+        )
         if config.has_vision:
             # A generated placeholder would have no image.
             self.generation_config.suppress_tokens = [config.image_token_id]

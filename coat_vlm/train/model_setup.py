@@ -30,6 +30,7 @@ from coat_vlm.model.folder import (
 )
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.packing import PACKED
+from coat_vlm.model.pretrained import load_auto
 from coat_vlm.model.processor import (
     build_processor,
     prepare_tokenizer,
@@ -248,6 +249,6 @@ def load_initial_model(
         if problem is not None:
             raise OSError(f"{folder} is damaged: {problem}; start over with --overwrite")
     images = recipe.model.vision is not None
-    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
+    tokenizer = prepare_tokenizer(load_auto(AutoTokenizer, folder), images=images)
     model = build_model(recipe.model, tokenizer, dtype)
     return model, build_processor(recipe.model, tokenizer, cast(CoatVlmConfig, model.config))

@@ -25,6 +25,7 @@ from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.benchmark import IMAGE_LINE
 from coat_eval.files import folder_sha256
 from coat_vlm.generate import GREEDY
+from coat_vlm.model.pretrained import load_auto
 
 _CLOCK = 1000
 """Ticks per second of frame times: processors count in whole frames."""
@@ -59,8 +60,8 @@ class HubAdapter(ModelAdapter):
 
         dtype = torch.float32 if device.type == "cpu" else "auto"
         try:
-            processor = AutoProcessor.from_pretrained(name)
-            model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+            processor = load_auto(AutoProcessor, name)
+            model: Any = load_auto(AutoModelForImageTextToText, name, dtype=dtype)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{name} cannot be loaded as an image-text-to-text model: "

@@ -21,6 +21,7 @@ from coat_eval.files import read_json, read_table
 from coat_eval.generation import select_device
 from coat_eval.own_model import load_run_or_model
 from coat_vlm.config import Precision
+from coat_vlm.model.pretrained import load_auto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,8 +53,8 @@ def load_language_model(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
-    language: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    language: Any = load_auto(AutoModelForCausalLM, folder, dtype=dtype, local_files_only=True)
+    tokenizer = load_auto(AutoTokenizer, folder, local_files_only=True)
     return language.to(device).eval(), tokenizer
 
 

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from coat_eval.hub_model import HubAdapter
+from coat_eval.text import load_language_model
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.config.model import ProjectorConfig
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import read_config
+from coat_vlm.model.processor import load_tokenizer
 
 FAMILIES = ["llama", "qwen2"]
 TEXT: dict[str, Any] = {
@@ -231,3 +235,43 @@ def test_a_wrong_local_path_is_not_taken_for_a_hub_id(path: str, message: str):
         read_config("model.language.name_or_path", path)
     assert message in str(caught.value)
     assert "Repo id" not in str(caught.value)
+
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig
+Path({folder!r}, "was_run").touch()
+class Foreign(PretrainedConfig):
+    model_type = "foreign"
+"""
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda folder: read_config("KEY", folder),
+        lambda folder: load_language_model(Path(folder)),
+        lambda folder: HubAdapter.load(folder, torch.device("cpu"), 8),
+        lambda folder: load_tokenizer(
+            ModelConfig(vision=None, language=LanguageConfig(name_or_path=folder))
+        ),
+    ],
+    ids=["configuration", "language model", "model", "tokenizer"],
+)
+def test_code_in_a_folder_is_never_run(load, tiny_tokenizer, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    tiny_tokenizer.save_pretrained(tmp_path)
+    classes = {"AutoConfig": "code.Foreign", "AutoTokenizer": [None, "code.Foreign"]}
+    config = {"model_type": "foreign", "auto_map": classes}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({**config, "tokenizer_class": "Foreign"}))
+    (tmp_path / "code.py").write_text(CODE.format(folder=str(tmp_path)))
+    # AutoProcessor goes on after the error, and finds no other class.
+    message = r"needs Python code of its own \(auto_map\)|Unrecognized processing class"
+    with pytest.raises(ValueError, match=message) as caught:
+        load(str(tmp_path))
+    assert not asked
+    assert not (tmp_path / "was_run").exists()
+    assert "trust_remote_code" not in str(caught.value)
