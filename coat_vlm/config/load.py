@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from coat_data.sample import hide_secrets
-from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
+from coat_data.saved_files import FORMAT_VERSION, BoundedLoader, check_version, write_text
 from coat_vlm.config import Recipe
 from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
 from coat_vlm.config.model import STRICT
@@ -137,7 +137,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     )
 
 
-class _StrictLoader(yaml.SafeLoader):
+class _StrictLoader(BoundedLoader):
     """Rejects repeated keys in a mapping; plain PyYAML silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

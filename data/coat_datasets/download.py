@@ -222,17 +222,31 @@ def unpack(archive: Path, folder: Path) -> None:
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
+    max_bytes = max(1 << 26, 250 * archive.stat().st_size)
+    size = 0
+
+    def check(member: tarfile.TarInfo | zipfile.ZipInfo, path: str) -> tarfile.TarInfo | None:
+        nonlocal size
+        size += member.size if isinstance(member, tarfile.TarInfo) else member.file_size
+        if size > max_bytes:
+            problem = f"its {archive.stat().st_size} bytes unpack to more than {max_bytes}"
+            remedy = f"if you trust it, unpack it into {folder} and create the file {done}"
+            raise DataError(str(archive), problem, remedy)
+        return tarfile.data_filter(member, path) if isinstance(member, tarfile.TarInfo) else None
+
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as file:
-                for name in file.namelist():
+                for member in file.infolist():
+                    name = member.filename
+                    check(member, name)
                     if os.path.isabs(name) or ".." in Path(name).parts:  # noqa: PTH117 - no path yet
                         problem = f"the member {name!r} leaves the folder"
                         raise DataError(str(archive), problem, "do not use this archive")
                 file.extractall(folder)
         else:
             with tarfile.open(archive) as file:
-                file.extractall(folder, filter="data")
+                file.extractall(folder, filter=check)
     except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
         raise DataError(
             str(archive), f"cannot be unpacked: {error}", "delete it and download it again"

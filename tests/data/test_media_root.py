@@ -132,3 +132,21 @@ def test_downloaded_archives_cannot_leave_their_folder(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             unpack(archive, tmp_path / "into")
     assert not (tmp_path / "evil.txt").exists()
+
+
+def test_downloaded_archives_have_a_limit(tmp_path: Path) -> None:
+    big_zip, big_tar = tmp_path / "a.zip", tmp_path / "b.tar.gz"
+    content = bytes(65 << 20)
+    with zipfile.ZipFile(big_zip, "w", zipfile.ZIP_DEFLATED) as file:
+        for name in "abc":
+            file.writestr(name, content[: 30 << 20])
+    with tarfile.open(big_tar, "w:gz") as file:
+        info = tarfile.TarInfo("a")
+        info.size = len(content)
+        file.addfile(info, io.BytesIO(content))
+    for archive in (big_zip, big_tar):
+        assert archive.stat().st_size < 1 << 18
+        with pytest.raises(DataError, match="bytes unpack to more than 67108864 -> if you trust"):
+            unpack(archive, tmp_path / "into")
+    written = sum(path.stat().st_size for path in (tmp_path / "into").iterdir())
+    assert written <= 60 << 20
