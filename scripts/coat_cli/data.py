@@ -185,7 +185,7 @@ exit status: 0 if all rows are good, else 1
         "--check-media",
         choices=("none", "header", "decode"),
         default="header",
-        help="header: files exist and start like images (default); decode: files can be decoded",
+        help="header: files exist and start like media (default); decode: files can be decoded",
     )
     add("--model", metavar="NAME", help=f"{_MODEL}: also checks lengths, template and image limits")
     parser = command(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clips import write_clip
 from encoders import talk
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,24 @@ def test_every_bad_row_is_named_with_a_remedy(source: Path, capsys: pytest.Captu
     assert "is not JSON" in found[1].problem
     source.write_text("[]")
     assert problems(source)[1][0].problem == "there are no rows"
+
+
+def test_headers_of_videos_are_read(tmp_path: Path) -> None:
+    frames = np.zeros((4, 32, 32, 3), dtype=np.uint8)
+    write_clip(tmp_path / "good.mp4", frames)
+    whole = (tmp_path / "good.mp4").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.mp4").write_text("no video\n" * 100)
+    (tmp_path / "text.jpg").write_text("no image")
+    Image.fromarray(frames[0]).save(tmp_path / "good.jpg")
+    videos = ["good.mp4", "cut.mp4", "text.mp4", ["good.jpg", "text.jpg"], ["good.jpg"] * 2]
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps([talk("<video>q", video=video) for video in videos]))
+    for check in ("header", "decode"):
+        _, found = problems(source, check_media=check)
+        assert {error.where.split(":")[1] for error in found} >= {"2", "3"}, check
+        assert {error.where.split(":")[1] for error in found} <= {"2", "3", "4"}, check
+    assert len(problems(source)[1]) == 3
 
 
 def test_equal_problems_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

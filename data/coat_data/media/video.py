@@ -209,6 +209,12 @@ class VideoReader:
             raise _unreadable(media, f"{type(error).__name__}: {error}") from error
 
 
+def check_header(media: Media) -> None:
+    """Raise DataError if PyAV finds no video in a file; frames of any size are allowed."""
+    with VideoReader(VideoSettings(max_frame_pixels=(1 << 31) - 1))._opened(media):
+        pass
+
+
 def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
     """Read up to ``num_frames`` frames with PyAV, uniform in time, as :class:`VideoReader`."""
     return VideoReader(VideoSettings(num_frames=num_frames)).read(media).frames

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.media.remote_media import check_video
+from coat_data.media.video import check_header
 from coat_data.sample import DataError, Sample, UnreachableError, errors_within
 from coat_data.tools.field_counts import FieldCounts
 from coat_data.tools.source import decode
@@ -40,7 +41,7 @@ def lint(
 ) -> LintSummary:
     """Report every problem of a source, in the order of the rows.
 
-    ``check_media`` ``header`` checks that every file exists and starts as an image; ``decode``
+    ``check_media`` ``header`` checks that every file exists and starts as what it is; ``decode``
     decodes every image and one frame of every video. ``check`` raises the problem of a row in
     another way.
     """
@@ -101,3 +102,7 @@ def check_sample_media(sample: Sample, check: MediaCheck, max_pixels: int | None
                 image_size(medium, max_pixels)
             else:
                 check_video(medium)
+                for frame in medium.frame_images():
+                    image_size(frame, max_pixels)
+                if not medium.frames and not Path(medium.path or "").is_dir():
+                    check_header(medium)
