@@ -59,7 +59,9 @@ def write_folder(
             save.run(write_files)
         finally:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        if isinstance(save.failure, OSError | RuntimeError | SafetensorError):
+        # The tokenizers package raises a plain Exception.
+        failed = isinstance(save.failure, OSError | RuntimeError | SafetensorError)
+        if failed or type(save.failure) is Exception:
             raise save_error(target, save.failure) from save.failure
         if save.failure is not None:
             raise save.failure

@@ -23,7 +23,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from coat_data.sample import hide_secrets
-from coat_data.saved_files import FORMAT_VERSION, BoundedLoader, check_version, write_text
+from coat_data.saved_files import (
+    FORMAT_VERSION,
+    BoundedLoader,
+    FormatVersionError,
+    check_version,
+    write_text,
+)
 from coat_vlm.config import Recipe
 from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
 from coat_vlm.config.model import STRICT
@@ -92,6 +98,19 @@ def load_recipe(
     except ValidationError as error:
         lines = [_format_problem(problem, texts) for problem in error.errors()]
         raise ValueError("\n".join([f"{where}: {len(lines)} problem(s):", *lines])) from None
+
+
+def load_run_recipe(path: Path, *, unset_variables: bool = False) -> Recipe:
+    """Read a run's recipe.yaml; a damaged one is a ValueError that says how to continue."""
+    try:
+        return load_recipe(str(path), unset_variables=unset_variables)
+    except FormatVersionError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\n{path} is the recipe with which this run started; if it is damaged, delete "
+            "it and continue with the same recipe and --resume auto"
+        ) from error
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

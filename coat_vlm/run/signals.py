@@ -10,6 +10,9 @@ signal's number into a socket (:func:`signal.set_wakeup_fd`), and a thread reads
 - inside :meth:`Signals.wait` (waiting for a batch) the wait ends at once;
 - anywhere else SystemExit is raised at once. Python can only raise it when native code returns: a
   rank that waits for others to connect does not for minutes. Then the thread ends the process.
+
+Signals that follow while the exception is raised interrupt no cleanup; after another Ctrl-C the
+thread ends a cleanup that takes longer than ``RETURN_S``.
 """
 
 import os
@@ -54,6 +57,8 @@ class Signals:
         self._holds: list[str] = []
         self._process = -1
         self._waits = False
+        self._stopping = False  # an exception was raised for a signal
+        self._insists = False  # Ctrl-C was received since
 
     @property
     def exit_status(self) -> int:
@@ -67,6 +72,7 @@ class Signals:
             yield self
             return
         self.received, self._holds, self._waits = None, [], False
+        self._stopping = self._insists = False
         self._process = os.getpid()
         reading, writing = socket.socketpair()
         writing.setblocking(False)
@@ -128,6 +134,7 @@ class Signals:
         """Raise for the received signal, if there is one and nothing holds it."""
         if self.received is None or self._holds:
             return
+        self._stopping = True
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(EXIT_REQUEUE)
@@ -135,7 +142,11 @@ class Signals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             return
+        if self._stopping:  # another exception would only interrupt the cleanup
+            self._insists |= number == signal.SIGINT
+            return
         if self.received == number == signal.SIGINT:
+            self._stopping = True
             raise KeyboardInterrupt
         self.received = number
         if self._waits:
@@ -153,8 +164,10 @@ class Signals:
             except TimeoutError:
                 reading.settimeout(None)
                 # The handler, which runs before any other Python code of the main thread, has not.
-                if self.received is None and not self._holds and not self._waits:
-                    sys.stderr.write(f"coat-vlm: {rank}does not wait for native code to return\n")
+                lost = self.received is None and not self._holds and not self._waits
+                if lost or self._insists:
+                    awaited = "the cleanup" if self._insists else "native code to return"
+                    sys.stderr.write(f"coat-vlm: {rank}does not wait for {awaited}\n")
                     sys.stderr.flush()
                     os._exit(EXIT_INTERRUPTED if last == signal.SIGINT else EXIT_REQUEUE)
                 continue

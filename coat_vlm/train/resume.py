@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
+from coat_data.folder_lock import hold_lock
 from coat_data.mixture.packing import Sampler
 from coat_data.mixture.sampler import SamplerState
-from coat_data.saved_files import FormatVersionError
 from coat_vlm.checkpoint.atomic_folder import recover_folders, remove_folder
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
@@ -28,7 +28,7 @@ from coat_vlm.config.load import (
     ReadRecipe,
     compute_digests,
     describe_recipe,
-    load_recipe,
+    load_run_recipe,
     save_recipe,
 )
 from coat_vlm.run.lock import LOCK
@@ -134,7 +134,7 @@ def prepare_run_folder(
         recover_folders(run_dir / stage)
         recover_folders(run_dir / stage / "checkpoints")
     if saved.is_file():
-        changes = find_changes(_load_saved_recipe(saved), recipe)
+        changes = find_changes(load_run_recipe(saved), recipe)
         states = find_stage_states(run_dir)
         if restarted is not None:
             states.pop(restarted, None)
@@ -268,25 +268,16 @@ def _empty_folder(folder: Path) -> None:
     """Delete an earlier run, but not the lock that this process holds.
 
     The recipe is deleted last: without it, what a killed process left would not pass for a run.
+    LockError if another process writes into a folder of the run, as an evaluation with --to.
     """
+    for lock in [path for path in folder.rglob(LOCK) if path.parent != folder]:
+        with hold_lock(lock, "train"):
+            pass
     for path in sorted(folder.iterdir(), key=lambda path: path.name == RECIPE):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif not path.name.startswith(LOCK):
             path.unlink()
-
-
-def _load_saved_recipe(path: Path) -> Recipe:
-    """Read a run's recipe.yaml; a damaged one is a ValueError that says how to continue."""
-    try:
-        return load_recipe(str(path))
-    except FormatVersionError:
-        raise
-    except ValueError as error:
-        raise ValueError(
-            f"{error}\n{path} is the recipe with which this run started; if it is damaged, delete "
-            "it and continue with the same recipe and --resume auto"
-        ) from error
 
 
 def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:

@@ -103,7 +103,12 @@ def hold_lock(
 
 def _acquire(path: Path, content: Mapping[str, Any], limit_s: float) -> None:
     own = path.with_name(f"{path.name}-{content['token']}")
-    own.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        own.write_text(json.dumps(content), encoding="utf-8")
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot be locked: {error.strerror}", f"{path.parent}"
+        ) from error
     try:
         while not _link(own, path):
             holder = _read(path)

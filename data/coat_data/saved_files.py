@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -65,7 +65,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it never was there, if the folder is read-only
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:

@@ -27,7 +27,7 @@ from coat_eval.significance import (
     mcnemar_p_value,
 )
 from coat_eval.tasks import get_task
-from coat_vlm.config.load import load_recipe
+from coat_vlm.config.load import load_run_recipe
 from coat_vlm.train.tracking import read_entries
 
 logger = logging.getLogger(__name__)
@@ -265,8 +265,8 @@ def compare_runs(
         raise ValueError(
             f"{twice[0]} is given twice, and would count as two independent runs; name it once"
         )
-    files = [str(run / "recipe.yaml") for run in (*first, *second)]
-    sets = [load_recipe(file, unset_variables=True).eval_sets for file in files]
+    files = [run / "recipe.yaml" for run in (*first, *second)]
+    sets = [load_run_recipe(file, unset_variables=True).eval_sets for file in files]
     common = [name for name in sets[0] if all(name in one for one in sets)]
     some = sorted(set().union(*sets) - set(common))
     if some:

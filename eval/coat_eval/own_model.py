@@ -10,7 +10,7 @@ from coat_data.load.collate import Batch
 from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.files import folder_sha256
 from coat_vlm.config import STAGES, Precision, Recipe
-from coat_vlm.config.load import load_recipe
+from coat_vlm.config.load import load_run_recipe
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load, media_inputs
 from coat_vlm.model.folder import AnyProcessor
@@ -72,7 +72,7 @@ def load_run_or_model(
     """Load a model, or a run's last stage: model, processor, folder, precision or None."""
     fp8, model_dir = None, folder
     if (folder / "recipe.yaml").is_file():
-        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
+        recipe = load_run_recipe(folder / "recipe.yaml", unset_variables=True)
         model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
         precision = precision or recipe.precision
     loaded, processor = load(

@@ -40,7 +40,7 @@ from coat_eval.scoring import score_tables
 from coat_eval.tasks import BENCHMARKS, get_task
 from coat_eval.tasks.question_set import QuestionSet
 from coat_vlm.config import Recipe
-from coat_vlm.config.load import load_recipe
+from coat_vlm.config.load import load_run_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
 from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
@@ -291,7 +291,7 @@ def evaluate_run(
     Returns on rank 0 a message for each ``require`` entry that the model does not reach.
     """
     run_dir = Path(run_dir)
-    recipe = load_recipe(str(run_dir / "recipe.yaml"))
+    recipe = load_run_recipe(run_dir / "recipe.yaml")
     if not recipe.eval_sets:
         raise ValueError(f"{run_dir / 'recipe.yaml'} has no eval_sets; add at least one")
     tasks = {

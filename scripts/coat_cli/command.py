@@ -99,9 +99,9 @@ def find_model(folder: Path) -> Path:
     if not (folder / "recipe.yaml").is_file():
         return folder
     from coat_eval.own_model import find_final_model
-    from coat_vlm.config.load import load_recipe
+    from coat_vlm.config.load import load_run_recipe
 
-    return find_final_model(folder, load_recipe(str(folder / "recipe.yaml"), unset_variables=True))
+    return find_final_model(folder, load_run_recipe(folder / "recipe.yaml", unset_variables=True))
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -129,11 +129,16 @@ def add_launcher_rank(parser: argparse.ArgumentParser) -> None:
 def say(text: str) -> None:
     """Print from rank 0 only; a process without a launcher is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(hide_secrets(text), flush=True)
+        sys.stdout.write(
+            f"{hide_secrets(text)}\n"
+        )  # in one write, also where output is not buffered
+        sys.stdout.flush()
 
 
 def complain(text: str) -> None:
     """Print to stderr from every rank, because an error may occur on one rank only."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     where = "" if alone else f"[rank {os.environ.get('RANK')}] "
-    print(f"coat-vlm: {where}{hide_secrets(text)}", file=sys.stderr, flush=True)
+    # In one write: the thread that acknowledges signals prints, as well.
+    sys.stderr.write(f"coat-vlm: {where}{hide_secrets(text)}\n")
+    sys.stderr.flush()

@@ -248,7 +248,7 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _load_encoder(name: str) -> "Encoder":
     """Return the encoder of a model or run folder, a recipe, or a model on the Hub."""
-    from coat_vlm.config.load import list_builtin_recipes, load_recipe
+    from coat_vlm.config.load import list_builtin_recipes, load_recipe, load_run_recipe
     from coat_vlm.model.family_processor import FamilyProcessor
     from coat_vlm.model.folder import is_family, load_processor
     from coat_vlm.train.checks import make_recipe_encoder
@@ -260,7 +260,7 @@ def _load_encoder(name: str) -> "Encoder":
         return FamilyProcessor.load("--model", name).encoder()
     model = find_model(folder)
     if model != folder and is_family(model):
-        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
+        recipe = load_run_recipe(folder / "recipe.yaml", unset_variables=True)
         return make_recipe_encoder(recipe, model)  # with its max_length
     return load_processor(model).encoder()
 

@@ -174,18 +174,18 @@ def _eval_run(args: argparse.Namespace) -> int:
     from coat_eval.files import REPORT_FILE, read_json
     from coat_eval.generation import Generation, join_ranks, select_device
     from coat_eval.runner import evaluate_run, format_table
-    from coat_vlm.config.load import load_recipe
+    from coat_vlm.config.load import load_run_recipe
     from coat_vlm.run.lock import LOCK, lock_folder
 
     run = Path(args.model)
     if not (run / "recipe.yaml").is_file():
         raise ValueError(f"{run} is not a run folder: name what to evaluate with --tasks or --text")
-    recipe = load_recipe(str(run / "recipe.yaml"))
+    recipe = load_run_recipe(run / "recipe.yaml")
     generation = Generation(
         batch_size=args.batch_size or 32, max_new_tokens=args.max_new_tokens or _SET_TOKENS
     )
     device = select_device()
-    with join_ranks() as world, lock_folder(run / "eval" / LOCK, "eval", world) as lock:
+    with join_ranks() as world, lock_folder(run / LOCK, "eval", world) as lock:
         missed = evaluate_run(
             run, generation, device=device, limit=args.limit, world=world, check=lock.check
         )

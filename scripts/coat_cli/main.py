@@ -3,14 +3,18 @@
 Nothing imports this module, and every command imports what it needs when it runs. User errors (a
 wrong key, a broken file, a full disk) end with one readable message and exit status 2; ``--debug``
 adds the traceback. Exit status 1 means that a required metric was not reached, that ``lint`` found
-bad rows or that ``doctor`` found a problem; 75 that a signal stopped the command, which the
-same command (train: with ``--resume auto``) continues; 130 Ctrl-C.
+bad rows, that ``doctor`` found a problem, or a fault of the program, whose traceback is in a file
+that the message names; 75 that a signal stopped the command, which the same command (train: with
+``--resume auto``) continues; 130 Ctrl-C.
 """
 
 import argparse
 import logging
 import os
+import re
+import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,9 +24,22 @@ from coat_cli.command import add_launcher_rank, complain
 from coat_cli.removed import find_removed
 from coat_data.sample import hide_secrets
 
+FAULT = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+
+_REMEDIES = {
+    "Too many open files|items of ancillary data": "raise the limit of open files (ulimit -n), or "
+    "use fewer workers (num_workers)",
+    "</torch_|shared memory segment": "give the container more shared memory (--shm-size=8g), or "
+    "set num_workers=0",
+    "start new thread|Resource temporarily unavailable": "raise the limit of processes (ulimit -u, "
+    "--pids-limit), or use fewer workers (num_workers)",
+    "Read-only file system|Permission denied": "change the permissions, or use another folder "
+    "(output_dir, --to)",
+}
+"""Words of the operating system, torch and NCCL in exceptions of any class -> what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,20 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         die_with_launcher()
     try:
         return args.handler(args)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        if argv is None:  # a second Ctrl-C must not interrupt the end of the process
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if isinstance(stopped, SystemExit):
+            raise
         complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Python's flush at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
-            raise
+    except Exception as error:
         if args.debug:
             sys.stderr.write(hide_secrets(traceback.format_exc()))
-        complain(f"{_format_error(error)}\n(--debug shows the traceback)")
-        return USER_ERROR
+        message = _format_error(error)
+        complain(f"{message}\n(--debug shows the traceback)" if message else _save_fault(error))
+        return USER_ERROR if message else FAULT
 
 
 def _configure_allocator() -> None:
@@ -107,12 +127,29 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _format_error(error: Exception) -> str:
+    """Return the message to the user; empty for a fault of the program."""
     if _is_out_of_memory(error):
         return (
             f"out of memory: {error}\nLower micro_batch_size, set gradient_checkpointing: true, or "
             "raise zero_stage on several GPUs."
         )
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    remedies = (f" -> {remedy}" for words, remedy in _REMEDIES.items() if re.search(words, text))
+    remedy = next(remedies, "")
+    return text + remedy if remedy or isinstance(error, ValueError | OSError | MemoryError) else ""
+
+
+def _save_fault(error: Exception) -> str:
+    """Write the traceback to a file, and return the message that names it."""
+    trace = hide_secrets("".join(traceback.format_exception(error)))
+    try:
+        descriptor, path = tempfile.mkstemp(".txt", "coat-vlm-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"coat-vlm {version('coat-vlm')}\n{trace}")
+        where = f"with {path}, which holds the traceback"
+    except OSError:
+        where = f"with this traceback:\n{trace}"
+    return f"a fault of the program: {type(error).__name__}: {error}; please report it {where}"
 
 
 if __name__ == "__main__":

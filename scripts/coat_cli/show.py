@@ -77,13 +77,13 @@ def _plan_memory(folder: Path) -> tuple[dict[str, float], str]:
     ranks = {stage.name: stage.ranks for stage in read_run_folder(folder).stages if stage.on_gpu}
     if not ranks:
         return {}, "not computed, as the run was not on a GPU"
-    from coat_vlm.config.load import load_recipe
+    from coat_vlm.config.load import load_run_recipe
     from coat_vlm.plan import plan_recipe
 
     say("planning the memory of a GPU, to compare it with the measured one")
     planned: dict[str, float] = {}
     try:
-        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
+        recipe = load_run_recipe(folder / "recipe.yaml", unset_variables=True)
         for name, number in ranks.items():
             (plan,) = plan_recipe(recipe, ranks=number, gpu_bytes=0.0, only_stage=name)
             planned[name] = plan.own_memory.peak

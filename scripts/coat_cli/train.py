@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace) -> int:
         try:
             return _run(args)
         except SystemExit as stopped:
-            say("a signal stopped training; finished steps are saved in its checkpoint")
+            say("a signal stopped training; no finished step is lost")
             say("continue with the same command and --resume auto (without --overwrite)")
             if args.status_file is not None and os.environ.get("LOCAL_RANK", "0") == "0":
                 args.status_file.write_text(f"{stopped.code}\n", encoding="ascii")
@@ -78,13 +78,13 @@ def _train(args: argparse.Namespace) -> int:
 
 def _choose_settings(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
     """Choose settings that fit into memory, or take those of the run that is continued."""
-    from coat_vlm.config.load import load_recipe
+    from coat_vlm.config.load import load_run_recipe
     from coat_vlm.plan import adopt_choices, fit_recipe
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     saved = Path(recipe.output_dir) / "recipe.yaml"
     if saved.is_file() and not args.overwrite:
-        adopted = adopt_choices(recipe, load_recipe(str(saved)), ranks=ranks)
+        adopted = adopt_choices(recipe, load_run_recipe(saved), ranks=ranks)
         if adopted is not None:
             lone = "" if adopted.zero_stage == recipe.zero_stage else ", and zero_stage=0"
             say(f"memory: the settings of {saved}{lone}")

@@ -27,6 +27,10 @@ FAST = (
     "test_a_stopped_run_that_wakes_up_writes_nothing",
     "test_resume_refuses_changed_data_unless_allowed[1]",
     "test_the_last_save_fails[full disk]",
+    "test_a_killed_worker",
+    "test_too_little_for_workers[files-64]",
+    "test_two_signals[2]",
+    "test_overwriting_a_run_that_is_evaluated",
     "test_what_cannot_be_saved_ends_a_run_before_its_first_step",
 )
 """The faults of every test run; the others need ``-m faults``."""

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders, write_folder
 from coat_vlm.checkpoint.load import find_checkpoint
@@ -83,3 +85,14 @@ def test_a_failed_replacement_leaves_the_earlier_folder(three: list[Path]) -> No
         write_folder(three[2], ALONE, write)
     assert find_checkpoint(three[0].parent).path == three[2]
     assert sorted(three[0].parent.iterdir()) == three
+
+
+def test_a_temporary_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    """The tokenizers package raises an Exception of no class of its own."""
+
+    def write(folder: Path) -> None:
+        folder.rmdir()
+        Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
+
+    with pytest.raises(OSError, match=r"tokenizer could not be saved: .*write elsewhere"):
+        write_folder(tmp_path / "tokenizer", ALONE, write)

@@ -60,8 +60,13 @@ def test_a_launchers_rank_is_accepted(words: list[str]):
         (DataError("a.json:7", "no image", "add it"), "a.json:7: no image -> add it"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.yaml"), "x.yaml"),
         (torch.OutOfMemoryError("tried 9 GiB"), "Lower micro_batch_size"),
+        (RuntimeError("received 0 items of ancillary data"), "(ulimit -n)"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "(ulimit -n)"),
+        (RuntimeError("unable to mmap 64 bytes from file </torch_1_2_3>"), "(--shm-size=8g)"),
+        (RuntimeError("can't start new thread"), "(ulimit -u"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run"), "(output_dir, --to)"),
     ],
-    ids=["data", "file", "memory"],
+    ids=["data", "file", "memory", "passing", "descriptors", "shared memory", "threads", "folder"],
 )
 def test_a_users_mistake_is_one_message(
     error: Exception,
@@ -76,6 +81,26 @@ def test_a_users_mistake_is_one_message(
     assert "Traceback" not in printed
     assert main(["train", "quickstart", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), RuntimeError("of an engine"), Exception("plain")])
+def test_a_fault_of_the_program_asks_for_a_report(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    failing_train(monkeypatch, error)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["train", "quickstart"]) == 1
+    printed = capsys.readouterr().err
+    (file,) = tmp_path.iterdir()
+    assert f"please report it with {file}" in printed
+    assert "Traceback" not in printed
+    assert f"raise error\n{type(error).__name__}: {error}" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    assert main(["train", "quickstart"]) == 1
+    assert "raise error\n" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

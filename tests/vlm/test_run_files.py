@@ -1,14 +1,18 @@
 """Torn and foreign content in the small files of a run."""
 
+import errno
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from coat_data.saved_files import replace_file
+from coat_cli.main import main
+from coat_data.folder_lock import hold_lock
+from coat_data.saved_files import replace_file, write_text
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.train.resume import find_changes, prepare_run_folder
@@ -42,7 +46,9 @@ def prepare(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, 400])
-def test_a_torn_recipe_is_named_with_its_remedy(tmp_path: Path, size: int) -> None:
+def test_a_torn_recipe_is_named_with_its_remedy(
+    tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path)
     saved = tmp_path / "recipe.yaml"
     whole = saved.read_bytes()
@@ -50,6 +56,10 @@ def test_a_torn_recipe_is_named_with_its_remedy(tmp_path: Path, size: int) -> No
     with pytest.raises(ValueError, match=r"recipe\.yaml: (?s:.*)delete it and continue"):
         prepare(tmp_path)
     assert saved.read_bytes() == whole[:size]
+    assert main(["eval", "--model", str(tmp_path)]) == 2
+    assert (
+        "delete it and continue with the same recipe and --resume auto" in capsys.readouterr().err
+    )
     saved.unlink()
     prepare(tmp_path)
     assert saved.read_bytes() == whole
@@ -136,3 +146,18 @@ def test_foreign_rows_do_not_stop_a_resume(
     (tmp_path / "bad_samples.jsonl").write_text('{"stage": "sft"}\n[]\n')
     recipe = load_recipe("quickstart")
     assert BadSamples(tmp_path, "sft", recipe.stages["sft"], []).total == 0
+
+
+def test_a_read_only_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a temporary file in it, whose removal is also refused."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match=rf"cannot be locked: Read-only .*: '{tmp_path}'$"):
+        hold_lock(tmp_path / ".lock", "train").__enter__()
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(OSError, match=rf"Read-only file system: '{tmp_path}/report\.html'$"):
+        write_text(tmp_path / "report.html", "")

@@ -6,6 +6,7 @@ passed in shared memory here as well, if torch is imported.
 """
 
 import atexit
+import errno
 import itertools
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from coat_data.sample import DataError
 
 _AHEAD = 2  # requests that are assigned to a worker process before its first result is taken
 _IDLE = -1  # stands for the request of a worker that reads none
+_NO_DESCRIPTOR = 24  # exit status of a worker that cannot pass its tensors
 
 Request = TypeVar("Request")
 T = TypeVar("T")
@@ -64,7 +66,10 @@ def in_workers(
                 rows = describe(waiting[workers.reads(number) - number])
                 if isinstance(broken, TimeoutError):
                     raise _make_timeout_error(rows, timeout_s) from broken
-                raise _make_death_error(rows, workers.status(number)) from broken
+                status = workers.status(number)
+                if status == _NO_DESCRIPTOR or getattr(broken, "errno", None) == errno.EMFILE:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from broken
+                raise _make_death_error(rows, status) from broken
             waiting.popleft()
             if error is not None:
                 raise error
@@ -75,12 +80,14 @@ def in_workers(
 
 
 def _make_death_error(rows: str, status: int | None) -> DataError:
-    return DataError(
-        rows,
-        f"a worker process was killed (exit status {status}) while it read these rows",
-        "if the machine ran out of memory, use fewer workers (num_workers) or a smaller "
-        "packing.buffer",
+    remedy = (
+        "give the container more shared memory (--shm-size=8g), or set num_workers=0"
+        if status == -signal.SIGBUS
+        else "if the machine ran out of memory, use fewer workers (num_workers) or a smaller "
+        "packing.buffer"
     )
+    problem = f"a worker process was killed (exit status {status}) while it read these rows"
+    return DataError(rows, problem, remedy)
 
 
 def _make_timeout_error(rows: str, timeout_s: float) -> DataError:
@@ -100,6 +107,7 @@ class _Workers:
         self._current = context.RawArray("q", [_IDLE] * number)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        atexit.register(self.end)  # multiprocessing would send SIGTERM, and wait
         for place in range(number):
             here, there = context.Pipe()
             arguments = (there, work, self._current, place)
@@ -108,7 +116,6 @@ class _Workers:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        atexit.register(self.end)  # multiprocessing would send SIGTERM, and wait
 
     def send(self, index: int, request: Any) -> None:
         """Assign a request."""
@@ -176,6 +183,9 @@ def _serve(
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # multiprocessing's thread that passes tensors reports its errors here; without descriptors it
+    # would try again forever, while the main process waits.
+    sys.excepthook = lambda *_: os._exit(_NO_DESCRIPTOR)
     with suppress(EOFError):
         while True:
             index, request = pipe.recv()
@@ -188,7 +198,10 @@ def _serve(
                 error.add_note("".join(traceback.format_exception(error)))  # pickle drops the cause
                 answer = None, error
             current[place] = _IDLE
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except (OSError, RuntimeError) as error:  # no descriptor or shared memory for a tensor
+                pipe.send((None, error))
 
 
 def _end_with_parent() -> None:
