@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from importlib.resources import files
 from operator import getitem
@@ -42,13 +42,14 @@ ENVIRONMENT = "environment"
 """In a run's recipe.yaml: digest of the value of each environment variable that a key names."""
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_Texts = dict[tuple[Any, ...], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ReadRecipe(Recipe):
     """A recipe that was read from a file, with its texts that contain environment variables."""
 
-    texts: dict[tuple[Any, ...], str]
+    texts: _Texts
     """Path of a key -> its text with ``${NAME}``."""
     digests: dict[str, str] = dataclasses.field(compare=False)
     """:data:`ENVIRONMENT` of the file; empty if it is not that of a run."""
@@ -88,8 +89,7 @@ def load_recipe(
     for override in overrides:
         _apply_override(data, override)
     _clear_other_length(data, overrides)
-    texts: dict[tuple[Any, ...], str] = {}
-    data = _expand_variables((), data, where, texts, unset=unset_variables)
+    data, texts = _expand_variables(data, where, unset_variables)
     _list_open_keys(data)
     try:
         recipe = TypeAdapter(Recipe).validate_python(data)
@@ -240,32 +240,31 @@ def _clear_other_length(data: dict[str, Any], overrides: Sequence[str]) -> None:
                 stage[other] = None
 
 
-def _expand_variables(
-    path: tuple[Any, ...], value: Any, where: str, texts: dict[tuple[Any, ...], str], *, unset: bool
-) -> Any:
-    """Return a value with the variables' values; its texts with variables go into ``texts``."""
-    if isinstance(value, dict):
-        return {
-            k: _expand_variables((*path, k), v, where, texts, unset=unset) for k, v in value.items()
-        }
-    if isinstance(value, list):
-        return [
-            _expand_variables((*path, i), v, where, texts, unset=unset) for i, v in enumerate(value)
-        ]
-    names = _VARIABLE.findall(value) if isinstance(value, str) else []
-    for name in names:
-        if name not in os.environ and not (unset and path[0] not in ("model", "init_from")):
-            raise ValueError(
-                f"{where}: {value!r} needs the environment variable {name}, which is not set; "
-                f"set it (export {name}=/path/to/your/data) or override the key"
-            )
-    if not names:
-        return value
-    texts[path] = value
-    return _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), value)
+def _expand_variables(data: Any, where: str, unset_variables: bool) -> tuple[Any, _Texts]:
+    """Return the data with the values of variables, and the texts that name them."""
+    texts: _Texts = {}
+
+    def expand(value: Any, *path: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: expand(item, *path, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [expand(item, *path, index) for index, item in enumerate(value)]
+        if not isinstance(value, str) or not (names := _VARIABLE.findall(value)):
+            return value
+        needed = not unset_variables or path[0] in ("model", "init_from")
+        for name in names:
+            if name not in os.environ and needed:
+                raise ValueError(
+                    f"{where}: {value!r} needs the environment variable {name}, which is not set; "
+                    f"set it (export {name}=/path/to/your/data) or override the key"
+                )
+        texts[path] = value
+        return _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), value)
+
+    return expand(data), texts
 
 
-def _format_problem(problem: Any, texts: Mapping[tuple[Any, ...], str]) -> str:
+def _format_problem(problem: Any, texts: _Texts) -> str:
     keys = [str(key) for key in problem["loc"] if key != "[key]"]
     dotted = ".".join(keys)
     wrong_key = "[key]" in problem["loc"] and problem["type"] != "value_error"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid")
@@ -13,20 +13,6 @@ STRICT = ConfigDict(extra="forbid")
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-
-
-def check_folder_name(name: str) -> str:
-    """Return a name that becomes part of a path; ValueError if it could lead elsewhere."""
-    clean = name.isprintable() and not {"/", "\\"} & set(name)
-    if not clean or not name or name.startswith(".") or len(name) > 100:
-        raise ValueError(
-            f"{name!r} is not the name of a folder: use at most 100 printable characters, without "
-            "slashes, and no dot at the start"
-        )
-    return name
-
-
-FolderName = Annotated[str, AfterValidator(check_folder_name)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -7,15 +7,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MasterWeights, MonitorConfig, Precision
-from coat_vlm.config.model import (
-    STRICT,
-    FolderName,
-    ModelConfig,
-    NonNegative,
-    Positive,
-    refuse,
-)
-from coat_vlm.config.stage import STAGES, StageConfig, StageName
+from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive, refuse
+from coat_vlm.config.stage import STAGES, FolderName, StageConfig, StageName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

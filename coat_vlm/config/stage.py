@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.model import STRICT, NonNegative, Positive, refuse, require_exactly_one
@@ -16,6 +16,20 @@ ROW_MULTIPLE = 128
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft", "dpo")
+
+
+def check_folder_name(name: str) -> str:
+    """Return a name that becomes part of a path; ValueError if it could lead elsewhere."""
+    clean = name.isprintable() and not {"/", "\\"} & set(name)
+    if not clean or not name or name.startswith(".") or len(name) > 100:
+        raise ValueError(
+            f"{name!r} is not the name of a folder: use at most 100 printable characters, without "
+            "slashes, and no dot at the start"
+        )
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(check_folder_name)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

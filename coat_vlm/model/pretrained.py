@@ -58,12 +58,10 @@ def load_auto(auto_class: Any, path: str | Path, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{path} needs Python code of its own (auto_map), which is never run; use a model that "
-            "the installed version of transformers knows without such code"
-        ) from error
+        if "trust_remote_code" in str(error):
+            problem = f"{path} needs Python code of its own (auto_map), which is never run"
+            raise ValueError(f"{problem}; use a model that transformers itself has") from error
+        raise
 
 
 def read_config(where: str, path: str) -> PretrainedConfig:

@@ -333,12 +333,7 @@ def _load_or_compute(
     may differ between nodes. ``compute`` yields arrays for the given rows in order, each with its
     number of rows. ``join`` merges the ranks' arrays; rank r computes rows r, r + world.size, ...
     """
-
-    def load() -> tuple[str, list[np.ndarray] | None]:
-        key = hashlib.sha256(json.dumps(state()).encode())  # its addresses may contain secrets
-        return _load(path, key.hexdigest(), len(datasets))
-
-    key, saved = world.run_on_rank0(load)
+    key, saved = world.run_on_rank0(lambda: _load(path, json.dumps(state()), len(datasets)))
     if saved is not None:
         return saved
     shares = [range(world.rank, len(dataset), world.size) for dataset in datasets]
@@ -366,7 +361,8 @@ def _load_or_compute(
     return joined
 
 
-def _load(path: Path, key: str, number: int) -> tuple[str, list[np.ndarray] | None]:
+def _load(path: Path, state: str, number: int) -> tuple[str, list[np.ndarray] | None]:
+    key = hashlib.sha256(state.encode()).hexdigest()  # addresses in it may contain secrets
     try:
         with np.load(path) as saved:
             if str(saved["key"]) == key:

@@ -25,19 +25,16 @@ class BoundedLoader(yaml.SafeLoader):
         def measure(node: yaml.Node) -> float:
             if id(node) not in sizes:
                 sizes[id(node)] = math.inf  # if it contains itself
-                below = [] if isinstance(node, yaml.ScalarNode) else node.value
+                below = node.value if isinstance(node, yaml.CollectionNode) else ()
                 below = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
                 sizes[id(node)] = 1 + sum(map(measure, below))
             return sizes[id(node)]
 
-        try:
+        with suppress(RecursionError):
             root = super().get_single_node()
-            size = 0 if root is None else measure(root)
-        except RecursionError:
-            size, root = math.inf, None
-        if size > 100_000 + 10 * len(sizes):
-            raise yaml.YAMLError("its nesting or its aliases (*name) make too many values")
-        return root
+            if root is None or measure(root) <= 100_000 + 10 * len(sizes):
+                return root
+        raise yaml.YAMLError("its nesting or its aliases (*name) make too many values")
 
 
 class FormatVersionError(ValueError):

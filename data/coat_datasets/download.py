@@ -222,17 +222,16 @@ def unpack(archive: Path, folder: Path) -> None:
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    max_bytes = max(1 << 26, 250 * archive.stat().st_size)
-    size = 0
+    left = max_bytes = max(1 << 26, 250 * archive.stat().st_size)
 
-    def check(member: tarfile.TarInfo | zipfile.ZipInfo, path: str) -> tarfile.TarInfo | None:
-        nonlocal size
-        size += member.size if isinstance(member, tarfile.TarInfo) else member.file_size
-        if size > max_bytes:
+    def check(member: Any, path: str) -> Any:
+        nonlocal left
+        left -= member.size if isinstance(member, tarfile.TarInfo) else member.file_size
+        if left < 0:
             problem = f"its {archive.stat().st_size} bytes unpack to more than {max_bytes}"
             remedy = f"if you trust it, unpack it into {folder} and create the file {done}"
             raise DataError(str(archive), problem, remedy)
-        return tarfile.data_filter(member, path) if isinstance(member, tarfile.TarInfo) else None
+        return isinstance(member, tarfile.TarInfo) and tarfile.data_filter(member, path)
 
     try:
         if zipfile.is_zipfile(archive):

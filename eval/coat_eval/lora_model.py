@@ -7,7 +7,7 @@ from typing import Any
 
 from coat_eval.adapter import ModelAdapter
 from coat_eval.files import folder_sha256
-from coat_vlm.config.model import check_folder_name
+from coat_vlm.config.stage import check_folder_name
 from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 

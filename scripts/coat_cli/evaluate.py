@@ -230,7 +230,7 @@ def _make_task(word: str, args: argparse.Namespace) -> "tuple[str, EvalTask, Pat
     from coat_eval.benchmark import Settings
     from coat_eval.runner import EvalTask, make_eval_task
     from coat_eval.tasks import get_task
-    from coat_vlm.config.model import check_folder_name
+    from coat_vlm.config.stage import check_folder_name
 
     common = {"limit": args.limit, "overwrite": args.overwrite}
     kind, equals, folder = word.partition("=")
