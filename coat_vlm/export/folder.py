@@ -108,9 +108,13 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
 def _update(
     raw: dict[str, Any], read: dict[str, Any], values: dict[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Return a file with the ``values`` that differ from those ``read`` from it."""
+    """Return a file with the ``values`` that differ from those ``read`` from it.
+
+    Older files have a part's values at the top, where transformers 5 has them as well.
+    """
     updated = dict(raw)
-    for name in [*raw, *sorted(values.keys() - raw.keys())]:
+    new = [n for n in sorted(values.keys() - raw.keys()) if not isinstance(values[n], dict)]
+    for name in [*raw, *new]:
         old, before, after = raw.get(name), read.get(name), values.get(name)
         if isinstance(old, dict) and isinstance(before, dict) and isinstance(after, dict):
             updated[name] = _update(old, before, after, dtype)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from coat_vlm import commit
-from coat_vlm.checkpoint.atomic_folder import read_json, write_folder, write_json
+from coat_vlm.checkpoint.atomic_folder import read_json, save_error, write_folder, write_json
 from coat_vlm.checkpoint.manifest import MANIFEST, list_files
 from coat_vlm.checkpoint.metadata import Contents, read_contents
 from coat_vlm.checkpoint.shards import Shards
@@ -123,7 +123,7 @@ def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) ->
     """Save a model without its weights into a temporary folder in ``folder``, before training.
 
     Returns the files that describe it in a checkpoint, by name. Raises ValueError, with the cause,
-    if the trained model could not be saved.
+    if the trained model could not be saved; OSError if the disk or folder cannot be written.
     """
     state = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
     try:
@@ -133,6 +133,8 @@ def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) ->
             (temporary / INDEX).unlink(missing_ok=True)  # of files that are not there
             write_model(temporary, model, processor)
             return {file: (temporary / file).read_bytes() for file in list_files(temporary)}
+    except OSError as error:
+        raise save_error(folder, error) from error
     except Exception as error:
         raise ValueError(
             f"the model of the stage {folder.name} could not be saved after training, so it is not "

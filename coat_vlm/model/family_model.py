@@ -144,6 +144,11 @@ def load_family_model(
 ) -> PreTrainedModel:
     """Load a published model, or one that training wrote; ValueError if it is incomplete."""
     _, config = find_family(where, path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{where}={path!r} has quantized weights; take the model from which it was made, in "
+            "FP32, BF16 or FP16"
+        )
     kind = trainable_class(config.model_type)
     model: Any = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
     find_parts(model, model.family)

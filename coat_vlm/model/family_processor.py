@@ -35,7 +35,7 @@ from coat_vlm.model.pretrained import load_auto, read_files
 logger = logging.getLogger(__name__)
 
 _FILES = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "*processor_config.json")
-_FILES += ("generation_config.json",)
+_FILES += ("*.model", "LICENSE*", "generation_config.json")
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
 _LINE_BREAKS = re.compile(r"^\n+|\n+$")
 

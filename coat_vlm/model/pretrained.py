@@ -80,7 +80,8 @@ def read_files(path: str, *patterns: str) -> dict[str, bytes]:
     """Read files of a folder, or of a model on the Hub, whose config.json was read before."""
     found = cached_file(path, "config.json")
     assert found is not None
-    return {file.name: file.read_bytes() for p in patterns for file in Path(found).parent.glob(p)}
+    files = [file for p in patterns for file in Path(found).parent.glob(p) if file.is_file()]
+    return {file.name: file.read_bytes() for file in files}
 
 
 def load_weights(

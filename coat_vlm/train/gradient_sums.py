@@ -1,7 +1,7 @@
 """Sums the gradients of micro-batches: in BF16, in FP32, or in BF16 with stochastic rounding.
 
-BF16 has 8 significant bits. Rounded to nearest, a sum does not grow by terms below 2^-9 of it: of
-1,024 equal gradients it has 0.37 of the length.
+BF16 has 8 significant bits. Rounded to nearest, a sum does not grow by terms below 2^-9 of it: the
+sum of 1,024 equal gradients is 0.37 times as long as it should be.
 
     sums        micro-batches  bytes per trained parameter between them
     bf16        up to 8        2
@@ -96,8 +96,8 @@ class GradientSums:
         )
 
     def adopt(self, saved: Sums) -> None:
-        """Continue with the sums of a checkpoint, which another GPU may have chosen."""
-        if self.parameters and saved != "bf16":
+        """Continue with a checkpoint's stochastic sums, also where the memory allows others."""
+        if self.parameters and saved == "stochastic":
             self.sums = saved
 
     @contextmanager

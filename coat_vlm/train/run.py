@@ -419,6 +419,7 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     check_weights(opened.model, loop.watchdog.detector, name, stage.world)
     loop.heartbeat.enter("saving the model", finished)
     target = stage.folder / "model"
+    last = stage.checkpoints / f"step-{finished:08d}"
     trained = (opened.model, opened.processor, stage.recipe, name, finished)
     try:
         with SIGNALS.hold(f"when {target} is complete"):
@@ -428,9 +429,9 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     except Exception as error:
         raise OSError(
             f"stage {name} is trained, but its model is not saved: {error}\nNo step is lost: "
-            f"{stage.checkpoints / f'step-{finished:08d}'} is complete. When the cause is removed, "
-            "this command writes the model without training again: coat-vlm train "
-            f"{stage.run_dir / 'recipe.yaml'} --resume auto"
+            f"{last} is complete. When the cause is removed, this command writes the model without "
+            f"training again: coat-vlm train {stage.run_dir / 'recipe.yaml'} --resume auto\nIf the "
+            f"base model or the data are gone: coat-vlm export --model {last} --to FOLDER"
         ) from error
     wall = round(time.perf_counter() - stage.started, 2)
     loop.step.log.metrics.write(

@@ -97,6 +97,8 @@ def test_a_published_model_with_experts_can_be_saved(tmp_path: Path) -> None:
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
     model: Any = load_model(tmp_path / "base", torch.float32)
     processor = load_processor(tmp_path / "base")
+    with pytest.raises(OSError, match=r"could not be saved: .*Not a directory"):
+        check_save(tmp_path / "base" / "config.json" / "sft", model, processor)
     names = json.loads(check_save(tmp_path / "sft", model, processor)["tensors.json"])
     fused = {name for name in names if name.endswith(("gate_up_proj", "experts.down_proj"))}
     assert {name for name, known in names.items() if known is None} == fused

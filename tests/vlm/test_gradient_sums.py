@@ -102,3 +102,5 @@ def test_a_run_continues_with_the_sums_of_its_checkpoint() -> None:
         )
         sums.adopt("stochastic")
         assert sums.sums == expected
+        sums.adopt("fp32")  # of a larger GPU
+        assert sums.sums == expected

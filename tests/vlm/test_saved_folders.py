@@ -133,7 +133,10 @@ def test_weights_of_more_than_one_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("coat_vlm.export.folder._SHARD_SIZE", "50KB")
     base = tmp_path / "base"
     publish("llava", base)
+    (base / "LICENSE").write_text("MIT")
+    (base / "tokenizer").mkdir()  # not a file of the tokenizer
     saved = finish(load_model(base, torch.float32), load_processor(base), tmp_path / "model")
+    assert (saved / "LICENSE").read_text() == "MIT"
     index = json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1
     expected = load_file(base / "model.safetensors")
@@ -141,6 +144,25 @@ def test_weights_of_more_than_one_file(tmp_path: Path, monkeypatch: pytest.Monke
     stock: Any = AutoModelForImageTextToText.from_pretrained(saved)
     found = AutoModelForImageTextToText.from_pretrained(base).state_dict()
     assert all(torch.equal(tensor, found[name]) for name, tensor in stock.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_only_the_dtype_of_the_configuration_changes(kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    publish(kind, base)
+    config = json.loads((base / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    write(base / "config.json", config)
+    saved = finish(load_model(base, torch.float32), load_processor(base), tmp_path / "model")
+    found = json.loads((saved / "config.json").read_text())
+    assert found == config | {"torch_dtype": "float32"}
+
+
+def test_quantized_bases_are_refused(tmp_path: Path) -> None:
+    publish("llava", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "config.json", config | {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ValueError, match="quantized weights; take the model from which"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_max_pixels_in_files_of_transformers_4(tmp_path: Path) -> None:
