@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
     ends = time.perf_counter() + args.seconds
     with join_world() as world:
         recipe = make_recipe(args.size, args.rows, "coat", master_weights="low_bits")
-        frozen, train = ModuleTraining(train=False), ModuleTraining(train=True, lr=1e-4)
+        frozen, train = ModuleTraining(train=False), ModuleTraining(train=True, lr=2e-5)
         stage = replace(recipe.stages["sft"], vision=frozen, projector=frozen, language=train)
         recipe = replace(recipe, stages={"sft": stage})
         shape = {"images": 0, "tokens": args.tokens, "accumulation": args.micro_batches}
