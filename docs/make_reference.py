@@ -95,8 +95,9 @@ def recipe_page() -> str:
         for field in dataclasses.fields(of):
             nested = list(_nested(hints[field.name]))
             name = f"{path}.{field.name}".lstrip(".")
-            values = f"[{_anchor(name, hints[field.name])}](#{_slug(name, hints[field.name])})"
-            shown = values if nested else _values(hints[field.name])
+            anchor = _anchor(name, hints[field.name])
+            link = f"[{anchor}](#{re.sub(r'[^a-z0-9_]', '', anchor.lower())})"
+            shown = link if nested else _values(hints[field.name])
             summary = (inspect.getdoc(nested[0]) or "").split("\n\n")[0] if nested else ""
             meaning = _markdown(documents.get(field.name, summary))
             lines.append(f"| `{field.name}` | {shown} | {_default(field)} | {meaning} |")
@@ -140,10 +141,6 @@ def _anchor(name: str, hint: Any) -> str:
     if name.startswith("stages.") and last == "val_data":
         return "stages.STAGE.data"
     return name
-
-
-def _slug(name: str, hint: Any) -> str:
-    return re.sub(r"[^a-z0-9_]", "", _anchor(name, hint).lower())
 
 
 def _values(hint: Any) -> str:

@@ -232,9 +232,8 @@ class CoatVlmProcessor(ProcessorMixin):
             ``dynamic_s2`` also image_grids (M, 2), and with ``pool_frames`` frame_groups (G,) of
             videos. Without text: pixel_values, and num_patches (M,), the tiles of each image.
 
-        Raises:
-            DataError: an image cannot be read.
-            ValueError: media and placeholders do not match, or an option is unknown.
+        Raises DataError if an image cannot be read; ValueError if media and placeholders do not
+        match, or an option is unknown.
         """
         if text is None and videos is None and images is not None:
             return self._encode_images(flatten(images, "image"), return_tensors)
@@ -276,9 +275,8 @@ class CoatVlmProcessor(ProcessorMixin):
             processor_kwargs: options of a call; ``images`` are for parts without a source.
             **options: options of a call, or variables of another template.
 
-        Raises:
-            DataError: a medium cannot be read, or a conversation is too long.
-            ValueError: arguments contradict each other, or a message or an option is unknown.
+        Raises DataError if a medium cannot be read, or a conversation is too long; ValueError if
+        arguments contradict each other, or a message or an option is unknown.
         """
         kwargs = {**flat_options(processor_kwargs or {}), **options}
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):

@@ -145,24 +145,16 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
             fresh.discard(name)
         elif kind == "fp8":
             log.fp8.append(row)
-        elif kind in ("stage", "resume", "divergence"):
-            _add_event(log, row)
-            if row.get("status") == "start":
-                fresh.add(name)
+        elif kind in ("resume", "divergence"):
+            log.events.append(row)
+        elif kind == "stage":
+            log.start, log.end = (log.start, row) if row.get("status") == "end" else (row, None)
+            fresh.add(name)
     for name, log in logs.items():
         log.steps, log.validations, log.evaluations, log.monitor, log.saves = (
             [row for _, row in sorted(numbered.get((name, kind), {}).items())] for kind in _BY_STEP
         )
     return list(logs.values())
-
-
-def _add_event(log: StageLog, row: dict[str, Any]) -> None:
-    if row["kind"] != "stage":
-        log.events.append(row)
-    elif row.get("status") == "start":
-        log.start, log.end = row, None
-    elif row.get("status") == "end":
-        log.end = row
 
 
 def _read_json(path: Path, missing: list[str]) -> dict[str, Any]:

@@ -168,7 +168,6 @@ class Signals:
                 if lost or self._insists:
                     awaited = "the cleanup" if self._insists else "native code to return"
                     sys.stderr.write(f"coat-vlm: {rank}does not wait for {awaited}\n")
-                    sys.stderr.flush()
                     os._exit(EXIT_INTERRUPTED if last == signal.SIGINT else EXIT_REQUEUE)
                 continue
             for number in dict.fromkeys(numbers):
@@ -176,7 +175,6 @@ class Signals:
                     last = number
                     name, when = signal.Signals(number).name, [*self._holds, "now"][0]
                     sys.stderr.write(f"coat-vlm: {rank}{name} received; stops {when}\n")
-                    sys.stderr.flush()
                     reading.settimeout(RETURN_S)
 
 

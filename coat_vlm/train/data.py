@@ -122,10 +122,8 @@ def open_data(
     verify_template(encoder)
     encoder.preferences = stage.dpo is not None
     template = stage.template or processor.template
-    warnings = [
-        *find_row_warnings([*sources, *stage.val_data], [*datasets, *validation]),
-        *_find_template_warnings([*sources, *stage.val_data], [*datasets, *validation], template),
-    ]
+    opened = [*sources, *stage.val_data], [*datasets, *validation]
+    warnings = [*find_row_warnings(*opened), *_find_template_warnings(*opened, template)]
     if template == "plain":
         split = partial(
             split_documents, encoder=encoder, world=world, num_workers=recipe.num_workers

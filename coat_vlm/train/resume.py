@@ -177,7 +177,8 @@ def find_changes(old: Recipe, new: Recipe) -> list[Change]:
     changes = [*_compare((), _settings(old), _settings(new))]
     saved, now = old.digests if isinstance(old, ReadRecipe) else {}, compute_digests(old)
     changes += _compare((ENVIRONMENT,), {**now, **saved}, {**saved, **now})
-    stored = [_master_weights(recipe) for recipe in (old, new)]
+    gpu = torch.cuda.is_available()
+    stored = ["low_bits" if one.has_low_bits(gpu=gpu) else "fp32" for one in (old, new)]
     if stored[0] != stored[1]:
         changes.append(Change(("master_weights",), *stored))
     return changes
@@ -201,15 +202,10 @@ def check_changes(
         return
     flag = "; --allow-changed-data accepts the keys that change samples or their order"
     remedy = f"restore these keys{flag if data else ''}, or start a new run in another output_dir"
+    shown = "\n".join(lines)
     raise ValueError(
-        "\n".join(
-            [
-                f"the recipe differs from {path}, which this run continues, in keys that must "
-                "not change:",
-                *lines,
-                f"{remedy}; a new run can start from saved weights with init_from",
-            ]
-        )
+        f"the recipe differs from {path}, which this run continues, in keys that must not change:\n"
+        f"{shown}\n{remedy}; a new run can start from saved weights with init_from"
     )
 
 
@@ -316,11 +312,6 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         for key in ("data", "val_data"):
             stage[key] = {source["name"]: source for source in stage[key]}
     return settings
-
-
-def _master_weights(recipe: Recipe) -> str:
-    low_bits = recipe.has_low_bits(gpu=torch.cuda.is_available())
-    return "low_bits" if low_bits else "fp32"
 
 
 def _compare(key: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:

@@ -52,10 +52,9 @@ class BadSamples:
         self.transient = 0
         self._counts = dict.fromkeys((source.name for source in self._sources), 0)
         for entry in read_entries(self.path):
-            if entry["stage"] == self._name and not entry.get("transient"):
-                source = entry.get("source")
-                if source in self._counts:
-                    self._counts[source] += 1
+            ours = entry["stage"] == self._name and not entry.get("transient")
+            if ours and entry.get("source") in self._counts:
+                self._counts[entry["source"]] += 1
 
     def note(self, micro_batches: Sequence[LoadedBatch], step: int) -> dict[str, float]:
         """List this rank's bad samples of a step; return counts to sum over the ranks."""

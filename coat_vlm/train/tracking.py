@@ -121,13 +121,10 @@ def list_measured(path: Path, stage: str, step: int) -> frozenset[str]:
 
 def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
     """Return the losses of a validation source by step, from metrics.jsonl."""
-    entries = (
-        entry
-        for entry in read_entries(path)
-        if (entry["stage"], entry.get("kind")) == (stage, "val")
-    )
     return {
-        entry["step"]: entry["losses"][source] for entry in entries if source in entry["losses"]
+        entry["step"]: entry["losses"][source]
+        for entry in read_entries(path)
+        if (entry["stage"], entry.get("kind")) == (stage, "val") and source in entry["losses"]
     }
 
 

@@ -106,9 +106,8 @@ def _acquire(path: Path, content: Mapping[str, Any], limit_s: float) -> None:
     try:
         own.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot be locked: {error.strerror}", f"{path.parent}"
-        ) from error
+        problem = f"cannot be locked: {error.strerror}"
+        raise OSError(error.errno, problem, str(path.parent)) from error
     try:
         while not _link(own, path):
             holder = _read(path)

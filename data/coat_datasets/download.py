@@ -56,16 +56,14 @@ class KnownMixture:
     notes: tuple[str, ...]
 
 
-def _read_benchmarks() -> dict[str, Repository]:
-    text = resources.files("coat_datasets").joinpath("benchmarks.yaml").read_text(encoding="utf-8")
-    return {name: _repository(entry) for name, entry in yaml.safe_load(text).items()}
-
-
 def _repository(entry: Mapping[str, Any]) -> Repository:
     return Repository(**{**entry, "files": tuple(entry["files"])})
 
 
-BENCHMARKS: Mapping[str, Repository] = _read_benchmarks()
+_LISTED = resources.files("coat_datasets").joinpath("benchmarks.yaml").read_text(encoding="utf-8")
+BENCHMARKS: Mapping[str, Repository] = {
+    name: _repository(entry) for name, entry in yaml.safe_load(_LISTED).items()
+}
 """The official benchmarks, by the name for ``coat-vlm eval --tasks``."""
 
 

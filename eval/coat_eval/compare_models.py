@@ -309,24 +309,17 @@ def _read_runs(runs: Sequence[Path], name: str) -> list[ScoredSet]:
 
 def _read_losses(run: Path) -> dict[str, float]:
     """Read the last stage's final training loss and last validation losses."""
-    rows = _read_last_stage(run)
-    steps = [row["loss"] for row in rows if row["kind"] == "step"]
+    rows = list(read_entries(run / "metrics.jsonl"))
+    stages = [row["stage"] for row in rows if row.get("kind") == "step"]
+    if not stages:
+        raise ValueError(f"{run}/metrics.jsonl has no steps yet; compare runs that have trained")
+    stage = stages[-1]
+    rows = [row for row in rows if row["stage"] == stage]
+    steps = [row["loss"] for row in rows if row.get("kind") == "step"]
     tail = steps[-max(1, round(LAST_SHARE * len(steps))) :]
-    stage = rows[0]["stage"]
-    losses = {k: v for row in rows if row["kind"] == "val" for k, v in row["losses"].items()}
+    losses = {k: v for row in rows if row.get("kind") == "val" for k, v in row["losses"].items()}
     validations = {f"{stage} validation {name}": value for name, value in losses.items()}
     return {f"{stage} training": float(np.mean(tail)), **validations}
-
-
-def _read_last_stage(run: Path) -> list[dict[str, Any]]:
-    """Read the steps and validations of the last stage from a run's metrics.jsonl."""
-    rows = [
-        row for row in read_entries(run / "metrics.jsonl") if row.get("kind") in ("step", "val")
-    ]
-    if not any(row["kind"] == "step" for row in rows):
-        raise ValueError(f"{run}/metrics.jsonl has no steps yet; compare runs that have trained")
-    stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
-    return [row for row in rows if row["stage"] == stage]
 
 
 def format_comparison(rows: Sequence[SetComparison]) -> str:

@@ -70,15 +70,22 @@ def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
 ) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
     """Load a model, or a run's last stage: model, processor, folder, precision or None."""
-    fp8, model_dir = None, folder
-    if (folder / "recipe.yaml").is_file():
-        recipe = load_run_recipe(folder / "recipe.yaml", unset_variables=True)
-        model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
-        precision = precision or recipe.precision
+    model_dir, recipe = find_model(folder)
+    precision = precision or (recipe and recipe.precision)
+    fp8 = recipe and recipe.fp8
     loaded, processor = load(
         model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
     )
     return loaded, processor, model_dir, precision
+
+
+def find_model(folder: Path) -> tuple[Path, Recipe | None]:
+    """Return the model of a run's last stage, and the recipe; any other folder is unchanged."""
+    path = folder / "recipe.yaml"
+    if not path.is_file():
+        return folder, None
+    recipe = load_run_recipe(path, unset_variables=True)
+    return find_final_model(folder, recipe), recipe
 
 
 def find_final_model(run_dir: Path, recipe: Recipe) -> Path:

@@ -105,7 +105,7 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
         known = [
-            "_".join(filter(None, (one.name, kind)))
+            EvalTask(benchmark=one, variant=kind).name
             for one in BENCHMARKS.values()
             for kind in ("", *one.variants)
         ]
@@ -373,9 +373,8 @@ def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
     for name, settings in recipe.eval_sets.items():
         task = get_task(settings.task, settings.media_root, **access_of(recipe))
         questions = task.load(Path(settings.path))
-        chosen = [
-            questions[index] for index in sample_evenly(range(len(questions)), recipe.eval_samples)
-        ]
+        indices = sample_evenly(range(len(questions)), recipe.eval_samples)
+        chosen = [questions[index] for index in indices]
         subsets.append(
             EvalSubset(
                 name=name,

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from coat_data.sample import hide_secrets
@@ -22,14 +21,10 @@ PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat")
 def command(
     commands: Commands, name: str, handler: Handler, summary: str, examples: str = ""
 ) -> argparse.ArgumentParser:
-    """Declare a subcommand and return its parser.
+    """Declare a subcommand and return its parser; ``handler`` returns the exit status.
 
-    Args:
-        commands: the parser's subcommands.
-        name: the word that starts it.
-        handler: called with the parsed arguments, returns the exit status.
-        summary: one clause for the list of commands, without a period.
-        examples: lines at the end of ``--help``: commands, a blank line, explanations.
+    ``summary`` is one clause without a period. ``examples`` are the last lines of ``--help``:
+    commands, a blank line, explanations.
     """
     parser = commands.add_parser(
         name,
@@ -84,24 +79,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def read_recipe(args: argparse.Namespace, *, unset_variables: bool = False) -> "Recipe":
-    """Load the recipe of :func:`add_recipe` with its overrides.
-
-    Raises:
-        ValueError: see :func:`coat_vlm.config.load.load_recipe`.
-    """
+    """Load the recipe of :func:`add_recipe`; see :func:`coat_vlm.config.load.load_recipe`."""
     from coat_vlm.config.load import load_recipe
 
     return load_recipe(args.recipe, args.overrides, unset_variables=unset_variables)
-
-
-def find_model(folder: Path) -> Path:
-    """Return the model folder of a run's last stage; any other folder is returned unchanged."""
-    if not (folder / "recipe.yaml").is_file():
-        return folder
-    from coat_eval.own_model import find_final_model
-    from coat_vlm.config.load import load_run_recipe
-
-    return find_final_model(folder, load_run_recipe(folder / "recipe.yaml", unset_variables=True))
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +110,8 @@ def add_launcher_rank(parser: argparse.ArgumentParser) -> None:
 def say(text: str) -> None:
     """Print from rank 0 only; a process without a launcher is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(
-            f"{hide_secrets(text)}\n"
-        )  # in one write, also where output is not buffered
-        sys.stdout.flush()
+        # In one write, also where output is not buffered.
+        print(f"{hide_secrets(text)}\n", end="", flush=True)
 
 
 def complain(text: str) -> None:
@@ -141,4 +120,3 @@ def complain(text: str) -> None:
     where = "" if alone else f"[rank {os.environ.get('RANK')}] "
     # In one write: the thread that acknowledges signals prints, as well.
     sys.stderr.write(f"coat-vlm: {where}{hide_secrets(text)}\n")
-    sys.stderr.flush()

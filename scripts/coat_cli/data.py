@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_cli.command import Commands, at_least, check_effects, command, find_model, say, stoppable
+from coat_cli.command import Commands, at_least, check_effects, command, say, stoppable
 
 if TYPE_CHECKING:
     from coat_data.load.encode import Encoder
@@ -248,7 +248,8 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _load_encoder(name: str) -> "Encoder":
     """Return the encoder of a model or run folder, a recipe, or a model on the Hub."""
-    from coat_vlm.config.load import list_builtin_recipes, load_recipe, load_run_recipe
+    from coat_eval.own_model import find_model
+    from coat_vlm.config.load import list_builtin_recipes, load_recipe
     from coat_vlm.model.family_processor import FamilyProcessor
     from coat_vlm.model.folder import is_family, load_processor
     from coat_vlm.train.checks import make_recipe_encoder
@@ -258,9 +259,8 @@ def _load_encoder(name: str) -> "Encoder":
         return make_recipe_encoder(load_recipe(name, unset_variables=True))
     if not folder.exists():
         return FamilyProcessor.load("--model", name).encoder()
-    model = find_model(folder)
-    if model != folder and is_family(model):
-        recipe = load_run_recipe(folder / "recipe.yaml", unset_variables=True)
+    model, recipe = find_model(folder)
+    if recipe is not None and is_family(model):
         return make_recipe_encoder(recipe, model)  # with its max_length
     return load_processor(model).encoder()
 

@@ -162,9 +162,8 @@ def _list_tasks() -> int:
     from coat_eval.tasks import BENCHMARKS, TASKS
 
     for benchmark in BENCHMARKS.values():
-        say(
-            " ".join([benchmark.name, *(f"{benchmark.name}_{kind}" for kind in benchmark.variants)])
-        )
+        variants = (f"{benchmark.name}_{kind}" for kind in benchmark.variants)
+        say(" ".join([benchmark.name, *variants]))
     for name in TASKS:
         say(f"{name}=FOLDER")
     return 0
@@ -250,6 +249,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
     from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
     from coat_eval.lora_model import adapted, name_adapters
     from coat_eval.runner import load_adapter, run_benchmark
+    from coat_eval.scoring import format_headline
     from coat_vlm.model.family_processor import limit_pixels
     from coat_vlm.run.lock import LOCK, lock_folder
 
@@ -305,17 +305,11 @@ def _eval_tasks(args: argparse.Namespace) -> int:
                         check=checks[adapter, name],
                     )
                     if world.is_main:
-                        _say_result(report, out, Path(adapter, name).as_posix())
+                        title = Path(adapter, name).as_posix()
+                        _warn(report, f"{title}: ")
+                        say(f"{title}\n{format_headline(report)}")
+                        say(f"{out / 'report.json'} has all metrics and items\n")
     return 0
-
-
-def _say_result(report: Mapping[str, Any], out: Path, title: str) -> None:
-    """Print the result of a task below ``title``, its folder below ``--to``."""
-    from coat_eval.scoring import format_headline
-
-    _warn(report, f"{title}: ")
-    say(f"{title}\n{format_headline(report)}")
-    say(f"{out / 'report.json'} has all metrics and items\n")
 
 
 def _warn(report: Mapping[str, Any], name: str = "") -> None:

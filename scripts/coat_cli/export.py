@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_cli.command import Commands, check_effects, command, find_model, say, stoppable
+from coat_cli.command import Commands, check_effects, command, say, stoppable
 
 
 def add(commands: Commands) -> None:
@@ -91,10 +91,11 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
 def _export(args: argparse.Namespace) -> int:
     import torch
 
+    from coat_eval.own_model import find_model
     from coat_vlm.export.hugging_face import check_hub, export, export_adapter, push
     from coat_vlm.model.compressed import table
 
-    source = find_model(args.model)
+    source, _ = find_model(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.format == "adapter":
         names = ("weights", "card", "push_to_hub")

@@ -30,6 +30,8 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 _REMEDIES = {
+    "^OutOfMemoryError": "lower micro_batch_size, set gradient_checkpointing: true, or raise "
+    "zero_stage on several GPUs",
     "Too many open files|items of ancillary data": "raise the limit of open files (ulimit -n), or "
     "use fewer workers (num_workers)",
     "</torch_|shared memory segment": "give the container more shared memory (--shm-size=8g), or "
@@ -39,7 +41,7 @@ _REMEDIES = {
     "Read-only file system|Permission denied": "change the permissions, or use another folder "
     "(output_dir, --to)",
 }
-"""Words of the operating system, torch and NCCL in exceptions of any class -> what to do."""
+"""Words of the operating system, torch and NCCL in ``CLASS: MESSAGE`` of an error -> remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,21 +122,11 @@ def _print_to_stderr(record: logging.LogRecord) -> bool:
     return False
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch ran out of memory, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
 def _format_error(error: Exception) -> str:
     """Return the message to the user; empty for a fault of the program."""
-    if _is_out_of_memory(error):
-        return (
-            f"out of memory: {error}\nLower micro_batch_size, set gradient_checkpointing: true, or "
-            "raise zero_stage on several GPUs."
-        )
     text = str(error) or type(error).__name__
-    remedies = (f" -> {remedy}" for words, remedy in _REMEDIES.items() if re.search(words, text))
+    whole = f"{type(error).__name__}: {text}"
+    remedies = (f" -> {remedy}" for words, remedy in _REMEDIES.items() if re.search(words, whole))
     remedy = next(remedies, "")
     return text + remedy if remedy or isinstance(error, ValueError | OSError | MemoryError) else ""
 

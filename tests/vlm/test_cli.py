@@ -59,7 +59,7 @@ def test_a_launchers_rank_is_accepted(words: list[str]):
     [
         (DataError("a.json:7", "no image", "add it"), "a.json:7: no image -> add it"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.yaml"), "x.yaml"),
-        (torch.OutOfMemoryError("tried 9 GiB"), "Lower micro_batch_size"),
+        (torch.OutOfMemoryError("tried 9 GiB"), "lower micro_batch_size"),
         (RuntimeError("received 0 items of ancillary data"), "(ulimit -n)"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "(ulimit -n)"),
         (RuntimeError("unable to mmap 64 bytes from file </torch_1_2_3>"), "(--shm-size=8g)"),

@@ -64,12 +64,11 @@ def in_workers(
                 result, error = workers.take(number, timeout_s)
             except (OSError, EOFError) as broken:
                 rows = describe(waiting[workers.reads(number) - number])
-                if isinstance(broken, TimeoutError):
-                    raise _make_timeout_error(rows, timeout_s) from broken
                 status = workers.status(number)
                 if status == _NO_DESCRIPTOR or getattr(broken, "errno", None) == errno.EMFILE:
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from broken
-                raise _make_death_error(rows, status) from broken
+                late_s = timeout_s if isinstance(broken, TimeoutError) else None
+                raise _make_error(rows, status, late_s) from broken
             waiting.popleft()
             if error is not None:
                 raise error
@@ -79,23 +78,17 @@ def in_workers(
         workers.end()
 
 
-def _make_death_error(rows: str, status: int | None) -> DataError:
-    remedy = (
-        "give the container more shared memory (--shm-size=8g), or set num_workers=0"
-        if status == -signal.SIGBUS
-        else "if the machine ran out of memory, use fewer workers (num_workers) or a smaller "
-        "packing.buffer"
-    )
+def _make_error(rows: str, status: int | None, late_s: float | None) -> DataError:
     problem = f"a worker process was killed (exit status {status}) while it read these rows"
+    remedy = "if the machine ran out of memory, use fewer workers (num_workers) or a smaller "
+    remedy += "packing.buffer"
+    if late_s is not None:
+        problem = f"a worker process has not finished reading these rows in {late_s:g} s"
+        remedy = "check that their files and servers answer (coat-vlm data lint), or raise "
+        remedy += "data_timeout_s"
+    elif status == -signal.SIGBUS:
+        remedy = "give the container more shared memory (--shm-size=8g), or set num_workers=0"
     return DataError(rows, problem, remedy)
-
-
-def _make_timeout_error(rows: str, timeout_s: float) -> DataError:
-    return DataError(
-        rows,
-        f"a worker process has not finished reading these rows in {timeout_s:g} s",
-        "check that their files and servers answer (coat-vlm data lint), or raise data_timeout_s",
-    )
 
 
 class _Workers:
