@@ -45,7 +45,7 @@ def load_processor(folder: str | Path) -> AnyProcessor:
         return FamilyProcessor.load("the model", str(folder))
     try:
         return load_auto(CoatVlmProcessor, str(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}: the processor cannot be loaded: {error}") from error
 
 

@@ -559,7 +559,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     check_local_path(where, name)
     try:
         tokenizer = load_auto(AutoTokenizer, name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{where}={name!r} has no tokenizer that transformers can read: {error}; required: a "
             "folder with tokenizer.json, or a Hub id"

@@ -21,11 +21,11 @@ KEY = "__key__"
 """Field of a row of a WebDataset tar: the name that the files of the sample share."""
 
 _SECRET = re.compile(
-    r"""(?<=://)[^/\s"?#]*@|(?<=[?&])((?:[\w-]*[-_]|access|api|AWSAccess)?"""
+    r"""(?<=://)[^/\s"?#]*@|(?<=\w\w:/)[^/\s"?#]+@|(?<=[?&])((?:[\w-]*[-_]|access|api|AWSAccess)?"""
     r"""(?:sig|signature|token|secret|password|credential|key|keyid)=)[^&#\s"'<>]*""",
     re.IGNORECASE,
 )
-"""User and password of an address; its signature, token and key."""
+"""User and password of an address (pathlib: ``https:/``); its signature, token and key."""
 
 
 def printable(text: str) -> str:

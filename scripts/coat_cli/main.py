@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from coat_cli import chat, compare, data, evaluate, export, plan, show, train
 from coat_cli.command import add_launcher_rank, complain
@@ -40,12 +41,18 @@ _REMEDIES = {
     "--pids-limit), or use fewer workers (num_workers)",
     "Read-only file system|Permission denied": "change the permissions, or use another folder "
     "(output_dir, --to)",
+    r"\[Errno (17|20)\]": "a file is where a folder is needed; use another one (output_dir, --to)",
+    "alidation error for|Storage size calculation|decoding a JSON": "correct the configuration of "
+    "the model (its config.json, or model in the recipe)",
 }
 """Words of the operating system, torch and NCCL in ``CLASS: MESSAGE`` of an error -> remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, which the module docstring lists."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell (>&-)
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     args = parse(argv)
     _configure_allocator()
     logging.getLogger("DeepSpeed").addFilter(_print_to_stderr)

@@ -109,6 +109,7 @@ def test_what_cannot_be_read_names_its_address(serve: Any, tmp_path: Path) -> No
     [
         ("https://me:pass@host.org/a.tar", "https://***@host.org/a.tar"),
         ("s3://KEY:p@ss@bucket/{0..9}.tar", "s3://***@bucket/{0..9}.tar"),
+        ("runs/https:/me:word@host/x", "runs/https:/***@host/x"),
         ("zip://a::https://me@host/x", "zip://a::https://***@host/x"),
         ("https://b.net/c/x?sv=2&sig=a%2Fb&se=3", "https://b.net/c/x?sv=2&sig=***&se=3"),
         (

@@ -65,8 +65,11 @@ def test_a_launchers_rank_is_accepted(words: list[str]):
         (RuntimeError("unable to mmap 64 bytes from file </torch_1_2_3>"), "(--shm-size=8g)"),
         (RuntimeError("can't start new thread"), "(ulimit -u"),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run"), "(output_dir, --to)"),
+        (FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), "run"), "a file is where"),
+        (Exception("Validation error for field 'vocab_size'"), "correct the configuration"),
+        (RuntimeError("Storage size calculation overflowed"), "correct the configuration"),
+        (RecursionError("maximum depth while decoding a JSON array"), "correct the configuration"),
     ],
-    ids=["data", "file", "memory", "passing", "descriptors", "shared memory", "threads", "folder"],
 )
 def test_a_users_mistake_is_one_message(
     error: Exception,
@@ -197,3 +200,7 @@ def test_the_installed_command_runs_and_survives_a_closed_pipe():
     os.close(writing)
     assert closed.returncode == PIPE_CLOSED
     assert closed.stderr == ""
+    without = subprocess.run(
+        ["sh", "-c", f"{command} recipes >&-"], capture_output=True, check=False
+    )
+    assert (without.returncode, without.stderr) == (0, b"")
