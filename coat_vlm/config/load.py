@@ -52,7 +52,7 @@ class ReadRecipe(Recipe):
     texts: _Texts
     """Path of a key -> its text with ``${NAME}``."""
     digests: dict[str, str] = dataclasses.field(compare=False)
-    """:data:`ENVIRONMENT` of the file; empty if it is not that of a run."""
+    """:data:`ENVIRONMENT` of the file; empty unless a run wrote it."""
 
 
 def list_builtin_recipes() -> list[str]:

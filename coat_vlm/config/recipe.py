@@ -152,7 +152,7 @@ class Recipe:
     at public hosts. ``deny``: neither."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     eval_sets: dict[FolderName, EvalSetConfig] = field(default_factory=dict)
-    """Evaluation sets by name, which is also that of the folder in RUN/eval."""
+    """Evaluation sets by name; RUN/eval has a folder of this name for each."""
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
     (also at the end of each stage); 0 turns them off. Some answers are shown in Weights

@@ -35,10 +35,10 @@ def write_model(
 ) -> None:
     """Write a folder that ``from_pretrained`` loads, with what ``processor`` saves.
 
-    ``weights`` are those of all names of the model, without adapters; tied names share one tensor
-    (:func:`share_tied`), which is written once. ``rename`` gives tensors the names of the folder
-    that the model was loaded from. Without weights, a published model's tensors.json gets these
-    names by parameter.
+    ``weights`` has a tensor for each name in the model's state dict, without adapters; tied names
+    share one tensor (:func:`share_tied`), which is written once. ``rename`` gives tensors the names
+    of the folder that the model was loaded from. Without weights, these names are written to
+    tensors.json if the model is a published one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder / "config.json", _describe(model))

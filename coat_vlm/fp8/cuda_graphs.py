@@ -290,7 +290,7 @@ class BlockGraphs:
             self._set_mark()
         out = _run_eagerly(self.blocks[number], hidden, *args, **kwargs)
         self._end_pass()
-        if out.requires_grad:  # a backward pass begins where that of the next block ends
+        if out.requires_grad:  # its backward begins when the next block's ends
             last = number == len(self.blocks) - 1
             out.register_hook(lambda _: self._set_mark() if last else self._end_pass())
         tokens = hidden.shape[:-1].numel()

@@ -105,7 +105,7 @@ def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
     """Return the modules and parameters on which no input of the language model depends.
 
     These are blocks behind ``vision_feature_layer``, a pooling head and the like, found in the
-    graph of one ``image``. Names are those of whole modules where possible.
+    autograd graph of one ``image``. A module without a used parameter is listed by its own name.
     """
     inputs: list[Any] = []
 

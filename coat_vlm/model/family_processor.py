@@ -76,7 +76,7 @@ class FamilyProcessor:
                 listed = ", ".join(f"{name}={value}" for name, value in missing.items())
                 logger.warning("%s: processor_config.json lacks %s of config.json", path, listed)
                 processor = load_auto(AutoProcessor, path, **missing)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, KeyError) as error:  # KeyError: of tokenizer.json
             raise ValueError(
                 f"{where}={path!r} has no processor that transformers can load: {error}; required: "
                 "the files of the published model, with preprocessor_config.json and the tokenizer"

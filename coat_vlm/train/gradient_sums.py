@@ -32,8 +32,8 @@ MAX_BF16 = 8
 """Most micro-batches of a step whose gradients are added in BF16."""
 
 FP32_SHARE = 0.25
-"""Largest share of a GPU's memory that FP32 sums may take in low-bits training: those of 8B
-parameters take 0.38 of 85 GB (a GPU of 80 GB), and 0.21 of 150 GB (one of 141 GB)."""
+"""Largest share of a GPU's memory that FP32 sums may take in low-bits training. With
+8B parameters they take 0.38 of an 80 GB GPU (85e9 bytes) and 0.21 of an H200 (150e9 bytes)."""
 
 
 def choose_sums(

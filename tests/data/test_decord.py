@@ -21,7 +21,7 @@ from coat_data.media.video import VideoReader
 from coat_data.sample import Media
 
 needs_decord = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="decord has wheels for x86-64 processors only"
+    platform.machine() != "x86_64", reason="needs an x86-64 processor: decord has no other wheels"
 )
 
 

@@ -165,6 +165,13 @@ def test_quantized_bases_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path, torch.float32)
 
 
+def test_an_empty_tokenizer_is_refused(tmp_path: Path) -> None:
+    publish("llava", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no processor that transformers can load"):
+        load_processor(tmp_path)
+
+
 def test_max_pixels_in_files_of_transformers_4(tmp_path: Path) -> None:
     base = tmp_path / "base"
     publish("qwen2_5_vl", base)
