@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -70,6 +70,30 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file by ``text`` in UTF-8; see :func:`replace_file`."""
     with replace_file(path, durable=durable) as file:
         file.write(text.encode("utf-8"))
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
+    """Raise ValueError before a command replaces a file that it reads, or writes one file twice.
+
+    All files below a folder of ``inputs`` are read. No output of a command is binary, so an
+    existing binary file (an image, a table, weights) is refused as well.
+    """
+    read = [Path(path).resolve() for path in inputs if path is not None]
+    written: set[Path] = set()
+    for path in filter(None, outputs):
+        own, exists, problem = path.resolve(), path.exists(), ""
+        if own in written:
+            problem = "is named for two outputs"
+        elif own in read or (exists and any(own.samefile(one) for one in read if one.exists())):
+            problem = "is an input of this command"
+        elif exists and (folders := [one for one in own.parents if one in read]):
+            problem = f"is a file of {folders[0]}, an input of this command"
+        elif path.is_file():
+            with path.open("rb") as file:
+                problem = "holds binary data" if b"\0" in file.read(4096) else ""
+        if problem:
+            raise ValueError(f"{path} {problem} and is not overwritten; name another file to write")
+        written.add(own)
 
 
 def sync(path: Path) -> None:

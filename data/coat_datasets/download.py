@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from coat_data.containers.http_file import open_http
 from coat_data.sample import DataError
-from coat_data.saved_files import replace_file
+from coat_data.saved_files import check_outputs, replace_file
 
 _ASK_S = 10.0
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
@@ -150,10 +150,11 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
             )
         mixture = known[name]
     out_dir = Path(out_dir)
+    path = out_dir / f"{mixture.name}.yaml"
+    check_outputs([path], [name])
     for repository in mixture.hub:
         folder = out_dir / repository.folder
         _fetch_and_unpack(repository, folder)
-    path = out_dir / f"{mixture.name}.yaml"
     listing = yaml.safe_dump({"sources": [dict(source) for source in mixture.sources]})
     path.write_text(f"# {mixture.about}\n{listing}", encoding="utf-8")
     return path, mixture.notes

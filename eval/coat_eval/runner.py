@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from coat_data.sample import DataError
+from coat_data.saved_files import check_outputs
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
@@ -27,6 +28,7 @@ from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make
 from coat_eval.files import REPORT_FILE, Table, folder_sha256, read_json, write_json, write_rows
 from coat_eval.generation import (
     PREDICTIONS_FILE,
+    RUN_FILE,
     Generation,
     answer_all,
     get_key_fields,
@@ -50,6 +52,7 @@ from coat_vlm.train.open_sources import access_of
 PROBLEMS_FILE = "media_problems.jsonl"
 PROMPTS_FILE = "prompts.jsonl"
 SUBMISSION_FILE = "submission.json"
+OUTPUTS = (PREDICTIONS_FILE, RUN_FILE, PROMPTS_FILE, PROBLEMS_FILE, REPORT_FILE, SUBMISSION_FILE)
 COLUMNS = ("set", "task", "metric", "value", "chance", "majority", "required", "")
 _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 
@@ -151,6 +154,8 @@ def run_benchmark(
     """
     start = time.monotonic()
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
+    cache = judge.cache if judge is not None else None
+    check_outputs(map(out_dir.joinpath, OUTPUTS), [cache, *(one.path for one in folder.tables)])
     prompts = _make_prompts(adapter, eval_task, folder)
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}

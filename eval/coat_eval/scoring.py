@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError, Sample
-from coat_data.saved_files import hash_file
+from coat_data.saved_files import check_outputs, hash_file
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
@@ -52,11 +52,14 @@ def score_official(
     **options: Any,
 ) -> dict[str, Any]:
     """Score files in any order, recognized by content: :func:`score_tables` and its options."""
-    _check_options(benchmark, options.get("settings", Settings()), options.get("judge"))
+    judge: Judge | None = options.get("judge")
+    _check_options(benchmark, options.get("settings", Settings()), judge)
     warnings: list[str] = []
-    own = [_read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)]
-    named = _drop_repeated(_list_files(benchmark, references), warnings)
-    known = [_read(benchmark, path, "references") for path in named]
+    answers, named = (list(_list_files(benchmark, one)) for one in (predictions, references))
+    cache = judge.cache if judge is not None else None
+    check_outputs([report_path, options.get("submission_path")], [*answers, *named, cache])
+    own = [_read(benchmark, path, "predictions") for path in answers]
+    known = [_read(benchmark, path, "references") for path in _drop_repeated(named, warnings)]
     report = score_tables(benchmark, own, known, warnings=warnings, **options)
     if report_path is not None:
         write_json(report_path, report)

@@ -89,11 +89,16 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
+    from coat_data.saved_files import check_outputs
     from coat_eval.compare_models import compare_items, format_differences
     from coat_eval.files import write_json
     from coat_eval.results_page import ITEMS_PER_SET, write_results
 
     comparison = compare_items(paths)
+    reports = [one.path for sets in comparison.sets.values() for one in sets.values()]
+    read = [file for one in reports for file in (one, *one.parent.glob("*.jsonl"))]
+    read += [path / one for path in paths for one in ("recipe.yaml", "metrics.jsonl", "eval.json")]
+    check_outputs([args.json, args.html], read)
     say(f"\n{format_differences(comparison)}")
     if args.json is not None:
         write_json(args.json, comparison.to_json())

@@ -290,11 +290,13 @@ def _add_overlap(jobs: Commands) -> None:
 
 
 def _overlap(args: argparse.Namespace) -> int:
+    from coat_data.saved_files import check_outputs
     from coat_data.tools.overlap import Benchmarks, as_table, find_overlap
 
-    benchmarks = Benchmarks()
+    benchmarks, read = Benchmarks(), list[Path]()
     for name in args.against:
-        benchmarks.add(name, _read_questions(name, args.data))
+        benchmarks.add(name, _read_questions(name, args.data, read))
+    check_outputs([args.out], read)
     counts, bad = find_overlap(args.path, benchmarks, args.out, **_options(args))
     for line in as_table(counts):
         say(line)
@@ -310,8 +312,8 @@ def _overlap(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_questions(name: str, data: Path | None) -> "Iterator[Question]":
-    """Yield the questions of a benchmark, a folder with questions, or a data file."""
+def _read_questions(name: str, data: Path | None, read: list[Path]) -> "Iterator[Question]":
+    """Yield the questions of a benchmark, a folder or a data file; ``read`` gets the files."""
     from coat_data.load.dataset import SampleDataset
     from coat_data.sample import DataError
     from coat_data.tools.overlap import Question
@@ -329,15 +331,18 @@ def _read_questions(name: str, data: Path | None) -> "Iterator[Question]":
             raise ValueError(f"--data is missing; name the folder that has the files of {name}")
         else:
             task = make_eval_task(name, data)
-        options = PromptOptions(variant=task.variant)
-        yield from map(_to_question, task.benchmark.prompts(task.open(data), options))
+        options, folder = PromptOptions(variant=task.variant), task.open(data)
+        read += [table.path for table in folder.tables]
+        yield from map(_to_question, task.benchmark.prompts(folder, options))
         return
     if not path.exists():
         raise ValueError(
             f"--against {name}: there is no such file or folder, and no benchmark of that name; "
             f"allowed: {', '.join(BENCHMARKS)}, a folder with {QUESTIONS_FILE}, or a data file"
         )
-    for sample in SampleDataset(path).stream():
+    dataset = SampleDataset(path)
+    read += dataset.paths
+    for sample in dataset.stream():
         if isinstance(sample, DataError):
             raise sample
         text = "\n".join(turn.text for turn in sample.turns)

@@ -200,10 +200,12 @@ def _eval_run(args: argparse.Namespace) -> int:
 
 
 def _eval_text(args: argparse.Namespace) -> int:
-    from coat_data.saved_files import hash_file
+    from coat_data.saved_files import check_outputs, hash_file
     from coat_eval.files import write_json
     from coat_eval.text import load_language_model, measure_perplexity, read_documents
 
+    out = args.to and args.to / "text.json"
+    check_outputs([out], args.text)
     # Errors in a file are reported before the model is loaded.
     documents = {path: read_documents(path, args.text_field or "text") for path in args.text}
     model, tokenizer = load_language_model(Path(args.model), args.precision)
@@ -217,10 +219,9 @@ def _eval_text(args: argparse.Namespace) -> int:
             f"{measured['bits_per_byte']:.4f}  {measured['tokens']:,} tokens  last words "
             f"{measured['last_word_accuracy']:.2f}%"
         )
-    if args.to is not None:
-        args.to.mkdir(parents=True, exist_ok=True)
-        write_json(args.to / "text.json", {"model": args.model, "text": report})
-        say(f"metrics: {args.to / 'text.json'}")
+    if out is not None:
+        write_json(out, {"model": args.model, "text": report})
+        say(f"metrics: {out}")
     return 0
 
 

@@ -97,8 +97,11 @@ def _choose_settings(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
 def _run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args)
     # DeepSpeed takes seconds to import. Problems are reported before that, all of them.
+    from coat_data.saved_files import check_outputs
     from coat_vlm.train.checks import check_recipe
 
+    sources = [own for stage in recipe.stages.values() for own in (*stage.data, *stage.val_data)]
+    check_outputs([args.status_file], [args.recipe, *(own.path for own in sources)])
     findings = check_recipe(
         recipe,
         only_stage=args.stage,

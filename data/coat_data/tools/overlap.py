@@ -34,7 +34,7 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
-from coat_data.saved_files import write_text
+from coat_data.saved_files import check_outputs, write_text
 from coat_data.tools.workers import Chunk, map_chunks, map_samples
 
 MAX_BITS = 7
@@ -247,6 +247,7 @@ def find_overlap(
     lines: list[str] = []
     bad = 0
     dataset = SampleDataset(path, without_weights=True, **options)
+    check_outputs([out], dataset.paths)
     for source in dataset.sources():
         file = source.path if is_url(source.path) else str(Path(source.path).absolute())
         own = {name: OverlapCount(source=source.name, benchmark=name) for name in benchmarks.names}

@@ -20,6 +20,7 @@ from coat_data.load.readable import Span, as_lines, token_spans
 from coat_data.media.image import image_size, open_image
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Sample
+from coat_data.saved_files import check_outputs
 from coat_data.tools.html_page import data_address, sample_evenly, write_page
 
 LONGEST_SIDE = 320
@@ -60,6 +61,7 @@ def preview(
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
+    check_outputs([Path(out) if out is not None else None], dataset.paths)
     rows = sample_evenly(range(len(dataset)), number)
     cards = [_card(dataset, row, encoder) for row in tqdm(rows, "preview", delay=1.0)]
     if out is not None:
