@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import sys
 import zipfile
 import zlib
@@ -30,12 +31,29 @@ _LONGEST_NAME = 64
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _LISTS = ("annotations", "questions", "data")
 """Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second) and TextVQA."""
-_ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
-"""A JSON object with one of these keys is itself a row: JSON lines with a single line."""
-_COLUMNS = _ROW_FIELDS | {"index", "qid"}
+_COLUMNS = frozenset(
+    {"question_id", "questionId", "id", "index", "qid", "image", "video_id", "prediction"}
+)
 """One of these is in the header line of a CSV or TSV file."""
+_ROW_FIELDS = _COLUMNS | {"pid", "question", "answer", "text", "video", "video_name"}
+"""A JSON object with one of these keys is itself a row: JSON lines with a single line."""
+_IDS = ("question_id", "questionId", "id", "index", "qid", "pid")
+_LINE_END = re.compile("\r\n?|\n")
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
 _File = IO[bytes] | gzip.GzipFile
 _REWRITE = "write the table again, for example with pandas"
+
+
+class Fields(dict[str, Any]):
+    """The fields of one row; a missing one is a DataError with file and row."""
+
+    def __init__(self, row: Mapping[str, Any], table: "Table", index: int) -> None:
+        super().__init__(row)
+        self._place = (table, index)
+
+    def __missing__(self, name: str) -> Any:
+        table, index = self._place
+        raise DataError(table.where(index), f"has no {name}; it has {sorted(self)}", "add it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +90,22 @@ def read_table(path: Path) -> Table:
     with path.open("rb") as file:
         if file.read(2) != _GZIP:
             file.seek(0)
-            return _read(path, file)
+            return _name_rows(_read(path, file))
     try:
         with gzip.open(path) as unzipped:
-            return _read(path, unzipped)
+            return _name_rows(_read(path, unzipped))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
+
+
+def _name_rows(table: Table) -> Table:
+    """Return the table with rows that know their place; a column of ids 7.0 becomes integers."""
+    for name in filter(table.has, _IDS):
+        if all(re.fullmatch(r"\d+\.0", str(row.get(name))) for row in table.rows):
+            for row in table.rows:
+                row[name] = str(row[name])[:-2]
+    table.rows[:] = [Fields(row, table, index) for index, row in enumerate(table.rows)]
+    return table
 
 
 def _read(path: Path, file: _File) -> Table:
@@ -87,11 +115,11 @@ def _read(path: Path, file: _File) -> Table:
         return _read_parquet(path, file)
     if line.startswith(_ZIP):
         return _read_workbook(path, file)
-    first = line.decode("utf-8-sig", "replace").rstrip("\r\n")
-    delimiter = "\t" if "\t" in first else ","
-    names = next(csv.reader([first], delimiter=delimiter), [])
-    if first.lstrip()[:1] not in ("{", "[") and len(names) > 1 and _COLUMNS & set(names):
-        return _read_delimited(path, file, delimiter=delimiter, strict=True)
+    first = _LINE_END.split(line.decode("utf-8-sig", "replace"), maxsplit=1)[0]
+    for delimiter in "\t,;" if first.lstrip()[:1] not in ("{", "[") else "":
+        names = next(csv.reader([first], delimiter=delimiter), [])
+        if len(names) > 1 and _COLUMNS & set(names):
+            return _read_delimited(path, file, delimiter=delimiter, strict=True)
     if path.suffix == ".txt" and "\t" in first:  # quotes have no meaning in MME's results
         columns = [f"column_{number}" for number in range(1, first.count("\t") + 2)]
         form: dict[str, Any] = {"fieldnames": columns, "delimiter": "\t"}
@@ -107,7 +135,7 @@ def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
     """Read CSV or TSV record by record, so that only one image is in memory."""
     csv.field_size_limit(sys.maxsize)
     rows, lines = [], []
-    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline="\n"), **form)
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), **form)
     try:
         for row in reader:
             if None in row or None in row.values():
@@ -178,16 +206,16 @@ def _make_encoding_error(path: Path, error: UnicodeDecodeError) -> DataError:
 def _parse_json(path: Path, text: str) -> Table:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         if not text.strip():
             return Table(path=path, rows=[])
         # JSON lines: more data follows a complete object.
-        if error.msg == "Extra data":
+        if getattr(error, "msg", "") == "Extra data":
             remedy = "write one object per line, or download it again"
             rows = list(read_json_lines(path, remedy, text=text))
             return Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
-        problem = f"not JSON: {error}"
-        raise DataError(f"{path}:{error.lineno}", problem, "repair or download it again") from error
+        where = f"{path}:{getattr(error, 'lineno', 1)}"
+        raise DataError(where, f"not JSON: {error}", "repair or download it again") from error
     if isinstance(value, list):
         return Table(path=path, rows=_check_objects(value, str(path)))
     if not isinstance(value, dict):
@@ -221,12 +249,12 @@ def read_json_lines(
     """Yield number (from 1) and object of each line that is not blank; DataError."""
     text = path.read_text(encoding="utf-8-sig") if text is None else text
     # Not splitlines(): JSON strings may contain U+2028 and other separators.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_LINE_END.split(text), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
         if not isinstance(row, dict):
             what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
@@ -240,21 +268,27 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(str(path), f"not JSON: {error}", remedy) from error
     if not isinstance(value, dict):
         raise DataError(str(path), f"a {type(value).__name__}, not an object", remedy)
     return value
 
 
+def format_json(value: Any, indent: int | None = None) -> str:
+    """Format as JSON that can be written in UTF-8: only lone surrogates are escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _NOT_UTF8.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON; the file is complete or unchanged."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, format_json(value, indent=2) + "\n")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON lines; the file is complete or unchanged."""
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, "".join(format_json(row) + "\n" for row in rows))
 
 
 def folder_sha256(folder: Path) -> str:

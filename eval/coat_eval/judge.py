@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from coat_data.sample import DataError
-from coat_eval.files import read_json_lines
+from coat_eval.files import format_json, read_json_lines
 
 _TIMEOUT_S = 120.0
 _ATTEMPTS = 4
@@ -124,7 +124,7 @@ class Judge:
             if self.cache is not None:
                 row = {"judge": self.name, "prompt": prompt, "answer": answer}
                 with self.cache.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.write(format_json(row) + "\n")
         return found
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval.files import read_table
+from coat_eval.files import read_table, write_json
 
 ROWS = [{"question_id": 1, "answers": [{"answer": "a\u2028b"}]}, {"question_id": 2, "answers": []}]
 # Without a time: test names are made of these bytes, and processes must agree on them.
@@ -137,3 +137,68 @@ def test_images_are_hashed_wherever_quotes_are(tmp_path: Path, seed: int):
     data = content.encode("utf-8-sig" if seed % 3 else "utf-8")
     (tmp_path / "t.tsv").write_bytes(gzip.compress(data) if seed % 5 == 0 else data)
     assert read_table(tmp_path / "t.tsv").rows == read_with_hashed_images(content, delimiter)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_every_line_end_and_delimiter(tmp_path: Path, end: str, mark: str):
+    lines = [f"question_id{mark}prediction", f"1{mark}yes", f'2{mark}"a {mark} b"', ""]
+    path = tmp_path / "p.csv"
+    path.write_bytes(end.join(lines).encode())
+    wanted = [
+        {"question_id": "1", "prediction": "yes"},
+        {"question_id": "2", "prediction": f"a {mark} b"},
+    ]
+    assert read_table(path).rows == wanted
+    path.write_bytes(end.join(json.dumps(row) for row in wanted).encode())
+    assert read_table(path).rows == wanted
+
+
+def test_one_line_of_references_is_a_row(tmp_path: Path):
+    path = tmp_path / "p"
+    for row in ({"index": 3, "question": "x?", "answer": "A"}, {"pid": "7", "response": "3"}):
+        path.write_text(json.dumps(row))
+        assert (read_table(path).rows, read_table(path).form) == ([row], "rows")
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "parquet"])
+def test_ids_that_pandas_wrote_as_floats(tmp_path: Path, form: str):
+    path = tmp_path / "p"
+
+    def read(ids: list[Any]) -> list[Any]:
+        rows = [{"question_id": own, "prediction": "x"} for own in ids]
+        if form == "csv":
+            text = "\n".join(["question_id,prediction", *(f"{own},x" for own in ids)])
+            path.write_text(text + "\n")
+        elif form == "json":
+            path.write_text(json.dumps(rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        return [str(row["question_id"]) for row in read_table(path).rows]
+
+    assert read([7.0, 11.0]) == ["7", "11"]
+    assert read([7.0, 1.5]) == ["7.0", "1.5"]  # no column of integers
+
+
+@pytest.mark.parametrize("before", ["", '{"question_id": 1}\n'])
+def test_deep_nesting_is_named(tmp_path: Path, before: str):
+    path = tmp_path / "p"
+    path.write_text(before + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(DataError, match=r"not JSON: maximum recursion depth") as error:
+        read_table(path)
+    assert error.value.where == f"{path}:{2 if before else 1}"
+
+
+def test_a_missing_field_is_named_with_its_row(tmp_path: Path):
+    path = tmp_path / "p"
+    path.write_text('{"question_id": 1, "prediction": "x"}\n\n{"question_id": 2}\n')
+    with pytest.raises(DataError, match=r"has no prediction; it has \['question_id'\]") as error:
+        _ = read_table(path).rows[1]["prediction"]
+    assert error.value.where == f"{path}:3"
+
+
+def test_lone_surrogates_are_written_as_escapes(tmp_path: Path):
+    path, value = tmp_path / "p", {"text": "a\ud83d b\u00e9 \U0001f600"}
+    write_json(path, value)
+    assert json.loads(path.read_bytes()) == value
+    assert "b\u00e9 \U0001f600".encode() in path.read_bytes()

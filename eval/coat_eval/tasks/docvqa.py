@@ -52,7 +52,7 @@ class DocVqa(Benchmark):
             question_id=str(pick(row, ("questionId",), where)),
             answer=[str(one) for one in row.get("answers") or ()] or None,
             tables={"question_type": str(types[0])} if types else {},
-            text=str(row["question"]),
+            text=str(pick(row, ("question",), where)),
             cluster=get_image(row),
             where=where,
         )

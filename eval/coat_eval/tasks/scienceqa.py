@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Question, ScoredItem, Settings, group_by_table, to_percent
+from coat_eval.benchmark import Question, ScoredItem, Settings, group_by_table, pick, to_percent
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_llava, ask_vlmeval
@@ -91,7 +91,7 @@ class ScienceQa(LetterBenchmark):
         }
         return replace(
             found,
-            answer=LETTERS[row["answer"]],
+            answer=LETTERS[pick(row, ("answer",), where)],
             tables={name: value for name, value in tables.items() if value},
             details={**found.details, "kind": "image" if with_image else "text"},
             counted=row.get("split") in (None, "test"),
