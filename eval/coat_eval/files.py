@@ -69,6 +69,8 @@ class Table:
     """Entries beside the rows, e.g. SEED-Bench's names of question types."""
     lines: Sequence[int] | None = None
     """Line of each row, from 1; None if rows are not lines."""
+    notes: Sequence[str] = ()
+    """Warnings about values that may not be read as they were meant."""
 
     def where(self, index: int) -> str:
         """Return file and line, or file and row, counted from 1."""
@@ -137,6 +139,7 @@ def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
     rows, lines = [], []
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), **form)
     try:
+        _check_names(reader.fieldnames or (), str(path))
         for row in reader:
             if None in row or None in row.values():
                 names = len(reader.fieldnames or ())
@@ -155,21 +158,53 @@ def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
 
 
 def _read_workbook(path: Path, file: _File) -> Table:
-    """Read the first sheet of an XLSX file; every cell becomes a text."""
-    import pandas as pd
+    """Read the first sheet of an XLSX file; every cell becomes a text.
 
+    A formula becomes its value, or its own text where no program has computed one: openpyxl and
+    XlsxWriter write a text that begins with "=" as a formula, without a value or with 0.
+    """
     try:
-        frame = pd.read_excel(io.BytesIO(file.read()), dtype=str, keep_default_na=False)
+        from openpyxl import load_workbook
     except ImportError as error:
         remedy = "pip install -e '.[xlsx]', or save the table as CSV"
         raise DataError(str(path), "XLSX files need openpyxl", remedy) from error
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, IndexError) as error:
+    data, sheets = file.read(), list[list[Any]]()
+    try:
+        for computed in (False, True):
+            book = load_workbook(io.BytesIO(data), read_only=True, data_only=computed)
+            book.worksheets[0].reset_dimensions()
+            sheets.append(list(book.worksheets[0].rows))
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, IndexError, SyntaxError) as error:
         raise DataError(str(path), f"not an XLSX workbook: {error}", _REWRITE) from error
-    frame.columns = [str(name) for name in frame.columns]
-    found = [
-        (line, row) for line, row in enumerate(frame.to_dict("records"), 2) if any(row.values())
-    ]
-    return Table(path=path, rows=[row for _, row in found], lines=[line for line, _ in found])
+    cells = [list(zip(*rows, strict=True)) for rows in zip(*sheets, strict=True)]
+    computed = any(one.value for row in cells for own, one in row if own.data_type == "f")
+    names = [str(own.value or "") for own, _ in cells[0]] if cells else []
+    _check_names(names, str(path))
+    texts = {own.column for row in cells[1:] for own, _ in row if isinstance(own.value, str)}
+    found, odd = dict[int, dict[str, Any]](), list[str]()
+    for line, row in enumerate(cells[1:], 2):
+        found[line] = dict.fromkeys(filter(None, names), "")
+        for name, (own, one) in zip(names, row, strict=False):
+            value = one.value if computed and one.value is not None else own.value
+            if name and value is not None:
+                value = int(value) if isinstance(value, float) and value.is_integer() else value
+                found[line][name] = text = str(getattr(value, "text", value))  # of an array formula
+                number = type(value) is int and own.number_format == "General"
+                plain = isinstance(value, str) or (number and own.column not in texts)
+                if own.data_type == "f" or not plain:
+                    odd.append(f"{own.coordinate}, read as {text!r}")
+    found = {line: row for line, row in found.items() if any(row.values())}
+    note = f"{path}: {len(odd)} cells are formulas, numbers or dates: {'; '.join(odd[:3])}"
+    rows, lines = list(found.values()), list(found)
+    return Table(path=path, rows=rows, lines=lines, notes=[note] if odd else ())
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Raise DataError if two columns have one name, of which a row would keep the last."""
+    for name in filter(None, names):
+        if names.count(name) > 1:
+            problem = f"{names.count(name)} columns are named {name!r}"
+            raise DataError(where, problem, "keep one of them")
 
 
 def _read_parquet(path: Path, file: _File) -> Table:
@@ -203,9 +238,22 @@ def _make_encoding_error(path: Path, error: UnicodeDecodeError) -> DataError:
     )
 
 
+def _load_json(text: str, where: str) -> Any:
+    """Parse JSON; DataError for an object with two values of one key: json keeps the last."""
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        row = dict(pairs)
+        if len(row) < len(pairs) and (lost := [key for key, one in pairs if row[key] != one]):
+            problem = f"an object has the key {lost[0]!r} twice, with different values"
+            raise DataError(where, problem, "keep one of them")
+        return row
+
+    return json.loads(text, object_pairs_hook=build)
+
+
 def _parse_json(path: Path, text: str) -> Table:
     try:
-        value = json.loads(text)
+        value = _load_json(text, str(path))
     except (json.JSONDecodeError, RecursionError) as error:
         if not text.strip():
             return Table(path=path, rows=[])
@@ -253,7 +301,7 @@ def read_json_lines(
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _load_json(line, f"{path}:{number}")
         except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
         if not isinstance(row, dict):

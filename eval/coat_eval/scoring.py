@@ -87,7 +87,7 @@ def score_tables(
     """
     _check_options(benchmark, settings, judge)
     _check_references(benchmark, references, predictions, allow_missing)
-    warnings = list(warnings)
+    warnings = [*warnings, *(note for one in (*predictions, *references) for note in one.notes)]
     settings = replace(settings, verdicts=benchmark.saved_verdicts(predictions))
     questions = benchmark.questions(references, predictions)
     check_repeated_questions(questions)

@@ -280,6 +280,16 @@ NEXT = "video,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4\n
 )
 
 
+def test_nextqa_has_no_index_true_or_false(tmp_path: Path):
+    """In Python true is 1, the index of B, and false 0."""
+    references = write(tmp_path / "val.csv", NEXT.replace(",2,6,", ",1,6,"))
+    rows = {key: {"prediction": said} for key, said in (("11_6", False), ("22_6", True))}
+    given = write(tmp_path / "r.json", {**rows, "33_6": {"prediction": 4, "answer": True}})
+    assert refuse("nextqa", given, references).endswith("'11_6' is False, not a text")
+    report = score("nextqa", given, references, allow_missing=True)
+    assert (report["n_not_text"], report["metrics"]["overall"]) == (2, pytest.approx(100 / 3))
+
+
 def test_nextqa_reads_indices_and_letters(tmp_path: Path):
     references = write(tmp_path / "val.csv", NEXT)
     given = {"11_6": (0, 0), "22_6": (2, 2), "33_6": (1, 4)}
@@ -294,6 +304,9 @@ def test_nextqa_reads_indices_and_letters(tmp_path: Path):
     rows["11_6"]["answer"] = 3
     problem = refuse("nextqa", write(tmp_path / "r.json", rows), references)
     assert problem == "the file's answer to 11_6 is 3, the references' is 0"
+    rows["11_6"]["answer"] = 7
+    problem = refuse("nextqa", write(tmp_path / "r.json", rows), references)
+    assert problem == "the file's answer to 11_6 is 7, the references' is 0"
     del rows["11_6"]
     assert "no prediction" in refuse("nextqa", write(tmp_path / "r.json", rows), references)
     labels = {key: {"answer": gold} for key, (_, gold) in given.items()}

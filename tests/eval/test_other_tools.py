@@ -176,7 +176,13 @@ def test_csv_and_xlsx_of_ids_and_predictions(tmp_path: Path, gqa: Path):
     for cells in (list(rows[0]), *([int(row["question_id"]), row["prediction"]] for row in rows)):
         book.active.append(cells)
     book.save(tmp_path / "p.xlsx")
-    assert score("gqa", tmp_path / "p.xlsx", gqa)["metrics"]["accuracy"] == 100
+    report = score("gqa", tmp_path / "p.xlsx", gqa)
+    assert report["metrics"]["accuracy"] == 100
+    assert not any("formulas" in one for one in report["warnings"])
+    book.active["B2"] = 0.5
+    book.save(tmp_path / "q.xlsx")
+    noted = [one for one in score("gqa", tmp_path / "q.xlsx", gqa)["warnings"] if "0.5" in one]
+    assert "q.xlsx: 1 cells are formulas, numbers or dates: B2, read as '0.5'" in noted[0]
     (tmp_path / "cut.xlsx").write_bytes((tmp_path / "p.xlsx").read_bytes()[:500])
     with pytest.raises(DataError, match="not an XLSX workbook"):
         read_table(tmp_path / "cut.xlsx")

@@ -157,6 +157,8 @@ def test_losses_with_nan_do_not_choose_a(tmp_path: Path):
     assert "is the losses [nan, 0.5, 0.7, 0.9]" in error.problem
     report = score("seedbench", given, references, allow_missing=True)
     assert (report["n_not_text"], report["metrics"]["all"]) == (1, 0)
+    given = write(tmp_path / "p.jsonl", [{"question_id": "1", "losses": [True, False, True, 1]}])
+    assert refusal("seedbench", given, references).problem == "losses are [True, False, True, 1]"
 
 
 def mmmu_outputs(folder: Path, repeat: bool) -> Path:

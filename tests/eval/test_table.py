@@ -2,11 +2,15 @@
 
 import base64
 import csv
+import datetime
 import gzip
 import hashlib
 import io
 import json
 import random
+import re
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +92,101 @@ def test_broken_files_are_named(tmp_path: Path, content: bytes, where: str, prob
     with pytest.raises(DataError, match=problem) as error:
         read_table(path)
     assert error.value.where == f"{path}{where}"
+
+
+REPEATED = {
+    "mapping": ('{"q1": "A", "q2": "B", "q1": "C"}', "", "an object has the key 'q1' twice"),
+    "rows by id": ('{"1": {"question_id": 1}, "1": {"question_id": 2}}', "", "the key '1' twice"),
+    "row": ('[{"question_id": 1, "prediction": "yes", "prediction": "no"}]', "", "'prediction'"),
+    "line": ('{"id": 1}\n{"id": 2, "text": "a", "text": "b"}', ":2", "the key 'text' twice"),
+    "csv": (
+        "question_id,prediction,prediction\n1,yes,no\n",
+        "",
+        "2 columns are named 'prediction'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "where", "problem"), REPEATED.values(), ids=REPEATED.keys())
+def test_of_two_values_of_one_key_none_is_chosen(
+    tmp_path: Path, content: str, where: str, problem: str
+):
+    path = tmp_path / "p"
+    path.write_text(content)
+    with pytest.raises(DataError, match=problem) as error:
+        read_table(path)
+    assert error.value.where == f"{path}{where}"
+
+
+def test_equal_values_of_one_key_are_one(tmp_path: Path):
+    path = tmp_path / "p"
+    path.write_text('{"q1": "A", "q1": "A"}')
+    assert read_table(path).rows == [{"question_id": "q1", "value": "A"}]
+    path.write_text("question_id,prediction,,\n1,yes,,\n")  # columns without a name
+    assert read_table(path).rows[0]["prediction"] == "yes"
+
+
+def workbook(path: Path, rows: Sequence[Sequence[Any]], value: str = "", **formats: str) -> Path:
+    """Written by openpyxl; ``value`` is the value of all formulas, ``formats`` are of cells."""
+    book = pytest.importorskip("openpyxl").Workbook()
+    for row in rows:
+        book.active.append(row)
+    for cell, form in formats.items():
+        book.active[cell].number_format = form
+    book.save(path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(
+                name, re.sub(b"</f><v ?/>|</f><v></v>", b"</f>" + value.encode(), data)
+            )
+    return path
+
+
+@pytest.mark.parametrize("value", ["", "<v>0</v>"], ids=["openpyxl", "XlsxWriter"])
+def test_a_text_that_a_workbook_has_as_a_formula_is_that_text(tmp_path: Path, value: str):
+    rows = [["index", "A", "prediction"], [1, "=A", "x"], [2, "b", "=1+1"], [3, "#N/A", None]]
+    table = read_table(workbook(tmp_path / "t.xlsx", rows, value))
+    assert table.rows == [
+        {"index": "1", "A": "=A", "prediction": "x"},
+        {"index": "2", "A": "b", "prediction": "=1+1"},
+        {"index": "3", "A": "#N/A", "prediction": ""},
+    ]
+    (note,) = table.notes
+    assert "2 cells are formulas, numbers or dates: B2, read as '=A'; C3, read as '=1+1'" in note
+
+
+def test_a_formula_with_a_value_is_its_value(tmp_path: Path):
+    rows = [["index", "prediction"], ["=ROW()+5", "x"]]
+    table = read_table(workbook(tmp_path / "t.xlsx", rows, "<v>7</v>"))
+    assert table.rows == [{"index": "7", "prediction": "x"}]
+    assert "1 cells are formulas, numbers or dates: A2, read as '7'" in table.notes[0]
+
+
+NUMBERS = {
+    "a date": ([["x"], ["A"], [datetime.date(2024, 3, 4)]], "2024-03-04 00:00:00"),
+    "a time": ([["x"], ["A"], [datetime.time(15, 30)]], "15:30:00"),
+    "a truth value": ([["x"], ["A"], [True]], "True"),
+    "a fraction": ([["x"], [2], [1.5]], "1.5"),
+    "007 as a number": ([["x"], [2], [7]], "7"),
+    "2.0 among texts": ([["x"], ["two"], [2.0]], "2"),
+}
+
+
+@pytest.mark.parametrize(("rows", "text"), NUMBERS.values(), ids=NUMBERS.keys())
+def test_cells_whose_writing_is_lost_have_a_note(tmp_path: Path, rows: list, text: str):
+    formats = {"A3": "000"} if text == "7" else {}
+    table = read_table(workbook(tmp_path / "t.xlsx", rows, **formats))
+    assert table.rows[1] == {"x": text}
+    assert f"1 cells are formulas, numbers or dates: A3, read as {text!r}" in table.notes[0]
+
+
+def test_whole_numbers_have_no_note_and_columns_have_one_name(tmp_path: Path):
+    table = read_table(workbook(tmp_path / "t.xlsx", [["index", "text"], [1, "a"], [20.0, "b"]]))
+    assert (table.rows[1], list(table.notes)) == ({"index": "20", "text": "b"}, [])
+    with pytest.raises(DataError, match="2 columns are named 'text'"):
+        read_table(workbook(tmp_path / "t.xlsx", [["text", "text"], ["a", "b"]]))
 
 
 def test_empty_files_have_no_rows_and_absent_ones_are_absent(tmp_path: Path):

@@ -73,14 +73,16 @@ class NextQa(Benchmark):
         known = {question.question_id: question.answer for question in questions}
         for row, where in super().prediction_rows(table, questions):
             said, gold, name = row.get("prediction"), row.get("answer"), row.get("question_id")
-            if isinstance(gold, int) and known.get(str(name), "") not in ("", _LETTERS[gold]):
+            answer = known.get(str(name))
+            # Not isinstance: true and false are no indices.
+            if type(gold) is int and answer is not None and gold != _LETTERS.index(answer):
                 raise DataError(
                     where,
                     f"the file's answer to {name} is {gold}, the references' is "
-                    f"{_LETTERS.index(known[str(name)])}",
+                    f"{_LETTERS.index(answer)}",
                     "give the references that the predictions were made for",
                 )
-            if isinstance(said, int) and said in range(5):
+            if type(said) is int and said in range(5):
                 row = {**row, "prediction": _LETTERS[said]}
             yield row, where
 

@@ -118,7 +118,7 @@ class SeedBench(Benchmark):
         predictions = super().predictions(table, questions)
         for index, one in enumerate(predictions):
             if isinstance(losses := one.text, list):
-                numbers = all(isinstance(loss, int | float) for loss in losses)
+                numbers = all(type(loss) in (int, float) for loss in losses)
                 if len(losses) != len(LETTERS) or not numbers:
                     problem = f"losses are {losses!r}"
                     raise DataError(one.where, problem, "give one number per choice, A to D")
