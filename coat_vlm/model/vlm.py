@@ -8,6 +8,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -298,7 +299,10 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             return place_features(
                 embeds, positions, self._project_images(pixel_values, grids, groups)
             )
-        if self.training:  # under data parallelism all ranks use the same parameters in each step
+        # With several ranks all use the same trained and partitioned parameters in a step.
+        assert self.projector is not None
+        vision = chain(self.vision_tower.parameters(), self.projector.parameters())
+        if self.training and any(p.requires_grad or hasattr(p, "ds_id") for p in vision):
             return embeds + self._project_zero_image(embeds).sum().to(embeds.dtype) * 0
         return embeds
 

@@ -93,6 +93,16 @@ def test_training_without_images_gives_exact_zero_gradients(training, pixel_valu
     assert all(p.grad.any() for p in training.language_model.parameters())
 
 
+def test_training_without_images_does_not_run_a_frozen_tower(training):
+    ids, calls = sequence(5, 6, 7, 8), []
+    training.vision_tower.register_forward_hook(lambda *_: calls.append(1))
+    loss = training(ids, labels=ids).loss
+    for part in (training.vision_tower, training.projector):
+        part.requires_grad_(False)
+    assert training(ids, labels=ids).loss == loss
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("kind", ["siglip", "clip", "open_clip"])
 def test_every_parameter_gets_a_gradient_from_an_image(tiny, images, kind):
     vision = (
