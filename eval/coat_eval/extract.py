@@ -133,7 +133,7 @@ _MARKS = ("({})", "{}.", "{}:", "{})", "{} ")
 """Written forms of a letter, from the highest to the lowest rank."""
 
 
-def extract_ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
+def extract_ranked_letter(text: str, letters: str = "ABCD") -> str:
     """Apply lmms-eval's ``extract_mcq_answer``: the best-ranked letter, "" if there is none.
 
     Among equal ranks the last position wins. Phrases in Chinese, Japanese and Korean are missing.
@@ -163,6 +163,8 @@ def extract_ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
     return max(found, key=lambda one: one[:2])[2] if found else ""
 
 
+_API_FAILURE = "Failed to obtain answer via API"
+"""VLMEvalKit looks for no letter in a text with these words, only for the text of an option."""
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.",
     "I can't process this file.",
@@ -179,16 +181,15 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     Pull request 1552: the first A to D, in any case, after "answer is", so "the answer is a cat" is
     A. Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
     """
-    if any(refusal in text for refusal in _REFUSALS):
-        return None
-    words, alone = _find_lone_letters(text, choices)
-    if len(alone) == 1 and words.index(alone[0]) > len(words) - 5:
-        return alone[0]
-    if not alone and "Z" in words:
-        return None
-    stated = _STATED_LETTER.search(text)
-    if stated and stated[1].upper() in choices:
-        return stated[1].upper()
+    if _API_FAILURE not in text:
+        words, alone = _find_lone_letters(text, choices)
+        if declines(text, choices):
+            return None
+        if len(alone) == 1 and words.index(alone[0]) > len(words) - 5:
+            return alone[0]
+        stated = _STATED_LETTER.search(text)
+        if stated and stated[1].upper() in choices:
+            return stated[1].upper()
     if len(text.lower()) > 2 * sum(len(str(choice)) for choice in choices.values()):
         return None
     return _find_only_choice(text, choices)
@@ -200,12 +201,12 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     The only letter that is a separate word may also be an article "A".
     Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @c03bc048.
     """
-    if any(refusal in text for refusal in _REFUSALS):
+    _, alone = _find_lone_letters(text, choices)
+    if declines(text, choices):
         return None
-    words, alone = _find_lone_letters(text, choices)
-    if len(alone) == 1:
+    if len(alone) == 1 and _API_FAILURE not in text:
         return alone[0]
-    return None if not alone and "Z" in words else _find_only_choice(text, choices)
+    return _find_only_choice(text, choices)
 
 
 LETTER_RULES = {"vlmeval": infer_letter, "vlmeval@c03bc048": infer_letter_c03bc048}
@@ -215,7 +216,8 @@ LETTER_RULES = {"vlmeval": infer_letter, "vlmeval@c03bc048": infer_letter_c03bc0
 def declines(text: str, choices: Mapping[str, str]) -> bool:
     """Return whether ``can_infer`` reads a text as a refusal ("Z"), so that no judge is asked."""
     words, alone = _find_lone_letters(text, choices)
-    return any(refusal in text for refusal in _REFUSALS) or (not alone and "Z" in words)
+    refuses = any(refusal in text for refusal in _REFUSALS) or (not alone and "Z" in words)
+    return refuses and _API_FAILURE not in text
 
 
 def _find_lone_letters(text: str, choices: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -64,7 +64,7 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
 
 def has_rotations(table: Table) -> bool:
     """Return whether the index of the last question marks it as a rotated copy."""
-    last = str(table.rows[-1].get("index")) if table.has("index", "question", "answer") else ""
+    last = str(table.rows[-1].get("index")) if table.has("index", "answer") else ""
     return last.isdecimal() and int(last) >= ROTATION and not table.has("prediction")
 
 

@@ -32,13 +32,13 @@ def row(video: str, answer: str = "a dog", **further: Any) -> dict[str, Any]:
 
 
 WRITTEN = ("{}", "({}", "({})", "{})", "{}.", "({}) a dog", "{}. a dog", " {} \n(A)", "{}, I think")
-OTHER = ("", ".", "a dog", "Answer: B", "(A) or (B)", ")", "B)(A)", "It is (B)")
+OTHER = ("", ".", "a dog", "Answer: B", "(A) or (B)", ")", "B)(A)", "It is (B)", "( ", "\nB ")
 
 
 def is_right_in_mvbench(text: str, gold: str) -> bool:
     """check_ans: the first word, without periods, is a part of "(x)", or contains it."""
     line, gold = text.strip().partition("\n")[0].lower(), f"({gold.lower()})"
-    word = (line if line.startswith("(") else "(" + line).partition(" ")[0]
+    word = ("(" + line).partition(" ")[0]
     parts = {gold[a:b] for a, b in itertools.combinations_with_replacement(range(4), 2)}
     return "".join(word.split(".")) in parts or len(word.split(gold)) > 1
 
@@ -51,7 +51,7 @@ def test_mvbench_by_task(tmp_path: Path):
         write(tmp_path / "json" / "action_antonym.json", [row("1.webm", "a bus")] * 2),
     ]
     said = {f"moving_count/{i}": text for i, text in enumerate(texts)}
-    report = score("mvbench", {**said, "action_antonym/0": "(C", "action_antonym/1": "B"}, *files)
+    report = score("mvbench", {**said, "action_antonym/0": "C", "action_antonym/1": "(C"}, *files)
     scores = {item["question_id"]: item["score"] for item in report["items"]}
     wanted = {f"moving_count/{i}": is_right_in_mvbench(text, "B") for i, text in enumerate(texts)}
     assert scores == {**wanted, "action_antonym/0": 1, "action_antonym/1": 0}
@@ -64,8 +64,8 @@ def test_mvbench_by_task(tmp_path: Path):
     }
     assert report["rule_only"]
     assert "rule only" in format_headline(report)
-    # The first words of "a dog" and "(A) or (B)" are letters.
-    assert report["n_unparsed"] == len(OTHER) - 2
+    # The first words of "a dog", "(A) or (B)" and "\nB " are letters.
+    assert report["n_unparsed"] == len(OTHER) - 3
     assert report["counts"] == {"task.action_antonym": 2, "task.moving_count": number}
 
 
@@ -117,7 +117,7 @@ def test_mvbench_in_parquet_and_with_a_wrong_answer(tmp_path: Path):
 
 def is_right_in_mlvu(text: str, gold: str) -> bool:
     """check_ans: the character before the first ")", or the whole text, is the letter."""
-    before, closed, _ = text.strip().partition(")")
+    before, closed, _ = text.partition(")")
     return before[-1:] == gold if closed else before == gold
 
 

@@ -52,6 +52,9 @@ SUBJECTS = tuple(sorted(_DOMAIN))
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
 _IMAGE = re.compile(r"<image (\d)>")
 MULTIPLE_CHOICE = "multiple-choice"
+_LMMS_WRONG = "lmms@75571cfe"
+"""lmms-eval before its pull request 1471 of August 2026: it kept one value of an open answer as
+text and compared its characters with the gold answer, so open questions were always wrong."""
 
 Value = str | float
 _OUTER = (",", ".", "!", "?", ";", ":", "'")
@@ -73,7 +76,7 @@ class Mmmu(Benchmark):
         "@bb0b95a"
     )
     headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
-    profiles = ("official", "lmms", *LETTER_RULES)
+    profiles = ("official", "lmms", _LMMS_WRONG, *LETTER_RULES)
     sizes: ClassVar[Mapping[str, int]] = {"validation": 900, "dev": 150, "test": 10500}
     constants = tuple("ABCD")
     id_fields = ("question_id", "id")
@@ -189,7 +192,7 @@ class Mmmu(Benchmark):
         choices = question.details["choices"]
         if isinstance(text, _ReadAnswer) or not choices:
             return str(text)
-        return parse_choice(text, choices, lmms=settings.profile == "lmms")
+        return parse_choice(text, choices, lmms=settings.profile.startswith("lmms"))
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
         """Return 1 for the letter (or one of several), or for an open answer that matches."""
@@ -198,10 +201,9 @@ class Mmmu(Benchmark):
             return float(extracted in gold if isinstance(gold, list) else extracted == gold)
         if settings.profile in LETTER_RULES:
             return float(extracted == "A")
-        # lmms-eval keeps one value of the set as text and then compares its characters: always 0.
-        if settings.profile == "lmms":
-            return 0.0
-        return float(is_open_correct(extracted, question.answer))
+        # lmms-eval compares a list of gold answers as one text.
+        gold = str(question.answer) if settings.profile == "lmms" else question.answer
+        return float(settings.profile != _LMMS_WRONG and is_open_correct(extracted, gold))
 
     def is_parsed(self, extracted: Any, text: str) -> bool:
         """Return whether a letter was parsed, or an open answer is not empty."""

@@ -56,7 +56,7 @@ class MmStar(LetterBenchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the letter; lmms: :func:`coat_eval.extract.extract_ranked_letter`."""
         if settings.profile == "lmms":
-            return extract_ranked_letter(text, "ABCD") or None
+            return extract_ranked_letter(text) or None
         return super().extract(text, question, settings)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:

@@ -116,9 +116,8 @@ class MvBench(Benchmark):
         return (VideoClip(path, "video", start=start, end=end, fps=fps),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """Return the first word of the text's first line, in lower case, after ``(``."""
-        line = text.strip().split("\n")[0]
-        return f"({line.removeprefix('(')}".lower().split(" ")[0]
+        """Return ``(`` and the first word of the text's first line, in lower case."""
+        return f"({text.strip()}".split("\n")[0].lower().split(" ")[0]
 
     def is_parsed(self, extracted: Any, text: str) -> bool:
         """Return whether the word is a letter with punctuation."""
@@ -195,7 +194,6 @@ class Mlvu(MvBench):
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the character before the first parenthesis that closes, else the whole text."""
-        text = text.strip()
         end = text.find(")")
         return text if end < 0 else text[max(end - 1, 0) : end]
 

@@ -24,6 +24,9 @@ _RECOGNITION = (
 )
 _TYPES = dict.fromkeys(_RECOGNITION, PARTS[0]) | {part: part for part in PARTS[1:]}
 """Parts by ``type``."""
+_LMMS_LOWER = "lmms@23bfbf9f"
+"""lmms-eval before its pull request 1278 of April 2026, which ended lower case in formulas."""
+_HALF_WIDTH = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x3000: " "}
 
 
 class OcrBench(Benchmark):
@@ -32,7 +35,7 @@ class OcrBench(Benchmark):
     name = "ocrbench"
     source = "Yuliang-Liu/MultimodalOCR OCRBench/example.py @794c36d"
     headline = ("final_score", "overall", *(f"part.{part}" for part in PARTS))
-    profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
+    profiles = ("official", "lmms", _LMMS_LOWER, "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"all": 1000}
     id_fields = ("question_id", "row")
     text_fields = ("prediction", "predict", "text")
@@ -88,12 +91,13 @@ class OcrBench(Benchmark):
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the text as answers are looked for in it."""
-        lower = settings.profile == "lmms"
-        return _normalize(text.lower() if lower else text, question)
+        text = text.lower() if settings.profile == _LMMS_LOWER else text
+        return _normalize(text, question, settings)
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """Return 1 if one of the answers occurs in the text, also inside words."""
-        return float(any(_normalize(answer, question) in extracted for answer in question.answer))
+        answers = [_normalize(answer, question, settings) for answer in question.answer]
+        return float(any(answer in extracted for answer in answers))
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``final_score`` and ``score.<part>`` as numbers of right answers."""
@@ -107,9 +111,10 @@ class OcrBench(Benchmark):
         return {"final_score": total, **counts, **super().aggregate(scored, settings)}
 
 
-def _normalize(text: str, question: Question) -> str:
+def _normalize(text: str, question: Question, settings: Settings) -> str:
     if question.tables["type"] == HANDWRITTEN_MATHEMATICS:
         return text.strip().replace("\n", " ").replace(" ", "")
+    text = text.translate(_HALF_WIDTH) if settings.profile == "lmms" else text
     return text.lower().strip().replace("\n", " ")
 
 

@@ -50,7 +50,7 @@ class RealWorldQa(LetterBenchmark):
         if settings.profile != "lmms":
             return super().extract(text, question, settings)
         if str(question.answer).strip().upper() in tuple("ABCD"):
-            return extract_ranked_letter(text, "ABCD") or None
+            return extract_ranked_letter(text) or None
         return text.lower().strip().rstrip(".")
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:

@@ -39,7 +39,7 @@ class TextVqa(Benchmark):
         "facebookresearch/mmf m4c_evaluators.py @b0ffc7f; LLaVA llava/eval/eval_textvqa.py @c121f04"
     )
     headline = ("accuracy",)
-    profiles = ("official", "lmms", "vlmeval")
+    profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"val": 5000, "test": 5734}
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"[0-9a-f]{16}")
@@ -190,9 +190,8 @@ def parse_question(prompt: str, where: str) -> str:
 
 
 def _process(text: str, settings: Settings) -> str:
-    if settings.profile == "vlmeval":
-        return vqa_text.normalize_vlmeval(text)
-    return vqa_text.process_answer(text)
+    rules = {"vlmeval": vqa_text.normalize_vlmeval, "vlmeval@c03bc048": vqa_text.normalize_vqa}
+    return rules.get(settings.profile, vqa_text.process_answer)(text)
 
 
 def _join_key(question: Question) -> tuple[str, str]:
