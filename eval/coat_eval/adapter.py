@@ -14,7 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.sample import Media, Sample
+from coat_data.sample import DataError, Media, Sample
+
+Answered = tuple[Mapping[int, Mapping[str, Any]], Mapping[int, DataError]]
+"""Answers by the questions' indices, as entries of their rows (``prediction`` or ``losses``), and
+why other questions could not be asked."""
 
 
 class PromptEncoder(Protocol):

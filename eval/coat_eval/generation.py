@@ -24,9 +24,10 @@ from tqdm import tqdm
 from coat_data.load.workers import in_workers
 from coat_data.sample import DataError
 from coat_data.saved_files import FORMAT_VERSION, check_version
-from coat_eval.adapter import ModelAdapter, PromptEncoder
+from coat_eval.adapter import Answered, ModelAdapter, PromptEncoder
 from coat_eval.benchmark import Prompt
-from coat_eval.files import read_json, write_json, write_rows
+from coat_eval.files import format_json, read_json, write_json, write_rows
+from coat_eval.served_model import ServedModel
 from coat_vlm.distributed import ALONE, World
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -40,22 +41,21 @@ _BYTES_PER_WORKER = 3 * 64 * 3 * 384 * 384 * 4
 _TIMEOUT = timedelta(days=2)
 """Timeout of collectives: ranks synchronize only before and after a benchmark."""
 
-Answer = str | list[float]  # the losses of choices
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Options of generation."""
 
     batch_size: int = 32
-    """Maximum number of rows per forward pass: questions, or choices of ranked questions."""
+    """Maximum number of rows per forward pass: questions, or choices of ranked questions. To a
+    server: of requests at a time."""
     max_new_tokens: int = 128
     num_workers: int = 0
     """Processes per rank that decode and tokenize ahead; 0: this process."""
 
 
 def answer_all(
-    adapter: ModelAdapter,
+    adapter: ModelAdapter | ServedModel,
     prompts: Sequence[Prompt],
     done: set[int],
     out_dir: Path,
@@ -68,13 +68,18 @@ def answer_all(
 
     A batch with a missing answer is generated as a whole, and only new answers are written.
     ``done`` are the answered indices; ``check`` is called before answers are written. Returns this
-    rank's questions whose media could not be read.
+    rank's questions whose media could not be read, or that a server refused.
     """
-    rows = max((len(one.choices) for one in prompts if one.choices), default=1)
-    batches = make_batches(prompts, max(1, generation.batch_size // rows))
-    own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
-    encode = partial(_encode_batch, adapter.encoder, prompts)
-    loaded = in_workers(encode, own, min(generation.num_workers, len(own)))
+    if isinstance(adapter, ServedModel):
+        missing = [index for index in range(len(prompts)) if index not in done]
+        own = [missing[world.rank :: world.size]]
+        limits = generation.batch_size, generation.max_new_tokens
+        answered = adapter.answer_prompts(prompts, own[0], *limits)
+    else:
+        rows = max((len(one.choices) for one in prompts if one.choices), default=1)
+        batches = make_batches(prompts, max(1, generation.batch_size // rows))
+        own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
+        answered = _answer_batches(adapter, prompts, own, done, generation)
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     bar = tqdm(
         total=sum(map(len, own)),
@@ -85,22 +90,13 @@ def answer_all(
     problems: list[dict[str, Any]] = []
     path = out_dir / f"predictions.rank{world.rank}.jsonl"
     with bar, path.open("a", encoding="utf-8") as file:
-        for indices, batch, found in loaded:
-            if not done.issuperset(indices):
-                asked = [prompts[index] for index in indices]
-                answers: Sequence[Answer]
-                if asked[0].choices:
-                    losses = iter(adapter.compute_losses(batch))
-                    answers = [list(islice(losses, len(one.choices))) for one in asked]
-                else:
-                    answers = adapter.answer(batch, generation.max_new_tokens)
-                check()
-                for index, answer in zip(indices, answers, strict=True):
-                    if index not in done:
-                        kind = "prediction" if isinstance(answer, str) else "losses"
-                        row = {"index": index, **get_key_fields(prompts[index]), kind: answer}
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()
+        for answers, found in answered:
+            check()
+            for index, answer in answers.items():
+                if index not in done:
+                    row = {"index": index, **get_key_fields(prompts[index]), **answer}
+                    file.write(format_json(row) + "\n")
+            file.flush()
             problems += [
                 {
                     "index": index,
@@ -113,8 +109,31 @@ def answer_all(
                 for index, error in found.items()
                 if index not in done
             ]
-            bar.update(len(indices) + len(found))
+            bar.update(len(answers) + len(found))
     return problems
+
+
+def _answer_batches(
+    adapter: ModelAdapter,
+    prompts: Sequence[Prompt],
+    batches: Sequence[list[int]],
+    done: set[int],
+    generation: Generation,
+) -> Iterator[Answered]:
+    """Answer batches one after the other, without those of which everything readable is done."""
+    encode = partial(_encode_batch, adapter.encoder, prompts)
+    loaded = in_workers(encode, batches, min(generation.num_workers, len(batches)))
+    for indices, batch, found in loaded:
+        answers: Sequence[Any] = [{}] * len(indices)
+        if not done.issuperset(indices):
+            asked = [prompts[index] for index in indices]
+            if asked[0].choices:
+                losses = iter(adapter.compute_losses(batch))
+                answers = [{"losses": [*islice(losses, len(one.choices))]} for one in asked]
+            else:
+                texts = adapter.answer(batch, generation.max_new_tokens)
+                answers = [{"prediction": text} for text in texts]
+        yield dict(zip(indices, answers, strict=True)), found
 
 
 def choose_num_workers(device: str, num_processes: int = 1) -> int:

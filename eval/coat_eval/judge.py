@@ -4,98 +4,20 @@ A judge is a model behind an OpenAI-compatible address. Its answers are cached a
 ``{"judge", "prompt", "answer"}``; with only the cache they are replayed.
 """
 
-import json
-import os
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from http.client import HTTPException
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from coat_data.sample import DataError
+from coat_eval.chat_client import ChatClient, connect
 from coat_eval.files import format_json, read_json_lines
 
-_TIMEOUT_S = 120.0
-_ATTEMPTS = 4
-_PAUSE_S = 1.0  # before the second attempt; doubled before each further one
 _REQUESTS = 8  # at a time
-
-
-class HttpJudge:
-    """A model behind an OpenAI-compatible address; ``key`` is sent as bearer token."""
-
-    def __init__(self, address: str, model: str, key: str = "") -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"--judge is {address!r}; give http://HOST:PORT/v1 or https://HOST/v1 (for a model "
-                "in a folder start a server, such as transformers serve or vLLM)"
-            )
-        self.name, self.address, self._key = model, address.rstrip("/"), key
-        self._opener = build_opener(_NoRedirect())
-
-    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield (prompt, answer) as they arrive; DataError if one cannot be had."""
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            waiting = {pool.submit(self._ask, prompt): prompt for prompt in prompts}
-            try:
-                for done in as_completed(waiting):
-                    yield waiting[done], done.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ask(self, prompt: str) -> str:
-        """Ask once, and again after a failure that may pass."""
-        body = {
-            "model": self.name,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0,
-        }
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        url = f"{self.address}/chat/completions"
-        for attempt in range(1, _ATTEMPTS + 1):
-            request = Request(url, json.dumps(body).encode(), headers)
-            try:
-                with self._opener.open(request, timeout=_TIMEOUT_S) as reply:
-                    return self._read(reply.read())
-            except (HTTPError, URLError, OSError, HTTPException) as error:
-                code = error.code if isinstance(error, HTTPError) else 500
-                passing = code >= 500 or code in (408, 429)
-                if not passing or attempt == _ATTEMPTS:
-                    problem = f"the judge {self.name} gave no answer, attempt {attempt}: {error}"
-                    remedy = "check address, model and key; answers so far are in --judge-cache"
-                    raise DataError(url, problem, remedy) from error
-            time.sleep(_PAUSE_S * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
-
-    def _read(self, data: bytes) -> str:
-        """Return the text of a reply; empty if the model declined to give one."""
-        try:
-            content = json.loads(data)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError) as error:
-            problem = f"the reply is not a chat completion: {data[:80]!r}"
-            remedy = "give the address of an OpenAI-compatible server, usually ending in /v1"
-            raise DataError(self.address, problem, remedy) from error
-        return content if isinstance(content, str) else ""
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    """Refuses redirects, which would send the key to another host."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing: the redirect becomes an HTTPError."""
 
 
 class Judge:
     """A judge model, a cache of its answers, or both."""
 
-    def __init__(self, model: HttpJudge | None, cache: Path | None = None) -> None:
+    def __init__(self, model: ChatClient | None, cache: Path | None = None) -> None:
         if model is None and cache is None:
             raise ValueError("a judge is a model or a cache of its answers; give one")
         known: dict[str, dict[str, str]] = {}
@@ -119,7 +41,8 @@ class Judge:
             return found
         if self.cache is not None:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
-        for prompt, answer in self.model.answer(missing):
+        for prompt, reply in self.model.ask_all(missing, self.model.ask, _REQUESTS):
+            answer = reply.text
             found[prompt] = self._known[prompt] = answer
             if self.cache is not None:
                 row = {"judge": self.name, "prompt": prompt, "answer": answer}
@@ -137,12 +60,7 @@ def make_judge(
             if value is not None:
                 raise ValueError(f"{name} has no effect without an address as --judge; drop it")
         return Judge(None, cache)
-    server = HttpJudge(address, model or "", os.environ.get(key, "") if key else "")
-    if not model:
-        raise ValueError(f"--judge {address} needs the name of the model there: --judge-model NAME")
-    if key is not None and not os.environ.get(key):
-        raise ValueError(f"--judge-key {key}: the environment variable {key} is not set")
-    return Judge(server, cache)
+    return Judge(connect("--judge", address, model, key), cache)
 
 
 def _read_cache(path: Path) -> dict[str, dict[str, str]]:

@@ -24,6 +24,7 @@ from coat_data.saved_files import check_outputs
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
+from coat_eval.chat_client import connect
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
 from coat_eval.files import REPORT_FILE, Table, folder_sha256, read_json, write_json, write_rows
 from coat_eval.generation import (
@@ -39,6 +40,7 @@ from coat_eval.hub_model import HubAdapter
 from coat_eval.judge import Judge
 from coat_eval.own_model import CoatAdapter, find_final_model
 from coat_eval.scoring import score_tables
+from coat_eval.served_model import ServedModel
 from coat_eval.tasks import BENCHMARKS, get_task
 from coat_eval.tasks.question_set import QuestionSet
 from coat_vlm.config import Recipe
@@ -61,15 +63,28 @@ def load_adapter(
     model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
     """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name."""
-    folder = Path(model)
-    config = read_json(folder / "config.json", "copy the model again")
-    if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
+    if _is_own(Path(model)):
         return CoatAdapter.load(model, device, precision)
     if precision is not None:
         raise ValueError(
             f"{model} is not a checkpoint of this project: it has its own dtype; drop --precision"
         )
     return HubAdapter.load(model, device, num_frames)
+
+
+def connect_model(address: str, model: str, key: str | None, num_frames: int = 8) -> ServedModel:
+    """Make a model of a server; ``key`` is the environment variable of the address's key.
+
+    The server's name of a model that it read from a folder is the folder.
+    """
+    client = connect("--server", address, model, key)
+    return ServedModel(client, num_frames=num_frames, line_breaks=_is_own(Path(model)))
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder is a run, or has a composed model of this project."""
+    config = read_json(folder / "config.json", "copy the model again")
+    return (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +149,7 @@ def find_folder(data: Path, benchmark: Benchmark) -> Path:
 
 
 def run_benchmark(
-    adapter: ModelAdapter,
+    adapter: ModelAdapter | ServedModel,
     eval_task: EvalTask,
     data: Path,
     out_dir: Path,
@@ -153,6 +168,7 @@ def run_benchmark(
     questions had to be skipped.
     """
     start = time.monotonic()
+    served = isinstance(adapter, ServedModel)
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
     cache = judge.cache if judge is not None else None
     check_outputs(map(out_dir.joinpath, OUTPUTS), [cache, *(one.path for one in folder.tables)])
@@ -180,7 +196,8 @@ def run_benchmark(
             str(folder.path),
             f"none of the {len(asked)} questions of {eval_task.name} could be asked; the first: "
             f"{problems[0]['media']}: {problems[0]['problem']}",
-            f"put the images and videos there; {out_dir / PROBLEMS_FILE} lists what is missing",
+            f"{problems[0]['remedy'] if served else 'put the images and videos there'}; "
+            f"{out_dir / PROBLEMS_FILE} lists what is missing",
         )
     if not world.is_main:
         return {}
@@ -188,10 +205,18 @@ def run_benchmark(
     known = benchmark.questions(references, [])
     submits = type(benchmark).submission is not Benchmark.submission
     to_submit = submits and all(one.answer is None for one in known)
-    warning = (
-        f"{len(problems)} questions were skipped and count as wrong, because an image or video "
-        f"cannot be read; {out_dir / PROBLEMS_FILE} lists them"
-    )
+    warnings = []
+    if problems:
+        warnings.append(
+            f"{len(problems)} questions were skipped and count as wrong, because an image or video "
+            f"cannot be read{' or the server refused them' if served else ''}; "
+            f"{out_dir / PROBLEMS_FILE} lists them"
+        )
+    if cut := sum("cut" in row for row in answers.values()):
+        warnings.append(
+            f"{cut} of {len(answers)} answers are cut after --max-new-tokens "
+            f"{generation.max_new_tokens}"
+        )
     report = score_tables(
         benchmark,
         [Table(path=out_dir / PREDICTIONS_FILE, rows=list(answers.values()))],
@@ -202,7 +227,7 @@ def run_benchmark(
         with_items=True,
         only={prompt.key for prompt in asked},
         submission_path=out_dir / SUBMISSION_FILE if to_submit else None,
-        warnings=[warning] if problems else [],
+        warnings=warnings,
     ) | {
         "model": model_name,
         "variant": eval_task.variant,
@@ -219,10 +244,13 @@ def run_benchmark(
     return report
 
 
-def _make_prompts(adapter: ModelAdapter, eval_task: EvalTask, folder: DataFolder) -> list[Prompt]:
+def _make_prompts(
+    adapter: ModelAdapter | ServedModel, eval_task: EvalTask, folder: DataFolder
+) -> list[Prompt]:
     """Make the prompts of all questions; DataError if the folder's tables have none."""
     benchmark = eval_task.benchmark
-    options = PromptOptions(variant=eval_task.variant, frame_times=adapter.encoder.frame_times)
+    encoder = adapter if isinstance(adapter, ServedModel) else adapter.encoder
+    options = PromptOptions(variant=eval_task.variant, frame_times=encoder.frame_times)
     known = any(map(benchmark.is_reference, folder.tables))
     prompts = list(benchmark.prompts(folder, options)) if known else []
     if not prompts:
@@ -232,7 +260,10 @@ def _make_prompts(adapter: ModelAdapter, eval_task: EvalTask, folder: DataFolder
 
 
 def _make_identity(
-    adapter: ModelAdapter, eval_task: EvalTask, prompts: Sequence[Prompt], generation: Generation
+    adapter: ModelAdapter | ServedModel,
+    eval_task: EvalTask,
+    prompts: Sequence[Prompt],
+    generation: Generation,
 ) -> dict[str, Any]:
     """Return what the answers depend on."""
     identity = {

@@ -21,8 +21,12 @@ from coat_cli.command import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from coat_eval.adapter import ModelAdapter
     from coat_eval.judge import Judge
     from coat_eval.runner import EvalTask
+    from coat_eval.served_model import ServedModel
 
 _PROFILES = (
     "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
@@ -30,6 +34,7 @@ _PROFILES = (
 )
 """The commits are those of ``coat_eval.benchmark.UPSTREAM``."""
 _KIND = "KIND=FOLDER for your own question set: KIND is yes_no, multiple_choice or short_answer"
+_LOADING = ("precision", "max_pixels")
 _JUDGE = ("judge", "judge_model", "judge_key", "judge_cache")
 _SET_TOKENS, _BENCHMARK_TOKENS = 16, 128
 """Longest answers in tokens; to a question set as in ``coat_vlm.train.evaluation``."""
@@ -56,6 +61,8 @@ def _add_eval(commands: Commands) -> None:
       --data benchmarks --to out/limited --limit 100
   coat-vlm eval --model runs/my_lora/align/model --tasks pope --data benchmarks --to out/lora \\
       --adapters first=runs/my_lora/sft/model/adapter second=runs/my_lora_1/sft/model/adapter
+  coat-vlm eval --server http://localhost:8000/v1 --model Qwen/Qwen3-VL-8B-Instruct --tasks mmmu \\
+      --data benchmarks --to out/served
   coat-vlm eval --model runs/my_vlm/sft/model --text wiki.txt
   coat-vlm eval --model Qwen/Qwen2.5-1.5B-Instruct --text wiki.txt --window 1024 --to out/text
   torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
@@ -77,7 +84,13 @@ recipe started from; the difference between the two results is the effect of tra
     )
     add = parser.add_argument
     add("--list-tasks", action="store_true", help="list the benchmarks and kinds of question sets")
-    add("--model", help="run folder, model folder, or a Hugging Face model")
+    add("--model", help="run folder, model folder, or a Hugging Face model; name at the --server")
+    add(
+        "--server",
+        metavar="ADDRESS",
+        help="an OpenAI-compatible address, e.g. http://localhost:8000/v1, whose --model answers",
+    )
+    add("--server-key", metavar="VARIABLE", help="environment variable with the key of the address")
     add(
         "--tasks",
         nargs="+",
@@ -89,7 +102,12 @@ recipe started from; the difference between the two results is the effect of tra
     add("--data", type=Path, metavar="DIR", help="folder with one folder per benchmark")
     add("--to", type=Path, metavar="DIR", help="folder to write, with one folder per task")
     add("--limit", type=at_least(1), metavar="N", help="only the first N questions of each task")
-    add("--batch-size", type=at_least(1), metavar="N", help="default 32; with --text 4 windows")
+    add(
+        "--batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="default 32 questions (to a server: at a time); with --text 4 windows",
+    )
     add_loading(parser)
     add = parser.add_argument_group("with --tasks").add_argument
     add(
@@ -130,7 +148,7 @@ recipe started from; the difference between the two results is the effect of tra
 
 _WITH_TASKS = (
     *("data", "media_root", "split", "profile", "adapters", "num_frames", "num_workers"),
-    *("overwrite", *_JUDGE),
+    *("overwrite", "server", "server_key", *_JUDGE),
 )
 _WITH_TEXT = ("text_field", "window")
 
@@ -139,7 +157,12 @@ def _eval(args: argparse.Namespace) -> int:
     if args.list_tasks:
         return _list_tasks()
     if args.model is None:
-        raise ValueError("--model is missing; give a run folder, a model folder or a Hub name")
+        raise ValueError(
+            "--model is missing; give a run folder, a model folder, a Hub name, or the "
+            "model's name at the --server"
+        )
+    if args.server is None:
+        check_effects(args, {"server_key": "is for the address --server"})
     if args.text and args.tasks:
         raise ValueError("--text and --tasks are two evaluations; give one of them")
     if not args.text:
@@ -245,13 +268,33 @@ def _make_task(word: str, args: argparse.Namespace) -> "tuple[str, EvalTask, Pat
     return task.name, task, args.data
 
 
+def _connect(args: argparse.Namespace) -> "ServedModel | None":
+    """Return the model of ``--server``, if it is given."""
+    from coat_eval.runner import connect_model
+
+    if args.server is None:
+        return None
+    names = ("adapters", "num_workers", *_LOADING)
+    check_effects(args, dict.fromkeys(names, "is for a model that this command loads"))
+    return connect_model(args.server, args.model, args.server_key, args.num_frames or 8)
+
+
+def _load(args: argparse.Namespace, device: "torch.device") -> "ModelAdapter":
+    from coat_eval.runner import load_adapter
+    from coat_vlm.model.family_processor import limit_pixels
+
+    model = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+    kind = model.model.config.model_type
+    limit_pixels("--max-pixels", model.encoder, kind, args.max_pixels)
+    return model
+
+
 def _eval_tasks(args: argparse.Namespace) -> int:
     """Evaluate a model, or each adapter of it, on the tasks one after the other."""
     from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
     from coat_eval.lora_model import adapted, name_adapters
-    from coat_eval.runner import load_adapter, run_benchmark
+    from coat_eval.runner import run_benchmark
     from coat_eval.scoring import format_headline
-    from coat_vlm.model.family_processor import limit_pixels
     from coat_vlm.run.lock import LOCK, lock_folder
 
     if args.to is None:
@@ -268,7 +311,8 @@ def _eval_tasks(args: argparse.Namespace) -> int:
     judge = _make_judge(args)
     if judge is not None and not any(task.benchmark.judged for _, task, _ in tasks):
         raise ValueError("--judge has no effect: none of the --tasks asks a judge; drop it")
-    device = select_device()
+    served = _connect(args)
+    device = select_device("cpu" if served else None)
     workers = args.num_workers
     if workers is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -288,8 +332,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
             for adapter in adapters
             for name, *_ in tasks
         }
-        base = load_adapter(args.model, device, args.precision, args.num_frames or 8)
-        limit_pixels("--max-pixels", base.encoder, base.model.config.model_type, args.max_pixels)
+        base = served or _load(args, device)
         for adapter, folder in adapters.items():
             with adapted(base, folder, args.model, own_size=args.max_pixels is None) as model:
                 for (name, task, data), own_set in zip(tasks, own_sets, strict=True):

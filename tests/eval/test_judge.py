@@ -13,9 +13,10 @@ from scoring_helpers import write
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval import judge as judge_module
+from coat_eval import chat_client
+from coat_eval.chat_client import ChatClient, Reply
 from coat_eval.compare_models import compare_items
-from coat_eval.judge import HttpJudge, Judge, make_judge
+from coat_eval.judge import Judge, make_judge
 from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
 
@@ -56,7 +57,8 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(judge_module, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(chat_client, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(chat_client, "_ATTEMPTS", 4)
     own = Server()
     yield own
     own.http.shutdown()
@@ -151,15 +153,15 @@ def test_eval_asks_the_judge_and_reports_by_different_judges_are_not_compared(
 def test_unusable_verdicts(tmp_path: Path, server: Server):
     answers, references = mmvet_files(tmp_path)
     server.answers = {"Which dogs": "1.0", "Which cats": "1.5", "Which mice": "good"}
-    report = score("mmvet", answers, references, judge=Judge(HttpJudge(server.address, "m")))
+    report = score("mmvet", answers, references, judge=Judge(ChatClient(server.address, "m")))
     assert report["metrics"]["total"] == pytest.approx(100 / 3)
     assert (report["n_judged"], report["n_needs_judge"]) == (1, 2)
     server.answers = {"Which": "nan"}
     with pytest.raises(DataError, match=r"none of the 3 answers .* it said 'nan'"):
-        score("mmvet", answers, references, judge=Judge(HttpJudge(server.address, "m")))
+        score("mmvet", answers, references, judge=Judge(ChatClient(server.address, "m")))
     server.answers = {}  # the model declines: no content
     with pytest.raises(DataError, match="no answer to any"):
-        score("mmvet", answers, references, judge=Judge(HttpJudge(server.address, "m")))
+        score("mmvet", answers, references, judge=Judge(ChatClient(server.address, "m")))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_an_address_without_answers(
 ):
     server.failures = failures
     with pytest.raises(DataError, match=problem):
-        list(HttpJudge(server.address, "m").answer(["?"]))
+        ChatClient(server.address, "m").ask("?")
     assert len(server.requests) == requests
 
 
@@ -184,13 +186,16 @@ def test_answers_before_a_failure_are_in_the_cache(tmp_path: Path):
     class Half:
         name = "half"
 
-        def answer(self, prompts: Any) -> Iterator[tuple[str, str]]:
-            yield prompts[0], "yes"
+        def ask(self, prompt: str) -> None:
+            """Not called."""
+
+        def ask_all(self, prompts: Any, _ask: Any, _num: int) -> Iterator[tuple[str, Reply]]:
+            yield prompts[0], Reply("yes")
             raise DataError("address", "went away", "wait")
 
     cache = tmp_path / "c.jsonl"
     with pytest.raises(DataError, match="went away"):
-        Judge(cast(HttpJudge, Half()), cache).answer(["one", "two"])
+        Judge(cast(ChatClient, Half()), cache).answer(["one", "two"])
     assert Judge(None, cache).answer(["one", "two"]) == {"one": "yes"}
 
 
@@ -201,6 +206,8 @@ def test_options_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ((place, None, None, None), "needs the name of the model"),
         ((place, "m", "NO_KEY", None), "NO_KEY is not set"),
         (("ftp://x/v1", "m", None, None), "give http://HOST"),
+        (("http://me:secret@h/v1", "m", None, None), "has a password or a query"),
+        (("https://h/v1?api_key=secret", "m", None, None), "--judge-key VARIABLE"),
         ((None, "m", None, tmp_path / "c"), "--judge-model has no effect"),
         ((None, None, "K", None), "--judge-key has no effect"),
         ((None, None, None, None), "give one"),
@@ -211,7 +218,7 @@ def test_options_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(FileNotFoundError):
         make_judge(None, None, None, tmp_path / "none")
     with pytest.raises(ValueError, match="pope asks no judge"):
-        score("pope", tmp_path, judge=Judge(HttpJudge(place, "m")))
+        score("pope", tmp_path, judge=Judge(ChatClient(place, "m")))
 
 
 def test_wrong_caches(tmp_path: Path):
@@ -249,13 +256,13 @@ def test_choices_by_a_judge(tmp_path: Path, server: Server):
     counts = [alone[name] for name in ("n", "n_unparsed", "n_needs_judge")]
     assert (alone["metrics"]["overall"], counts) == (0, [3, 2, 1])
     server.answers = {"Which": "B."}
-    report = score("mmbench", predictions, table, judge=Judge(HttpJudge(server.address, "m")))
+    report = score("mmbench", predictions, table, judge=Judge(ChatClient(server.address, "m")))
     assert report["metrics"]["overall"] == pytest.approx(100 / 3)
     (asked,) = server.requests
     prompt = asked["messages"][0]["content"]
     assert "Which horse?\nA. right\nB. left\n\nAnswer of the model: the other one" in prompt
     server.answers = {"Which": "Z"}
-    report = score("mmbench", predictions, table, judge=Judge(HttpJudge(server.address, "m")))
+    report = score("mmbench", predictions, table, judge=Judge(ChatClient(server.address, "m")))
     counts = [report[name] for name in ("n_unparsed", "n_needs_judge", "n_judged")]
     assert (report["metrics"]["overall"], counts) == (0, [3, 0, 1])
 
@@ -272,7 +279,7 @@ def test_yes_and_no_by_a_judge(tmp_path: Path, server: Server):
     ]
     results = write(tmp_path / "r.json", rows)
     server.answers = {"Is ink": "Yes.", "Is oil": "Unknown"}
-    report = score("hallusionbench", results, judge=Judge(HttpJudge(server.address, "m")))
+    report = score("hallusionbench", results, judge=Judge(ChatClient(server.address, "m")))
     assert report["metrics"]["aAcc"] == pytest.approx(200 / 3)
     counts = [report[name] for name in ("n_unparsed", "n_needs_judge", "n_judged")]
     assert counts == [1, 0, 2]
@@ -280,11 +287,11 @@ def test_yes_and_no_by_a_judge(tmp_path: Path, server: Server):
     asked = [{**question, "prediction": text} for text in ("It is low", "It is high", "B")]
     results = write(tmp_path / "multi-choice.json", {"7": {"speed": asked}})
     server.answers = {"It is low": "Correct", "It is high": "incorrect, as it is up"}
-    report = score("tempcompass", results, judge=Judge(HttpJudge(server.address, "m")))
+    report = score("tempcompass", results, judge=Judge(ChatClient(server.address, "m")))
     assert report["metrics"]["type.multi-choice"] == pytest.approx(200 / 3)
     assert report["n_judged"] == 2
     for one in asked:
         del one["question"]
     results = write(tmp_path / "multi-choice.json", {"7": {"speed": asked}})
     with pytest.raises(DataError, match="has no question to tell the judge"):
-        score("tempcompass", results, judge=Judge(HttpJudge(server.address, "m")))
+        score("tempcompass", results, judge=Judge(ChatClient(server.address, "m")))

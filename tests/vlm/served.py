@@ -18,11 +18,10 @@ from PIL import Image
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[Any]:
-    """Serve a model folder on the CPU; give a function that asks with an image (or None)."""
+def serve_at_address(folder: Path) -> Iterator[str]:
+    """Serve a model folder on the CPU; give the address."""
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package, reason="pip install openai 'transformers[serving]'")
-    from openai import OpenAI
     from transformers.cli.transformers import app
 
     with socket.socket() as free:
@@ -38,7 +37,19 @@ def serve(folder: Path) -> Iterator[Any]:
                 break
             except OSError:
                 time.sleep(0.05)
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+        with patch("torchvision.io.decode_image", _decode_with_pillow):
+            yield f"{address}/v1"
+    finally:
+        server.kill_server()
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[Any]:
+    """Serve a model folder on the CPU; give a function that asks with an image (or None)."""
+    with serve_at_address(folder) as address:
+        from openai import OpenAI
+
+        client = OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
 
         def ask(image: Path | None, question: str, max_tokens: int, **more: Any) -> Any:
             content: Any = [{"type": "text", "text": question}]
@@ -50,10 +61,7 @@ def serve(folder: Path) -> Iterator[Any]:
                 model=str(folder), messages=messages, max_tokens=max_tokens, temperature=0, **more
             )
 
-        with patch("torchvision.io.decode_image", _decode_with_pillow):
-            yield ask
-    finally:
-        server.kill_server()
+        yield ask
 
 
 def _decode_with_pillow(data: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
