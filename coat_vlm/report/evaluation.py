@@ -85,7 +85,7 @@ def build_evaluation_rows(
                     n=counts.get(f"category.{metric.rpartition('.')[0]}")
                     if "." in metric
                     else report.get("n"),
-                    interval=_find_interval(values, report, metric),
+                    interval=(report.get("intervals") or {}).get(metric),
                     problems=", ".join(
                         f"{report[key]} {kind}"
                         for kind, key in _PROBLEMS.items()
@@ -103,16 +103,6 @@ def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | Non
     """
     category, dot, name = metric.rpartition(".")
     return values.get(f"{category}{dot}{kind if name == 'accuracy' else f'{name}_{kind}'}")
-
-
-def _find_interval(
-    values: Mapping[str, float], report: Mapping[str, Any], metric: str
-) -> tuple[float, float] | None:
-    """Return the 95% interval of a metric in percent: 1.96 standard errors to both sides."""
-    value, error = values.get(metric), (report.get("standard_errors") or {}).get(metric)
-    if value is None or error is None:
-        return None
-    return max(0.0, value - 1.96 * error), min(100.0, value + 1.96 * error)
 
 
 def format_percent(value: float | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
+from coat_eval.uncertainty import Estimate, Term, estimate
 
 IMAGE_LINE = "\n"
 """Follows each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
@@ -87,7 +88,7 @@ class Question(KeyedRow):
     text: str = ""
     """The question, if the references have it; prompts of predictions must contain it."""
     cluster: str = ""
-    """Name of the image or video, for standard errors."""
+    """Name of its unit, see :attr:`Benchmark.unit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +171,11 @@ class Benchmark(ABC):
     """Repository and file of the scorer that this class reproduces."""
     headline: ClassVar[tuple[str, ...]]
     """The metrics to show first, if the data have them."""
+    unit: ClassVar[str] = "images"
+    """What several questions may be about, which are then not independent, in the plural; intervals
+    and tests take these units as drawn at random. Each question has its ``cluster``."""
+    averages: ClassVar[Mapping[str, str]] = {}
+    """Tables over whose values a headline metric is a mean, by metric."""
     profiles: ClassVar[tuple[str, ...]] = ("official",)
     sizes: ClassVar[Mapping[str, int]] = {}
     """Numbers of questions of the official sets and of the parts that are also reported alone."""
@@ -232,6 +238,40 @@ class Benchmark(ABC):
         """Compute percentages of the counted questions; default: overall and by sub-table."""
         tables = dict(sorted(to_table_percents(scored).items()))
         return {"overall": to_percent([one.score for one in scored]), **tables}
+
+    def estimate(
+        self, metric: str, items: Sequence[Mapping[str, Any]], profile: str
+    ) -> Estimate | None:
+        """Estimate a headline metric from the items; None if it is not a mean, or has no items."""
+        terms = self.terms(metric, items, profile)
+        maximum = self.get_maximum(metric, len(terms))
+        return estimate(terms, self.get_unit(metric), maximum) if terms else None
+
+    def terms(self, metric: str, items: Sequence[Mapping[str, Any]], profile: str) -> list[Term]:
+        """Return what the items add to a headline metric; default: one term for each item."""
+        counted = [item for item in items if self.counts(metric, item)]
+        parts = [get_table(item, self.averages.get(metric)) or "" for item in counted]
+        return [
+            Term(*self.rate_item(metric, item, profile), item.get("unit", ""), part)
+            for item, part in zip(counted, parts, strict=True)
+        ]
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Return whether an item counts for a metric; default: ``TABLE.VALUE`` selects items."""
+        table, dot, value = metric.partition(".")
+        return not dot or get_table(item, table) == value
+
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Return numerator and denominator of an item in a metric; default: its score and 1."""
+        return item["score"], 1.0
+
+    def get_unit(self, metric: str) -> str:
+        """Return the unit of a metric, in the plural."""
+        return self.unit
+
+    def get_maximum(self, metric: str, terms: int) -> float:
+        """Return a metric's value if all answers are right."""
+        return 100.0
 
     def count_asked(self, questions: Sequence[Question]) -> int:
         """Count the questions that the score is about, in the unit of ``sizes``."""
@@ -421,6 +461,11 @@ def read_word(verdict: Any, allowed: Sequence[str]) -> str:
     if not words or words[0] not in allowed:
         raise UnusableVerdictError(f"{verdict!r} is none of {', '.join(allowed)}")
     return words[0]
+
+
+def get_table(item: Mapping[str, Any], name: str | None) -> str | None:
+    """Return the value of a sub-table."""
+    return (item.get("tables") or {}).get(name)
 
 
 def to_percent(scores: Sequence[float]) -> float:

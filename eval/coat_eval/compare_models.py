@@ -1,7 +1,8 @@
 """Compares models on the same items, and groups of runs of one recipe that differ in their seed.
 
-Differences have a 95% interval *paired by item* (bootstrap, Efron and Tibshirani 1993, chapter 13).
-It measures the uncertainty from the choice of items, a group's standard deviation that from seeds.
+Intervals and tests of differences are paired, by the units that the benchmark declares
+(:mod:`coat_eval.uncertainty`). They measure the uncertainty from the choice of units, a group's
+standard deviation that from seeds.
 """
 
 import logging
@@ -17,16 +18,18 @@ import numpy as np
 import yaml
 
 from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, check_same_items, read_sets
-from coat_eval.significance import (
+from coat_eval.tasks import get_benchmark, get_task
+from coat_eval.uncertainty import (
     Z_95,
     Z_POWER,
-    bootstrap_intervals,
-    compute_metrics,
+    Estimate,
+    average,
+    count_discordant,
     find_detectable_difference,
-    get_scores,
     mcnemar_p_value,
+    permutation_p_value,
+    subtract,
 )
-from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.train.tracking import read_entries
 
@@ -50,17 +53,25 @@ class Difference:
     second: float
     difference: float
     """second - first."""
-    interval: tuple[float, float] | None
-    """95%, by paired bootstrap over items; None for a metric that is not a sum over items."""
     items: int
+    """Number of items, or figures, that the metric counts."""
+    size: str
+    """The same with the units, such as ``12578 in 398 images``."""
     only_first: int
-    """Items that only the first model gets right."""
+    """Items that only the first model gets right (figures if the metric is over figures)."""
     only_second: int
-    p_value: float | None
-    """McNemar's exact test on these two numbers; None where scores are not 0 or 1."""
-    detectable: float | None
-    """Smallest true difference that these items show with 80% power at the 5% level; see
-    :func:`coat_eval.significance.find_detectable_difference`. None if there is none."""
+    standard_error: float | None = None
+    """Of the difference; this and all below are None for a metric that is not a mean."""
+    interval: tuple[float, float] | None = None
+    """95%."""
+    test: str | None = None
+    """``McNemar`` (exact, on the two numbers above) if units are right or wrong, or
+    ``permutation`` (of the models' answers by unit)."""
+    p_value: float | None = None
+    detectable: float | None = None
+    """Smallest true difference that these units show with 80% power at the 5% level, by
+    :func:`coat_eval.uncertainty.find_detectable_difference` or as 2.80 standard errors (Miller
+    2024, arXiv:2411.00640, section 5); None if there is none."""
     mark: str = ""
     """"rule only" for a benchmark without published predictions to check its rule against."""
 
@@ -77,12 +88,19 @@ class Comparison:
         """Return rules, the models' headline metrics and the differences as plain JSON."""
         return {
             "rules": {name: one.rules for name, one in next(iter(self.sets.values())).items()},
-            "models": {name: compute_headline_metrics(sets) for name, sets in self.sets.items()},
+            "models": {
+                name: {
+                    f"{key}.{metric}": value
+                    for key, one in sets.items()
+                    for metric, value in one.metrics.items()
+                }
+                for name, sets in self.sets.items()
+            },
             "differences": [asdict(one) for one in self.differences],
         }
 
 
-def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
+def compare_items(paths: Sequence[Path]) -> Comparison:
     """Compare every model with the first; ValueError if they have other sets or items."""
     names = _shorten_names(paths)
     sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
@@ -96,21 +114,8 @@ def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
             )
         for set_name, one in first.items():
             check_same_items(set_name, one, other[set_name])
-            rows += _compare_set((names[0], name), set_name, one, other[set_name], seed)
+            rows += _compare_set((names[0], name), set_name, one, other[set_name])
     return Comparison(sets, rows)
-
-
-def compute_headline_metrics(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
-    """Compute a model's headline metrics by ``set.metric``, from the items if possible."""
-    found = {}
-    for name, scored in sets.items():
-        sums = compute_metrics(scored)
-        for metric in scored.headline:
-            if metric in sums:
-                found[f"{name}.{metric}"] = sums[metric][0].value()
-            elif metric in scored.metrics:
-                found[f"{name}.{metric}"] = scored.metrics[metric]
-    return found
 
 
 def format_differences(comparison: Comparison) -> str:
@@ -127,9 +132,9 @@ def format_differences(comparison: Comparison) -> str:
                 _format_interval(row.interval),
                 str(row.only_first),
                 str(row.only_second),
-                "-" if row.p_value is None else f"{row.p_value:.3g}",
+                "-" if row.p_value is None else f"{row.p_value:.3g} ({row.test})",
                 "-" if row.detectable is None else f"{row.detectable:.2f}",
-                str(row.items),
+                row.size,
             ]
             for row in rows
         ]
@@ -141,9 +146,10 @@ def format_differences(comparison: Comparison) -> str:
                 lines += [f"Images of {name}: {a} in A, {b} in B; see --max-pixels.", ""]
     if lines:
         lines.append(
-            "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
-            "one model gets right; not corrected for the number of rows. Detectable: smallest true "
-            "difference that such items show with 80% power at the 5% level."
+            "Intervals and tests take the images, videos, ... in the last column as drawn at "
+            "random, paired between the models. p: McNemar's exact test on the two columns before "
+            "it, or a permutation test; not corrected for the number of rows. Detectable: smallest "
+            "true difference that these show with 80% power at the 5% level."
         )
         first = next(iter(comparison.sets.values()))
         rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
@@ -159,7 +165,7 @@ def read_published() -> dict[str, dict[str, Any]]:
 
 def find_disagreements(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:
     """Return the indices of the items that only the first, and only the second, gets right."""
-    a, b = get_scores(first) >= RIGHT, get_scores(second) >= RIGHT
+    a, b = (np.array([item["score"] for item in one.items]) >= RIGHT for one in (first, second))
     return np.flatnonzero(a & ~b).tolist(), np.flatnonzero(b & ~a).tolist()
 
 
@@ -170,59 +176,49 @@ _COLUMNS = (
 
 
 def _compare_set(
-    names: tuple[str, str], set_name: str, one: ScoredSet, other: ScoredSet, seed: int
+    names: tuple[str, str], set_name: str, one: ScoredSet, other: ScoredSet
 ) -> list[Difference]:
-    first, second = compute_metrics(one), compute_metrics(other)
-    common = [metric for metric in first if metric in second]
-    pairs = [([first[metric][0]], [second[metric][0]]) for metric in common]
-    found = bootstrap_intervals(pairs, seed=seed) if pairs else []
-    intervals = dict(zip(common, found, strict=True))
-    binary = bool(np.isin(np.concatenate([get_scores(one), get_scores(other)]), (0.0, 1.0)).all())
-    flipped = find_disagreements(one, other)
-    rows = []
-    for metric in one.headline:
-        mask = first[metric][1] if metric in intervals else np.ones(len(one.items), bool)
-        values = [
-            sums[metric][0].value() if metric in sums else scored.metrics.get(metric)
-            for sums, scored in ((first, one), (second, other))
+    flipped, benchmark, rows = find_disagreements(one, other), get_benchmark(one.task), []
+    for metric in (name for name in one.metrics if name in other.metrics):
+        counts = [
+            sum(benchmark.counts(metric, one.items[index]) for index in side) for side in flipped
         ]
-        if values[0] is None or values[1] is None:
-            continue
-        counts = [int(mask[indices].sum()) for indices in flipped]
-        plain = metric in intervals and all(own[metric][0].is_mean for own in (first, second))
+        first, second = one.estimates.get(metric), other.estimates.get(metric)
+        items, size, tested = len(one.items), f"{len(one.items)} questions", {}
+        if first is not None and second is not None:
+            items, size, tested = len(first.terms), first.size, _test(first, second)
+            counts = tested.pop("discordant") or counts
         rows.append(
             Difference(
                 first_name=names[0],
                 second_name=names[1],
                 set_name=set_name,
                 metric=metric,
-                first=values[0],
-                second=values[1],
-                difference=values[1] - values[0],
-                interval=intervals.get(metric),
-                items=int(mask.sum()),
+                first=one.metrics[metric],
+                second=other.metrics[metric],
+                difference=other.metrics[metric] - one.metrics[metric],
+                items=items,
+                size=size,
                 only_first=counts[0],
                 only_second=counts[1],
-                p_value=mcnemar_p_value(*counts) if binary and metric in intervals else None,
-                detectable=(
-                    find_detectable_difference(sum(counts), int(mask.sum()))
-                    if binary and plain
-                    else _scale_interval(intervals.get(metric))
-                ),
                 mark=RULE_ONLY_MARK if RULE_ONLY_MARK in one.deviations else "",
+                **tested,
             )
         )
     return rows
 
 
-def _scale_interval(interval: tuple[float, float] | None) -> float | None:
-    """Return (z_0.975 + z_0.8) SE, the detectable difference of a metric with this 95% interval.
-
-    Source: Miller 2024 (arXiv:2411.00640), section 5; SE is half the width over z_0.975.
-    """
-    if interval is None or interval[0] == interval[1]:
-        return None
-    return (interval[1] - interval[0]) / 2 * (Z_95 + Z_POWER) / Z_95
+def _test(first: Estimate, second: Estimate) -> dict[str, Any]:
+    """Return the fields of :class:`Difference` that are about chance, and McNemar's numbers."""
+    error, interval = subtract(first, second)
+    counts = count_discordant(first, second)
+    common = {"standard_error": error, "interval": interval, "discordant": counts}
+    if counts is None:
+        p_value, detectable = permutation_p_value(first, second), (Z_95 + Z_POWER) * error or None
+        return {**common, "test": "permutation", "p_value": p_value, "detectable": detectable}
+    detectable = find_detectable_difference(sum(counts), len(first.terms))
+    p_value = mcnemar_p_value(*counts)
+    return {**common, "test": "McNemar", "p_value": p_value, "detectable": detectable}
 
 
 def _shorten_names(paths: Sequence[Path]) -> list[str]:
@@ -247,7 +243,9 @@ class SetComparison:
     second: list[float]
     """One value per run of the second group; empty with one group only."""
     interval: tuple[float, float] | None = None
-    """95% interval of mean(second) - mean(first), paired by item."""
+    """95% interval of mean(second) - mean(first), paired by unit."""
+    size: str = "-"
+    """What the metric counts and the units."""
 
     @property
     def difference(self) -> float | None:
@@ -255,9 +253,7 @@ class SetComparison:
         return float(np.mean(self.second) - np.mean(self.first)) if self.second else None
 
 
-def compare_runs(
-    first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
-) -> list[SetComparison]:
+def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[SetComparison]:
     """Compare groups of runs, one per seed, by evaluation set (headline metric) and loss."""
     places = Counter(run.resolve() for run in (*first, *second))
     twice = [str(run) for run, count in places.items() if count > 1]
@@ -274,11 +270,11 @@ def compare_runs(
     rows = []
     for name in common:
         metric = get_task(sets[0][name].task).headline[0]
-        runs = [compute_metrics(one)[metric][0] for one in _read_runs([*first, *second], name)]
+        runs = [one.estimates[metric] for one in _read_runs([*first, *second], name)]
         pair = runs[: len(first)], runs[len(first) :]
-        interval = bootstrap_intervals([pair], seed=seed)[0] if second else None
-        ours, theirs = ([run.value() for run in group] for group in pair)
-        rows.append(SetComparison(name, metric, ours, theirs, interval))
+        interval = subtract(*map(average, pair))[1] if second else None
+        ours, theirs = ([run.value for run in group] for group in pair)
+        rows.append(SetComparison(name, metric, ours, theirs, interval, runs[0].size))
     losses = [_read_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -327,7 +323,7 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
     both = any(row.second for row in rows)
     header = ["metric", "first: mean", "sd", "runs"]
     if both:
-        header += ["second: mean", "sd", "runs", "difference", "95% interval, paired by item"]
+        header += ["second: mean", "sd", "runs", "difference", "95% interval, paired", "n"]
     lines = []
     for row in rows:
         digits = 4 if row.metric == "loss" else 2
@@ -337,7 +333,7 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
             cells.append(f"{np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "-")
             cells.append(", ".join(f"{value:.{digits}f}" for value in values))
         if both:
-            cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval)]
+            cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval), row.size]
         lines.append(cells)
     return _format_table(header, lines)
 

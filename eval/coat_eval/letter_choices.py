@@ -284,6 +284,14 @@ class CircularBenchmark(LetterBenchmark):
             raise UnusableVerdictError(f"{verdict!r} is not the letter of an option")
         return None if found[1] == "Z" else found[1]
 
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Return the score of a group, of its first rotation, or of all its rows."""
+        gold = item["reference"]
+        right = [a == b for a, b in zip(item["extracted"] or [], gold, strict=False)]
+        if metric == "first_rotation":
+            return float(right[:1] == [True]), 1.0
+        return (sum(right), len(gold)) if metric == "rows" else (item["score"], 1.0)
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``overall`` over groups, ``first_rotation``, ``rows``, and the sub-tables."""
         right = []

@@ -17,7 +17,7 @@ from coat_data.tools.html_page import sample_evenly, write_page
 from coat_eval.compare_models import Comparison, Difference, find_disagreements, read_published
 from coat_eval.data_folder import ParquetImage
 from coat_eval.scored_set import ScoredSet
-from coat_eval.significance import Z_95, compute_binomial_error, compute_metrics
+from coat_eval.uncertainty import wilson_interval
 from coat_vlm.report.evaluation import render_media
 
 _OTHER_QUESTIONS = ("vqav2", "vizwiz")
@@ -43,21 +43,22 @@ class Result:
     published: bool
     value: float
     interval: tuple[float, float] | None
-    """95%: 1.96 standard errors to both sides, within the possible values."""
+    """95%."""
     items: int
+    """Number of items, or figures, that the metric counts."""
+    size: str
+    """The same with the units, such as ``12578 in 398 images``."""
     difference: float | None = None
     """From the first model; None for that model itself."""
-    difference_interval: tuple[float, float] | None = None
-    p_value: float | None = None
-    detectable: float | None = None
-    """Smallest true difference that would be seen with 80% power at the 5% level."""
+    tested: Difference | None = None
+    """None for that model itself and for published ones."""
 
     @property
     def verdict(self) -> str:
         """``higher`` or ``lower`` if the interval of the difference excludes 0."""
-        if self.difference_interval is None:
+        if self.tested is None or self.tested.interval is None:
             return "" if self.difference is None else "not tested"
-        low, high = self.difference_interval
+        low, high = self.tested.interval
         return "higher" if low > 0 else "lower" if high < 0 else "not distinguishable"
 
 
@@ -71,7 +72,7 @@ def build_results(comparison: Comparison) -> list[list[Result]]:
     for set_name, first in comparison.sets[models[0]].items():
         sets = {model: comparison.sets[model][set_name] for model in models}
         whole = not any(one.deviations for one in sets.values())
-        for metric in first.headline:
+        for metric in first.metrics:
             found = [
                 _make_result(
                     model, set_name, metric, one, differences.get((set_name, metric, model))
@@ -112,16 +113,9 @@ def _make_result(
     model: str, set_name: str, metric: str, scored: ScoredSet, row: Difference | None
 ) -> Result | None:
     """Make the row of a compared model; None without a value of this metric."""
-    found = compute_metrics(scored).get(metric)
-    value = found[0].value() if found else scored.metrics.get(metric)
+    found, value = scored.estimates.get(metric), scored.metrics.get(metric)
     if value is None:
         return None
-    tested = {} if row is None else {
-        "difference": row.difference,
-        "difference_interval": row.interval,
-        "p_value": row.p_value,
-        "detectable": row.detectable,
-    }  # fmt: skip
     return Result(
         name=f"{set_name} {metric}",
         rules=f"{set_name}: {scored.rules}" if scored.follows else "",
@@ -129,24 +123,18 @@ def _make_result(
         precision=scored.precision,
         published=False,
         value=value,
-        interval=_make_interval(value, scored.standard_errors.get(metric)),
-        items=int(found[1].sum()) if found else len(scored.items),
-        **tested,
+        interval=found.interval if found else None,
+        items=len(found.terms) if found else len(scored.items),
+        size=found.size if found else f"{len(scored.items)} questions",
+        difference=row and row.difference,
+        tested=row,
     )
-
-
-def _make_interval(value: float, error: float | None) -> tuple[float, float] | None:
-    """Return 1.96 standard errors to both sides, cut at 0 and, for a percentage, at 100."""
-    if error is None:
-        return None
-    high = value + Z_95 * error
-    return max(0.0, value - Z_95 * error), min(100.0, high) if value <= 100 else high
 
 
 def _list_published(
     first: Result, set_name: str, metric: str, published: Mapping[str, Mapping[str, Any]]
 ) -> list[Result]:
-    """Return published values of a metric, with the binomial interval if it is an accuracy."""
+    """Return published values of a metric, with Wilson's interval if it is an accuracy."""
     rows = []
     for model, figures in published.items():
         value = figures.get(f"{set_name}.{metric}")
@@ -154,7 +142,8 @@ def _list_published(
             continue
         interval = None
         if set_name not in _OTHER_QUESTIONS and "f1" not in metric:
-            interval = _make_interval(value, compute_binomial_error(value, first.items))
+            low, high = wilson_interval(value / 100, first.items)
+            interval = 100 * low, 100 * high
         rows.append(
             Result(
                 name=first.name,
@@ -164,6 +153,7 @@ def _list_published(
                 published=True,
                 value=value,
                 items=first.items,
+                size=first.size,
                 interval=interval,
                 difference=value - first.value,
             )
@@ -185,7 +175,7 @@ def _make_plot(rows: Sequence[Result]) -> dict[str, Any]:
 
     return {
         "name": rows[0].name,
-        "items": rows[0].items,
+        "size": rows[0].size,
         "first": place(rows[0].value),
         "ticks": [(place(tick), f"{tick:g}") for tick in ticks],
         "rows": [

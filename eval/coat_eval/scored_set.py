@@ -10,12 +10,15 @@ from coat_data.sample import DataError
 from coat_eval.files import REPORT_FILE, read_json, read_json_lines
 from coat_eval.tasks import TASKS, get_benchmark
 from coat_eval.tasks.pope import SPLITS
+from coat_eval.uncertainty import Estimate
 
 PROMPT_FILES = ("predictions*.jsonl", "prompts.jsonl")
 """Files beside a report with predictions and prompts."""
 RULE_ONLY_MARK = "rule only"
 """Deviation of a benchmark without published predictions to check its rule against."""
 _AGAIN = "score the predictions again"
+_TOLERANCE = 0.0051
+"""Reports of question sets are rounded to two decimals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +28,10 @@ class ScoredSet:
     task: str
     path: Path
     """File of the items, for messages."""
-    headline: Sequence[str]
-    """The metrics to show first."""
     metrics: Mapping[str, float]
-    """Metrics of the report in percent."""
-    standard_errors: Mapping[str, float] = field(default_factory=dict)
-    """Standard errors of the report in percentage points."""
+    """Headline metrics, computed from the items where they are means."""
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    """Those that are means."""
     profile: str = "official"
     follows: str = ""
     """Repository and commit of the profile's scorer; empty for a question set."""
@@ -98,12 +99,23 @@ def _read_report(path: Path) -> ScoredSet:
         name = "/".join(part for part in _get_key(row) if part)
         seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    benchmark, metrics, estimates = get_benchmark(report["task"]), {}, {}
+    for metric in benchmark.headline:
+        found, said = (
+            benchmark.estimate(metric, rows, report["profile"]),
+            report["metrics"].get(metric),
+        )
+        if found is not None and said is not None and abs(said - found.value) > _TOLERANCE:
+            problem = f"{metric} is {said:.4f} in the report and {found.value:.4f} over its items"
+            raise DataError(str(path), problem, _AGAIN)
+        estimates |= {} if found is None else {metric: found}
+        value = said if found is None else found.value
+        metrics |= {} if value is None else {metric: value}
     return ScoredSet(
         path=path,
         task=report["task"],
-        headline=get_benchmark(report["task"]).headline,
-        metrics=report["metrics"],
-        standard_errors=report["standard_errors"],
+        metrics=metrics,
+        estimates=estimates,
         # Scores by different judges are not comparable.
         profile=", judge ".join(filter(None, (report["profile"], report.get("judge")))),
         follows="" if own_set else report["follows"],

@@ -24,8 +24,7 @@ from coat_eval.files import Table, read_table, write_json
 from coat_eval.judge import Judge
 from coat_eval.other_tools import convert_rows, is_of_other_tool
 from coat_eval.pairing import INPUT_PROBLEMS, check_repeated_questions, is_question_file, join
-from coat_eval.reliability import (
-    compute_standard_errors,
+from coat_eval.remarks import (
     describe_answers,
     describe_constant,
     describe_size,
@@ -126,7 +125,11 @@ def score_tables(
     known = [one for one in counted if not one.needs_judge]
     metrics = benchmark.aggregate(answered, settings) if known else {}
     items = [_format_item(one) for one in counted]
-    errors = compute_standard_errors(benchmark, settings, metrics, counted, items)
+    estimates = {
+        name: made
+        for name in benchmark.headline
+        if name in metrics and (made := benchmark.estimate(name, items, settings.profile))
+    }
     return {
         "task": benchmark.name,
         "profile": settings.profile,
@@ -138,8 +141,10 @@ def score_tables(
         **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
         "headline": benchmark.headline[0],
         "metrics": metrics,
-        "standard_errors": errors,
-        "constants": find_constants(benchmark, settings, counted, errors),
+        "standard_errors": {name: one.standard_error for name, one in estimates.items()},
+        "intervals": {name: list(one.interval) for name, one in estimates.items()},
+        "units": {name: one.size for name, one in estimates.items()},
+        "constants": find_constants(benchmark, settings, counted, list(estimates)),
         "counts": {name: len(rows) for name, rows in sorted(group_by_table(counted).items())},
         "n": len(counted),
         **({"n_official": get_official_size(benchmark, asked)} if benchmark.sizes else {}),
@@ -167,8 +172,11 @@ def format_headline(report: Mapping[str, Any]) -> str:
     width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
     lines = []
     for name in (one for one in shown if one in metrics):
-        error = report.get("standard_errors", {}).get(name)
-        spread = "" if error is None else f"  +- {error:.4f}"
+        spread = ""
+        if name in report["units"]:
+            low, high = report["intervals"][name]
+            spread = f"  +- {report['standard_errors'][name]:.4f}, 95% {low:.2f} to {high:.2f}"
+            spread += f" ({report['units'][name]})"
         mark = describe_constant(report, name)
         lines.append(f"{name.ljust(width)}  {metrics[name]:10.4f}{spread}{mark and f'  {mark}'}")
     for name, value in report.items():
@@ -339,6 +347,7 @@ def _format_item(one: ScoredItem) -> dict[str, Any]:
         **({"random_fallback": True} if one.random_fallback else {}),
         **({} if one.question.counted else {"counted": False}),
         **({"tables": dict(one.question.tables)} if one.question.tables else {}),
+        **({"unit": one.question.cluster} if one.question.cluster else {}),
         **{
             key: one.question.details[key]
             for key in ("kind", "groups")

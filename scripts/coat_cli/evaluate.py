@@ -358,7 +358,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
 
 def _warn(report: Mapping[str, Any], name: str = "") -> None:
     """Print a report's warnings, and its headline metric if a constant answer reaches it."""
-    from coat_eval.reliability import describe_constant
+    from coat_eval.remarks import describe_constant
 
     for warning in report.get("warnings", ()):
         complain(f"warning: {name}{warning}")

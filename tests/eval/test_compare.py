@@ -172,7 +172,7 @@ def test_the_command_prints_a_table(
     rows = capsys.readouterr().out.splitlines()
     flags = [np.array(runs[2]["naming"][index]) for index in (0, 2)]
     only = [int((flags[i] & ~flags[1 - i]).sum()) for i in (0, 1)]
-    (row,) = [row for row in rows if "naming" in row and row.endswith("| 200 |")]
+    (row,) = [row for row in rows if "naming" in row and row.endswith("| 200 questions |")]
     assert [int(cell) for cell in row.split("|")[6:8]] == only
 
 

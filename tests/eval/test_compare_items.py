@@ -1,30 +1,22 @@
-"""Differences between models item by item, against enumerated bootstraps and binomials by hand."""
+"""Differences between models item by item; the statistics are in test_uncertainty.py."""
 
 import base64
 import io
-import itertools
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from coat_cli.main import main
-from coat_eval.compare_models import compare_items, compute_headline_metrics
+from coat_eval.compare_models import compare_items
 from coat_eval.scored_set import read_sets
 from coat_eval.scoring import score_official
-from coat_eval.significance import (
-    RatioMetric,
-    bootstrap_intervals,
-    compute_metrics,
-    mcnemar_p_value,
-)
 from coat_eval.tasks import get_benchmark
 
 SPLITS = ("random", "popular", "adversarial")
@@ -73,20 +65,6 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     return pope_report(tmp_path / "a", ANSWERS["a"]), pope_report(tmp_path / "b", ANSWERS["b"])
 
 
-@pytest.mark.parametrize(
-    ("b", "c", "p"),
-    [
-        (0, 0, 1.0),
-        (0, 5, 2 / 32),
-        (8, 2, 2 * (1 + 10 + 45) / 1024),
-        (3, 3, 1.0),
-        (1, 7, 2 * (1 + 8) / 256),
-    ],
-)
-def test_mcnemar_is_twice_the_binomial_tail(b: int, c: int, p: float) -> None:
-    assert mcnemar_p_value(b, c) == mcnemar_p_value(c, b) == pytest.approx(p, rel=1e-12)
-
-
 def f1(pairs: list[tuple[str, str]]) -> float:
     """From precision and recall, as the paper has it."""
     tp = sum(pair == ("yes", "yes") for pair in pairs)
@@ -94,29 +72,6 @@ def f1(pairs: list[tuple[str, str]]) -> float:
     if not tp:
         return 0.0
     return 100 * 2 * (tp / said) * (tp / labeled) / (tp / said + tp / labeled)
-
-
-def test_the_interval_is_that_of_all_possible_draws() -> None:
-    """Six items have 6^6 draws: all of them, by the formula of precision and recall."""
-    labels = ["yes", "yes", "yes", "no", "no", "no"]
-    said = (["yes", "no", "yes", "yes", "no", "no"], ["no", "no", "yes", "yes", "no", "yes"])
-    pairs = [list(zip(one, labels, strict=True)) for one in said]
-    gaps = [
-        f1([pairs[1][i] for i in draw]) - f1([pairs[0][i] for i in draw])
-        for draw in itertools.product(range(6), repeat=6)
-    ]
-    exact = np.percentile(gaps, [2.5, 97.5])
-    found = []
-    for one in pairs:
-        tp = np.array([pair == ("yes", "yes") for pair in one], float)
-        wrong = np.array([pair[0] != pair[1] for pair in one], float)
-        found.append(RatioMetric([(2 * tp, 2 * tp + wrong)]))
-    assert [one.value() for one in found] == pytest.approx([f1(one) for one in pairs])
-    ((low, high),) = bootstrap_intervals([(found[:1], found[1:])], seed=3, resamples=30_000)
-    assert (low, high) == pytest.approx(tuple(exact), abs=1.0)
-    again = bootstrap_intervals([(found[:1], found[1:])], seed=3, resamples=30_000)
-    assert again == [(low, high)]
-    assert exact[0] < -40 < exact[1]  # an interval that a mistake would move
 
 
 def test_differences_of_pope_are_those_of_its_scorer(models: tuple[Path, Path]) -> None:
@@ -129,7 +84,7 @@ def test_differences_of_pope_are_those_of_its_scorer(models: tuple[Path, Path]) 
     row = rows["mean_f1"]
     assert row.difference == pytest.approx(row.second - row.first)
     assert (row.only_first, row.only_second, row.items) == (6, 1, 12)
-    assert row.p_value == pytest.approx(2 * (1 + 7) / 128)
+    assert row.test == "permutation"
     assert (rows["adversarial.f1"].only_first, rows["adversarial.f1"].items) == (2, 4)
     assert row.interval is not None
     assert row.interval[0] < row.difference < row.interval[1]
@@ -255,9 +210,8 @@ def test_figures_of_official_files_are_the_scorers(
             report_path=report,
         )
         (scored,) = read_sets(report).values()
-        assert len(compute_metrics(scored)) >= expected
-        for metric, value in compute_headline_metrics({task: scored}).items():
-            wanted = json.loads(report.read_text())["metrics"][metric.removeprefix(f"{task}.")]
-            assert value == pytest.approx(wanted, abs=1e-9)
+        assert len(scored.estimates) >= expected
+        wanted = json.loads(report.read_text())["metrics"]
+        assert scored.metrics == pytest.approx({name: wanted[name] for name in scored.metrics})
         tried += 1
     assert tried

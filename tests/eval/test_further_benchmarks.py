@@ -234,10 +234,13 @@ def test_hallusionbench_by_question_figure_and_pair(tmp_path: Path):
     assert report["metrics"] == values | parts
     counts = [report[name] for name in ("n", "n_unparsed", "n_needs_judge")]
     assert counts == [4, 0, 1]
-    # fAcc: two figures, right and wrong, of one set: all errors are in one cluster and cancel;
-    # only the term within items remains: e = 0.25 * (1 - 0.5), four times.
-    error = 100 * math.sqrt(4 * (0.25 * 0.5) ** 2 / 3)
-    assert report["standard_errors"]["fAcc"] == pytest.approx(error)
+    # fAcc is a mean of two figures, one of them right: sqrt(p (1 - p) / (n - 1)).
+    assert report["standard_errors"]["fAcc"] == pytest.approx(50)
+    assert report["units"] == {
+        "aAcc": "4 in 1 sets of figures",
+        "fAcc": "2 figures",
+        "qAcc": "2 questions of all figures",
+    }
     assert "complete sets of hallusionbench" in refuse("hallusionbench", results)
     labels = [{k: v for k, v in row.items() if k != "model_prediction"} for row in rows]
     labels = write(tmp_path / "HallusionBench.json", labels)

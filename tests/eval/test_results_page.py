@@ -13,8 +13,8 @@ from coat_cli.main import main
 from coat_eval.compare_models import compare_items, format_differences
 from coat_eval.results_page import Result, build_results
 from coat_eval.scoring import score_official
-from coat_eval.significance import find_detectable_difference
 from coat_eval.tasks import get_benchmark
+from coat_eval.uncertainty import find_detectable_difference
 
 
 def binomial(n: int, share: float) -> np.ndarray:
@@ -78,6 +78,13 @@ def gqa_report(folder: Path, right: range, items: int = 200) -> Path:
     return folder.parent
 
 
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The roots p of (share - p)^2 = 1.96^2 p (1 - p) / count, in percent."""
+    z2 = 1.959963984540054**2 / count
+    low, high = sorted(np.roots([1 + z2, -2 * share - z2, share**2]).real)
+    return 100 * low, 100 * high
+
+
 def find_rows(paths: list[Path], name: str) -> list[Result]:
     groups = {rows[0].name: rows for rows in build_results(compare_items(paths))}
     return groups[name]
@@ -90,24 +97,29 @@ def test_rows_are_tested_against_models_and_not_against_published_results(tmp_pa
     assert (first.model, first.precision, first.difference) == ("a", "coat", None)
     # Images are clusters of two questions with equal answers: the error of 100 of them.
     assert first.interval is not None
-    assert first.interval[1] - 55.0 == pytest.approx(196 * math.sqrt(0.55 * 0.45 / 100), rel=0.01)
-    assert second.detectable == pytest.approx(find_detectable_difference(20 + 34, 200))
-    assert second.p_value == pytest.approx(0.0759, abs=1e-4)  # 2 P(B(54, 1/2) <= 20)
+    assert first.size == "200 in 100 images"
+    assert first.interval[1] == pytest.approx(wilson(0.55, 100)[1], abs=0.05)
+    tested = second.tested
+    assert tested is not None
+    assert (tested.only_first, tested.only_second, tested.test) == (20, 34, "permutation")
+    # Of the images ten and seventeen: 2 P(B(27, 1/2) <= 10) = 0.2478, of 9,999 permutations.
+    assert tested.p_value == pytest.approx(0.2478, abs=4 * math.sqrt(0.2478 * 0.7522 / 9999))
+    error = 100 * math.sqrt((0.27 - 0.07**2) / 100)
+    assert tested.standard_error == pytest.approx(error, rel=0.01)
+    assert tested.detectable == pytest.approx(2.801585 * error, rel=0.01)
     assert second.verdict == "not distinguishable"
     llava = published[0]
     assert (llava.model, llava.value, llava.verdict) == ("LLaVA-1.5-7B", 62.0, "not tested")
-    error = 196 * math.sqrt(0.62 * 0.38 / 200)
-    assert llava.interval == pytest.approx((62.0 - error, 62.0 + error), rel=1e-4)
+    assert llava.interval == pytest.approx(wilson(0.62, 200))
     assert first.rules.startswith("gqa: official of GQA v1.2 eval.py")
 
 
-def test_f1_has_no_binomial_variance_and_soft_differences_use_the_bootstrap(tmp_path: Path) -> None:
+def test_f1_has_no_binomial_variance_and_a_permutation_test(tmp_path: Path) -> None:
     paths = [pope_report(tmp_path / name, ANSWERS[name]) for name in "ab"]
     _, second, llava, *_ = find_rows(paths, "pope mean_f1")
-    assert (llava.interval, llava.p_value, llava.verdict) == (None, None, "not tested")
-    assert second.difference_interval is not None
-    low, high = second.difference_interval
-    assert second.detectable == pytest.approx((high - low) / (2 * 1.959964) * (1.959964 + 0.841621))
+    assert (llava.interval, llava.tested, llava.verdict) == (None, None, "not tested")
+    assert second.tested is not None
+    assert second.tested.test == "permutation"
     assert "| detectable |" in (said := format_differences(compare_items(paths)))
     assert "Rules: pope: official of RUCAIBox/POPE evaluate.py @" in said
 

@@ -69,9 +69,13 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]):
         "reference": "yes",
         "score": 1.0,
         "tables": {"structural": "verify", "semantic": "obj", "steps": "1", "words": "2"},
+        "unit": "n1",
     }
     printed = capsys.readouterr().out
-    assert "accuracy             100.0000" in printed
+    # Wilson's interval of 1 of 1 images: its lower end is n / (n + 1.96^2).
+    assert (
+        "accuracy             100.0000  +- 0.0000, 95% 20.65 to 100.00 (3 in 1 images)" in printed
+    )
     assert "structural.verify" not in printed
     assert score(folder, GOOD, "--raw") == 0
     assert report(folder)["metrics"]["accuracy"] == 0
@@ -190,6 +194,7 @@ def test_a_set_of_ones_own(folder: Path):
             "reference": "yes",
             "score": 1.0,
             "tables": {"category": "c"},
+            "unit": str(folder / "gone.png"),
         }
     ]
 

@@ -58,7 +58,7 @@ def make_run(folder: Path, checkpoint: Path, init_from: str = "null", language: 
     (folder / "eval.json").write_text(json.dumps({"presence": metrics, "precision": "coat"}))
     (folder / "eval" / "presence").mkdir(parents=True)
     report = {"headline": "accuracy", "n": 100, "metrics": metrics}
-    report["standard_errors"] = {"accuracy": 4.0}
+    report["intervals"] = {"accuracy": [72.16, 87.84]}
     (folder / "eval" / "presence" / "report.json").write_text(json.dumps(report))
 
 
@@ -94,7 +94,6 @@ def test_a_card_repeats_the_numbers_of_the_run(
     assert card.data.datasets == ["someone/chat"]
     assert card.data.license is None
     rows = tables(card)
-    # 80 - 1.96 * 4 = 72.16, 80 + 1.96 * 4 = 87.84
     assert ["presence", "accuracy", "80.00", "72.2 to 87.8", "50.00", "100"] in rows
     assert ["sft", "3 of 3", "8", "6 K", "language 1.5 K (lr 0.001)"] in rows
     # Three steps of 8 samples, of 40 in an epoch.

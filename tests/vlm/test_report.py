@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
         "n": 30,
         "n_unparsed": 2,
         "n_empty": 1,
-        "standard_errors": {"accuracy": 8.0},
+        "intervals": {"accuracy": [51.0, 82.3]},
         "counts": {"category.near": 30},
         "items": items,
     }

@@ -16,6 +16,7 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    get_table,
     pick,
     to_percent,
     to_table_percents,
@@ -91,6 +92,13 @@ class Gqa(Benchmark):
         if settings.profile == "official":
             return float(extracted == question.answer)
         return float(extracted == self.extract(question.answer, question, settings))
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select by structure; the distribution is no mean."""
+        kind = get_table(item, "structural")
+        if metric in ("binary", "open"):
+            return kind is not None and (kind == "query") == (metric == "open")
+        return metric == "accuracy"
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute percentages; ``distribution`` is the official statistic, lower is better."""

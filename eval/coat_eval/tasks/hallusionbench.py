@@ -13,8 +13,10 @@ from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, read_
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
+from coat_eval.uncertainty import Term
 
 _ANSWERS = {"1": "yes", "0": "no"}
+_UNITS = {"aAcc": "sets of figures", "fAcc": "figures", "qAcc": "questions of all figures"}
 _PARTS = ("category", "subcategory", "visual_input", "set_id", "figure_id", "question_id")
 
 
@@ -26,7 +28,7 @@ class HallusionBench(Benchmark):
         "open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py Hallusion_rating @c03bc048, no "
         "judge; data: tianyi-lab/HallusionBench @744007c"
     )
-    headline = ("aAcc", "fAcc", "qAcc")
+    headline = tuple(_UNITS)
     profiles = ("official", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"with an image": 951}
     constants = ("yes", "no")
@@ -84,6 +86,20 @@ class HallusionBench(Benchmark):
         """Return ``yes`` or ``no``; None for "unknown"."""
         word = read_word(verdict, ("yes", "no", "unknown"))
         return None if word == "unknown" else word
+
+    def terms(self, metric: str, items: Sequence[Mapping[str, Any]], profile: str) -> list[Term]:
+        """Return a term for each question, figure, or question of all figures."""
+        if metric == "aAcc":
+            return super().terms(metric, items, profile)
+        groups: dict[str, float] = {}
+        for item in items:
+            name = item["groups"][metric]
+            groups[name] = min(groups.get(name, 1.0), item["score"])
+        return [Term(float(score == 1), unit=name) for name, score in groups.items()]
+
+    def get_unit(self, metric: str) -> str:
+        """Return what a metric counts; the questions of aAcc are about sets of figures."""
+        return _UNITS[metric]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute the three accuracies over all, per category and per part (``VD_ocr.fAcc``)."""

@@ -35,6 +35,7 @@ class LongVideoBench(Benchmark):
     headline = ("overall", *(f"duration_group.{one}" for one in DURATIONS))
     rule_only = True
     sizes: ClassVar[Mapping[str, int]] = {"val": 1337, "test": 5341}
+    unit = "videos"
     constants = tuple(LETTERS)
     id_fields = ("question_id", "id")
     layouts: ClassVar[Layouts] = {

@@ -7,6 +7,7 @@ share of images with both questions right, so the sums are at most 2000 and 800.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    get_table,
     group_by_table,
     pick,
     to_percent,
@@ -24,6 +26,7 @@ from coat_eval.benchmark import (
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
+from coat_eval.uncertainty import Term
 
 PARTS = {
     "perception": (
@@ -48,6 +51,8 @@ class Mme(Benchmark):
     headline = ("perception", "cognition")
     profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"all": 2374}
+    unit = "pairs of questions"
+    averages: ClassVar[Mapping[str, str]] = dict.fromkeys(PARTS, "task")
     constants = ("yes", "no")
     text_fields = (*Benchmark.text_fields, "column_4")
     carries_answers = True
@@ -102,7 +107,6 @@ class Mme(Benchmark):
             question_id=question_id,
             answer=answer,
             tables={"part": _PART[task], "task": task},
-            details={"groups": {"image": question_id}},
             text=text,
             cluster=question_id,
             where=where,
@@ -139,6 +143,22 @@ class Mme(Benchmark):
             if text in ("y", "n"):
                 return "yes" if text == "y" else "no"
         return next((word for word in ("yes", "no") if word in text[:4]), None)
+
+    def terms(self, metric: str, items: Sequence[Mapping[str, Any]], profile: str) -> list[Term]:
+        """Add to each item's score whether both of its image are right."""
+        wrong = {item["unit"] for item in items if item["score"] < 1}
+        return [
+            replace(one, numerator=(one.numerator + (one.unit not in wrong)) / 2)
+            for one in super().terms(metric, items, profile)
+        ]
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select perception or cognition."""
+        return get_table(item, "part") == metric
+
+    def get_maximum(self, metric: str, terms: int) -> float:
+        """Return 200 for each task."""
+        return 200.0 * len(PARTS[metric])
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute each task's figures, and the two sums if no task is missing."""

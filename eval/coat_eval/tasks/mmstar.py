@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import LETTER_ANSWER, Question, ScoredItem, Settings
+from coat_eval.benchmark import LETTER_ANSWER, Question, ScoredItem, Settings, get_table
 from coat_eval.data_folder import Layouts, Row
 from coat_eval.extract import extract_ranked_letter
 from coat_eval.files import Table
@@ -31,6 +31,7 @@ class MmStar(LetterBenchmark):
 
     name = "mmstar"
     headline = ("overall", "average")
+    averages: ClassVar[Mapping[str, str]] = {"average": "l2_category"}
     profiles = (*LetterBenchmark.profiles, "lmms")
     sizes: ClassVar[Mapping[str, int]] = {"val": 1500}
     variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's prompt"}
@@ -58,6 +59,10 @@ class MmStar(LetterBenchmark):
         if settings.profile == "lmms":
             return extract_ranked_letter(text) or None
         return super().extract(text, question, settings)
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """The average is over the items with a second-level category."""
+        return metric == "overall" or get_table(item, "l2_category") is not None
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Add ``average``, lmms-eval's headline: the mean over the second-level categories."""

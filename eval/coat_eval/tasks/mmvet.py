@@ -143,6 +143,10 @@ class MmVet(Benchmark):
         """Return the mean grade over the runs."""
         return statistics.fmean(extracted)
 
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """The standard deviation is no mean."""
+        return metric == "total"
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``total`` and ``std`` over the runs, ``run.<number>``, ``capability.<name>``."""
         graded = {len(one.extracted): one.question.where for one in scored if one.extracted}

@@ -54,6 +54,7 @@ class MvBench(Benchmark):
     source = "OpenGVLab/Ask-Anything video_chat2/mvbench.ipynb @4631cd6"
     headline = ("overall",)
     rule_only = True
+    unit = "videos"
     sizes: ClassVar[Mapping[str, int]] = {"all": 4000, "one task": 200}
     constants = tuple("ABCD")
     layouts: ClassVar[Layouts] = {
@@ -162,6 +163,7 @@ class Mlvu(MvBench):
         "@0c4df7a; M-Avg: lmms-eval tasks/mlvu/utils.py @801baf6"
     )
     headline = ("m_avg", "overall")
+    averages: ClassVar[Mapping[str, str]] = {"m_avg": "task"}
     sizes: ClassVar[Mapping[str, int]] = {"dev": 2174}
     layouts: ClassVar[Layouts] = {
         "dev": (tuple(f"{name}.json" for name in FILES.values()), ("test-*.parquet",))

@@ -29,6 +29,7 @@ class NextQa(Benchmark):
     )
     headline = ("overall", *(f"group.{name}" for name in GROUPS.values()))
     sizes: ClassVar[Mapping[str, int]] = {"val": 4996, "test": 8564}
+    unit = "videos"
     constants = tuple(_LETTERS)
     layouts: ClassVar[Layouts] = {
         "test": (("test.csv",), ("MC/test-*.parquet",), ("test-*.parquet",)),

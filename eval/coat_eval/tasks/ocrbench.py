@@ -99,6 +99,10 @@ class OcrBench(Benchmark):
         answers = [_normalize(answer, question, settings) for answer in question.answer]
         return float(any(answer in extracted for answer in answers))
 
+    def get_maximum(self, metric: str, terms: int) -> float:
+        """Return the number of questions for ``final_score``."""
+        return terms if metric == "final_score" else 100.0
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``final_score`` and ``score.<part>`` as numbers of right answers."""
         tables = group_by_table(scored)

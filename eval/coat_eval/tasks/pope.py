@@ -17,6 +17,7 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    get_table,
     pick,
 )
 from coat_eval.data_folder import Layouts, MediaFile, Row
@@ -39,6 +40,7 @@ class Pope(Benchmark):
         "random as pinned by LLaVA": 2910,
     }
     prompt_end = SHORT_ANSWER
+    averages: ClassVar[Mapping[str, str]] = {"mean_f1": "split"}
     constants = ("yes", "no")
     text_fields = ("prediction", "answer", "text")
     layouts: ClassVar[Layouts] = {
@@ -155,6 +157,14 @@ class Pope(Benchmark):
         """Return whether the text contains yes, no or not; the rule reads other texts as yes."""
         return extract.mentions_yes_or_no(text)
 
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select a split, or all."""
+        return metric == "mean_f1" or get_table(item, "split") == metric.removesuffix(".f1")
+
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Return the terms of F1."""
+        return rate_f1(item, profile)
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``<split>.<metric>``, ``mean_f1`` over splits, ``pooled.<metric>``."""
         splits: dict[str, list[ScoredItem]] = {}
@@ -191,6 +201,17 @@ def compute_metrics(rows: Sequence[ScoredItem], profile: str) -> dict[str, float
         "f1": _ratio(2 * tp, 2 * tp + fp + fn),
         "yes_ratio": _ratio(yes, len(rows)),
     }
+
+
+def rate_f1(item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+    """Return the terms of F1 = 2 TP / (2 TP + FP + FN); a wrong answer is an FP or an FN.
+
+    In profile lmms an answer that is neither yes nor no is neither an FP nor an FN.
+    """
+    said, label = item["extracted"], item["reference"]
+    wrong = said != label and (profile != "lmms" or said in ("yes", "no", None))
+    right = 2.0 * (said == "yes" == label)
+    return right, right + wrong
 
 
 def _ratio(part: float, whole: float) -> float:

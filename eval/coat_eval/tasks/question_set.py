@@ -30,7 +30,7 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile
 from coat_eval.files import Table, read_json_lines
-from coat_eval.tasks.pope import compute_metrics
+from coat_eval.tasks.pope import compute_metrics, rate_f1
 
 QUESTIONS_FILE = "questions.jsonl"
 _REMEDY = "write one JSON object per line"
@@ -45,6 +45,7 @@ class QuestionSet(Benchmark):
 
     source = "coat_eval/tasks/question_set.py"
     headline = ("accuracy",)
+    unit = "images or videos"
     layouts: ClassVar[Layouts] = {"": ((QUESTIONS_FILE,),)}
 
     def __init__(
@@ -209,6 +210,10 @@ class YesNo(QuestionSet):
     def is_parsed(self, extracted: str, text: str) -> bool:
         """Return whether the text contains yes, no or not."""
         return extract.mentions_yes_or_no(text)
+
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Return the terms of F1."""
+        return rate_f1(item, profile)
 
     def chance(self, questions: Sequence[Question]) -> float:
         """Return 50, the accuracy of a fair coin."""

@@ -128,6 +128,10 @@ class ScienceQa(LetterBenchmark):
         stated = _STATED.findall(text)
         return stated[0] if len(stated) == 1 else None
 
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select the questions with an image."""
+        return metric == "overall" or item["kind"] == metric
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Add ``image`` (SQA-I) and ``modality.{TXT,IMG,NO}``; TXT and IMG overlap."""
         metrics = super().aggregate(scored, settings)

@@ -50,6 +50,8 @@ class SeedBench(Benchmark):
     headline = ("image", "video", "all", "macro")
     profiles = ("official", "lmms", *LETTER_RULES)
     sizes: ClassVar[Mapping[str, int]] = {"all": 19242, "image": 14233, "video": 5009}
+    unit = "images and videos"
+    averages: ClassVar[Mapping[str, str]] = {"macro": "type"}
     constants = tuple(LETTERS)
     text_fields = ("prediction", "text", "losses")
     id_pattern = re.compile(r"v\d+")
@@ -137,6 +139,10 @@ class SeedBench(Benchmark):
     def is_parsed(self, extracted: str | None, text: str) -> bool:
         """Return whether one of the four letters was extracted."""
         return extracted in tuple(LETTERS)
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select images or videos."""
+        return metric in ("all", "macro", item["kind"])
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``image``, ``video``, ``all``, ``macro`` over types (also per kind), ``type``."""

@@ -35,6 +35,7 @@ class TempCompass(Benchmark):
     name = "tempcompass"
     source = "llyx97/TempCompass eval_multi-choice.py, eval_yes_no.py @e1b4631, --disable_llm"
     headline = tuple(f"type.{kind}" for kind in _INSTRUCTIONS)
+    unit = "videos"
     sizes: ClassVar[Mapping[str, int]] = {"both": 4033, CHOICE: 1580, YES_NO: 2453}
     text_fields = ("prediction", "response", "text")
     carries_answers = True

@@ -21,6 +21,7 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    get_table,
     group_by_table,
     pick,
     to_percent,
@@ -48,6 +49,7 @@ class VideoMme(Benchmark):
     headline = ("overall", *DURATIONS, "unanswered_wrong.overall")
     profiles = ("official", "lmms", "vlmeval")
     sizes: ClassVar[Mapping[str, int]] = {"all": 2700, "one duration": 900}
+    unit = "videos"
     constants = tuple("ABCD")
     text_fields = ("prediction", "response", "text")
     id_pattern = re.compile(r"\d{3}-[123]")
@@ -115,6 +117,15 @@ class VideoMme(Benchmark):
         if letter is None and settings.profile == "vlmeval":
             return infer_letter(text, question.details["choices"])
         return letter
+
+    def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
+        """Select by duration."""
+        return metric not in DURATIONS or get_table(item, "duration") == metric
+
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Officially, a text without a letter counts in ``unanswered_wrong`` only."""
+        skips = profile == "official" and metric in ("overall", *DURATIONS)
+        return item["score"], float(item["extracted"] is not None or not skips)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute accuracies of answered questions; ``unanswered_wrong.<table>`` is over all."""

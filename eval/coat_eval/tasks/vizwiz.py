@@ -140,6 +140,12 @@ class VizWiz(Benchmark):
             return vqa_text.score_leave_one_out(extracted, answers)
         return vqa_text.score_all_ten(extracted, question.answer)
 
+    def rate_item(self, metric: str, item: Mapping[str, Any], profile: str) -> tuple[float, float]:
+        """Return the score, or whether the answer is "unanswerable"."""
+        if metric != "unanswerable_rate":
+            return super().rate_item(metric, item, profile)
+        return float(item["extracted"] == "unanswerable"), 1.0
+
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
         said = [float(one.extracted == "unanswerable") for one in scored]

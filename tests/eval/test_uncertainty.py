@@ -11,10 +11,10 @@ from scoring_helpers import write_lines as write
 
 from coat_eval.benchmark import UPSTREAM, Question, Settings
 from coat_eval.extract import infer_letter
-from coat_eval.ratios import compute_standard_error
-from coat_eval.reliability import get_official_size
+from coat_eval.remarks import get_official_size
 from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
+from coat_eval.uncertainty import Term, estimate
 
 
 def test_the_formula_of_miller_2024_written_out_over_pairs():
@@ -27,10 +27,10 @@ def test_the_formula_of_miller_2024_written_out_over_pairs():
     for first, second in itertools.permutations(range(n), 2):
         if clusters[first] == clusters[second]:
             squared += (scores[first] - mean) * (scores[second] - mean) / n**2
-    found = compute_standard_error([(scores, [1.0] * n)], [True] * n, clusters)
+    found = estimate(list(map(Term, scores, [1.0] * n, clusters))).standard_error
     assert found == pytest.approx(100 * math.sqrt(squared), rel=1e-9)
     # Without clusters the central limit theorem's: sqrt(p (1 - p) / (n - 1)) for scores 0 and 1.
-    alone = compute_standard_error([(scores, [1.0] * n)], [True] * n, [""] * n)
+    alone = estimate(list(map(Term, scores))).standard_error
     assert alone == pytest.approx(100 * math.sqrt(mean * (1 - mean) / (n - 1)), rel=1e-9)
 
 
@@ -53,15 +53,14 @@ def test_the_error_of_f1_is_its_spread_over_repeated_draws_of_images():
     for _ in range(400):
         above, below, names = draw()
         sample.append(100 * sum(above) / sum(below))
-        found.append(compute_standard_error([(above, below)], [True] * len(names), names))
+        found.append(estimate(list(map(Term, above, below, names))).standard_error)
     mean = sum(sample) / len(sample)
     spread = math.sqrt(sum((one - mean) ** 2 for one in sample) / (len(sample) - 1))
     # The spread of 400 draws has a relative standard error of 1 / sqrt(800) = 3.5%.
     assert sum(found) / len(found) == pytest.approx(spread, rel=0.14)
     above, below, names = draw()
-    every = [True] * len(names)
-    loose = compute_standard_error([(above, below)], every, [""] * len(names))
-    assert loose < 0.95 * compute_standard_error([(above, below)], every, names)
+    loose = estimate(list(map(Term, above, below))).standard_error
+    assert loose < 0.95 * estimate(list(map(Term, above, below, names))).standard_error
 
 
 def test_every_report_has_errors_clustered_by_image(tmp_path: Path):

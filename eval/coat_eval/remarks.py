@@ -1,4 +1,4 @@
-"""Says what a score is worth: standard error, constant answers, incomplete sets."""
+"""Remarks about a score: constant answers, incomplete sets, empty and unparsable answers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,34 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from coat_eval.benchmark import Benchmark, ScoredItem, Settings
-from coat_eval.ratios import compute_standard_error, make_parts
 
 _EXACT = 0.0051
 """Metrics of question sets are rounded to two decimals."""
-
-
-def compute_standard_errors(
-    benchmark: Benchmark,
-    settings: Settings,
-    metrics: Mapping[str, float],
-    scored: Sequence[ScoredItem],
-    items: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
-    """Compute the errors of the headline metrics that are ratios of sums, in percentage points."""
-    clusters = [one.question.cluster for one in scored]
-    errors = {}
-    for metric in benchmark.headline:
-        made = make_parts(items, metric, task=benchmark.name, profile=settings.profile)
-        if made is not None and metric in metrics:
-            errors[metric] = compute_standard_error(*made, clusters)
-    return errors
 
 
 def find_constants(
     benchmark: Benchmark,
     settings: Settings,
     scored: Sequence[ScoredItem],
-    metrics: Sequence[str] | Mapping[str, Any],
+    metrics: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
     """Find the best constant answer by metric, unless all references of a sub-table are it."""
     questions = [one.question for one in scored]
@@ -41,6 +23,7 @@ def find_constants(
         return {}
     settings = replace(settings, verdicts={})
     best: dict[str, dict[str, Any]] = {}
+    metrics = [name for name in metrics if not name.endswith("_rate")]  # no scores
     for answer in benchmark.constants or _find_commonest(questions):
         constant = benchmark.score_all([(one, answer) for one in questions], settings)
         if all(one.needs_judge for one in constant):

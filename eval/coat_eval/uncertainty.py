@@ -1,0 +1,249 @@
+"""What chance does to a metric: standard error, 95% interval, test, detectable difference.
+
+``metric = maximum * mean over parts of sum(numerator) / sum(denominator)`` over :class:`Term`: an
+accuracy has one part with denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, a mean over tasks
+or splits one part each. Questions about the same image or video are not independent, so that the
+*units* that a benchmark declares, and not questions, count as drawn at random, here and everywhere.
+Importing this module imports no numpy.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from statistics import NormalDist, fmean
+from typing import Any
+
+Z_95 = NormalDist().inv_cdf(0.975)
+"""Standard normal quantile of a two-sided test at 5%, and of a 95% interval."""
+Z_POWER = NormalDist().inv_cdf(0.8)
+"""Standard normal quantile of a power of 80%."""
+PERMUTATIONS = 9_999
+_BLOCK_VALUES = 4_000_000
+_EQUAL = 1e-9
+"""Differences of shares below this are rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What a question, or a group of questions that counts as one, adds to a metric."""
+
+    numerator: float
+    denominator: float = 1.0
+    unit: str = ""
+    """Name of the unit; a term without one is a unit of its own."""
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric with what its uncertainty is computed from."""
+
+    terms: Sequence[Term]
+    share: float
+    """The metric as a share of its maximum, 0 to 1."""
+    errors: Sequence[float]
+    """Derivative of ``share`` with respect to the weight of each term, [terms]: of a mean of n
+    scores (score - mean) / n; of a ratio its linearization (delta method)."""
+    maximum: float = 100.0
+    unit: str = "questions"
+    """What a unit is, in the plural."""
+
+    @property
+    def value(self) -> float:
+        """The metric, mostly in percent."""
+        return self.maximum * self.share
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error in the metric's own unit: :func:`compute_variances`."""
+        return self.maximum * math.sqrt(compute_variances(self.errors, self.units)[0])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval: Wilson's with the effective number of terms, as if they were independent.
+
+        With share p this is p (1 - p) / SE^2 + 1, for independent scores of 0 and 1 the number of
+        terms itself; the number of units if all terms are equal. Source: Dean and Pagano 2015,
+        "Evaluating confidence interval methods for binomial proportions in clustered surveys", J.
+        Surv. Stat. Methodol. 3.
+        """
+        variance = (self.standard_error / self.maximum) ** 2
+        size = self.share * (1 - self.share) / variance + 1 if variance else len(self.units)
+        low, high = wilson_interval(self.share, size)
+        return self.maximum * low, self.maximum * high
+
+    @cached_property
+    def units(self) -> list[list[int]]:
+        """Indices of the terms of each unit."""
+        units: dict[str | int, list[int]] = {}
+        for index, term in enumerate(self.terms):
+            units.setdefault(term.unit or index, []).append(index)
+        return list(units.values())
+
+    @property
+    def size(self) -> str:
+        """Numbers of terms and units, such as ``12578 in 398 images``."""
+        inside = f"{len(self.terms)} in " if len(self.terms) != len(self.units) else ""
+        return f"{inside}{len(self.units)} {self.unit}"
+
+
+def estimate(terms: Sequence[Term], unit: str = "questions", maximum: float = 100.0) -> Estimate:
+    """Estimate a metric from its terms, of which there is at least one."""
+    above, below = defaultdict(float), defaultdict(float)
+    for term in terms:
+        above[term.part] += term.numerator
+        below[term.part] += term.denominator
+    ratios = {part: above[part] / total if total else 0.0 for part, total in below.items()}
+    errors = [
+        (term.numerator - ratios[term.part] * term.denominator)
+        / (below[term.part] or 1.0)
+        / len(ratios)
+        for term in terms
+    ]
+    named = unit if any(term.unit for term in terms) else "questions"
+    return Estimate(terms, fmean(ratios.values()), errors, maximum, named)
+
+
+def average(estimates: Sequence[Estimate]) -> Estimate:
+    """Average a metric over models that answered the same terms."""
+    share = fmean(one.share for one in estimates)
+    errors = [fmean(one) for one in zip(*(one.errors for one in estimates), strict=True)]
+    return replace(estimates[0], share=share, errors=errors)
+
+
+def subtract(first: Estimate, second: Estimate) -> tuple[float, tuple[float, float]]:
+    """Compute the standard error and the 95% interval of second - first, paired by term.
+
+    The interval is Bonett and Price's: with d the difference of n pairs, of which b + c differ,
+    d* = n d / (n + 2), and s^2 = ((b + c + 2) / (n + 2) - d*^2) / (n + 2), it is d* -+ 1.96 s. That
+    is the usual one after one more pair in favor of either model, so it does not collapse where the
+    models hardly differ. Here n is the number of terms over the design effect (the variance by unit
+    over that of independent terms, at least 1), and b + c is n times the mean square. Source:
+    Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial
+    proportions based on paired data", J. Educ. Behav. Stat. 37.
+    """
+    errors = [b - a for a, b in zip(first.errors, second.errors, strict=True)]
+    variance, independent = compute_variances(errors, first.units)
+    count, d = len(errors), second.share - first.share
+    n = count / max(1.0, variance / independent) if independent else len(first.units)
+    squares = (n - 1) * variance + d * d
+    center = n * d / (n + 2)
+    half = Z_95 * math.sqrt(max(0.0, (n * squares + 2) / (n + 2) - center**2) / (n + 2))
+    maximum = first.maximum
+    return maximum * math.sqrt(variance), (maximum * (center - half), maximum * (center + half))
+
+
+def compute_variances(
+    errors: Sequence[float], units: Sequence[Sequence[int]]
+) -> tuple[float, float]:
+    """Compute the variance of a share with terms clustered by unit, and with independent terms.
+
+    With n terms and errors e_i / n, this is equation 4 of Miller 2024, "Adding Error Bars to Evals"
+    (arXiv:2411.00640)::
+
+        SE^2 = sum_i e_i^2 / (n (n - 1))  +  1 / n^2 sum_units sum_{i != j} e_i e_j
+    """
+    if len(errors) < 2:
+        return 0.0, 0.0
+    squares = math.fsum(error * error for error in errors)
+    sums = [math.fsum(errors[index] for index in unit) for unit in units]
+    rest = squares / (len(errors) - 1)
+    return math.fsum(one * one for one in sums) + rest, squares + rest
+
+
+def wilson_interval(share: float, size: float) -> tuple[float, float]:
+    """Compute the 95% interval of a share of ``size`` independent questions.
+
+    With z = 1.96: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Source:
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22.
+    """
+    z2 = Z_95**2 / size
+    half = math.sqrt(z2 * share * (1 - share) + z2 * z2 / 4)
+    low, high = ((share + z2 / 2 + sign * half) / (1 + z2) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def count_discordant(first: Estimate, second: Estimate) -> tuple[int, int] | None:
+    """Count the units that only either model gets right, for McNemar's test.
+
+    None unless the metric is a mean of units that are right or wrong.
+    """
+    if len(first.units) != len(first.terms) or len({term.part for term in first.terms}) > 1:
+        return None
+    pairs = [(a.numerator, b.numerator) for a, b in zip(first.terms, second.terms, strict=True)]
+    ones = all(term.denominator == 1 for term in (*first.terms, *second.terms))
+    if not ones or {score for pair in pairs for score in pair} - {0, 1}:
+        return None
+    return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
+
+
+def mcnemar_p_value(only_first: int, only_second: int) -> float:
+    """Compute the two-sided p of McNemar's exact test on the numbers b, c of differing units.
+
+    Under the null hypothesis each of these n units favors either model with probability 1/2:
+    p = min(1, 2 sum_{k <= min(b, c)} C(n, k) / 2^n). Source: McNemar 1947, Psychometrika 12, in
+    the exact (binomial) form; the chi-square form is an approximation for large n.
+    """
+    n, fewer = only_first + only_second, min(only_first, only_second)
+    whole = math.lgamma(n + 1) - n * math.log(2)  # C(n, k) overflows for large n
+    logs = (whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(fewer + 1))
+    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
+
+
+def permutation_p_value(first: Estimate, second: Estimate) -> float:
+    """Compute the two-sided p of a permutation test that swaps the models' answers by unit.
+
+    Under the null hypothesis the models are interchangeable in each unit: p is the share of
+    :data:`PERMUTATIONS` random swaps (with a fixed seed; the given assignment is one more) after
+    which the metrics differ as much as they do. Of a mean this flips the signs of the units'
+    differences. Source: Noreen 1989, "Computer-Intensive Methods for Testing Hypotheses"
+    (approximate randomization); p with the added one: Phipson and Smyth 2010, arXiv:1603.05766.
+    """
+    import numpy as np
+
+    columns = {part: index for index, part in enumerate({one.part: 0 for one in first.terms})}
+    sums = np.zeros((2, len(first.units), 2, len(columns)))
+    """Numerators and denominators of both models."""
+    for row, unit in enumerate(first.units):
+        for model, index in product((0, 1), unit):
+            term = (first, second)[model].terms[index]
+            sums[model, row, :, columns[term.part]] += term.numerator, term.denominator
+
+    def divide(sums: Any) -> Any:
+        above, below = sums[..., 0, :], sums[..., 1, :]
+        return np.divide(above, below, out=np.zeros_like(above), where=below > 0).mean(-1)
+
+    totals, gaps = sums.sum(1), (sums[1] - sums[0]).reshape(len(first.units), -1)
+    gaps = gaps[gaps.any(1)]
+    rng, extreme = np.random.default_rng(0), 1
+    least = abs(second.share - first.share) - _EQUAL
+    block = max(1, _BLOCK_VALUES // max(1, len(gaps)))
+    for begin in range(0, PERMUTATIONS, block):
+        rows = min(block, PERMUTATIONS - begin)
+        swapped = rng.integers(2, size=(rows, len(gaps)), dtype=np.int8) @ gaps
+        swapped = swapped.reshape(rows, 2, -1)
+        found = divide(totals[1] - swapped) - divide(totals[0] + swapped)
+        extreme += int((np.abs(found) >= least).sum())
+    return extreme / (PERMUTATIONS + 1)
+
+
+def find_detectable_difference(discordant: int, count: int) -> float | None:
+    """Compute the smallest difference that McNemar's test sees with 80% power at the 5% level.
+
+    With n units, the share psi of units that only one model gets right, and a true difference d of
+    the two accuracies, Connor 1987 ("Sample size for testing differences in proportions for the
+    paired-sample design", Biometrics 43) requires::
+
+        d sqrt(n) = z_0.975 sqrt(psi) + z_0.8 sqrt(psi - d^2)
+
+    Returns d in percentage points; None if no difference can be seen, because d would exceed psi.
+    """
+    share, root = discordant / count, math.sqrt(count)
+    level = Z_95 * math.sqrt(share)
+    spread = count + Z_POWER**2
+    inner = (level * root) ** 2 - spread * (level**2 - Z_POWER**2 * share)
+    found = (level * root + math.sqrt(max(0.0, inner))) / spread
+    return 100 * found if inner > 0 and found <= share else None
