@@ -134,12 +134,14 @@ class Prompt(KeyedRow):
     fingerprint: str = ""
     """Hashed instead of ``text`` to check whether saved answers belong to the same prompts; stays
     the same when a missing video is added later."""
+    texts: Sequence[str] = ()
+    """Texts before, between and after the media; empty: all media come before ``text``."""
     sample: Sample | None = None
-    """The conversation, if its media are not simply placed before the text."""
+    """The conversation, if it was made with the question."""
 
     def load(self) -> Sample:
         """Return the conversation with its media; DataError if one cannot be read."""
-        return self.sample or prompt_sample(self.text, [file.load() for file in self.media])
+        return self.sample or prompt_sample(self.text, [m.load() for m in self.media], self.texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +154,14 @@ class PromptOptions:
     """Returns the times in seconds of a video's sampled frames; None if they are not known."""
 
 
-def prompt_sample(text: str, media: Sequence[Media] = ()) -> Sample:
-    """Make a conversation of one turn: each medium on its own line, then the text."""
+def prompt_sample(text: str, media: Sequence[Media] = (), texts: Sequence[str] = ()) -> Sample:
+    """Make a conversation of one turn: each medium on its own line, then the text; or ``texts``."""
     parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
-    turn = Turn("user", (*parts, Part("text", text)))
+    if texts:
+        pairs = zip(texts, media, strict=False)
+        parts = [part for said, one in pairs for part in (Part("text", said), Part(one.kind))]
+    parts.append(Part("text", texts[-1] if texts else text))
+    turn = Turn("user", tuple(part for part in parts if part != Part("text")))
     return Sample(id="prompt", turns=(turn,), media=tuple(media))
 
 
@@ -298,6 +304,7 @@ class Benchmark(ABC):
                     category=one.category,
                     text=self.ask(one, row, options.variant),
                     media=tuple(self.media(one, row)),
+                    texts=one.details.get("texts", ()),
                     choices=tuple(self.ranked_choices(one, options.variant)),
                     where=one.where,
                 )

@@ -12,11 +12,11 @@ from coat_eval.tasks.hallusionbench import HallusionBench
 from coat_eval.tasks.longvideobench import LongVideoBench
 from coat_eval.tasks.mathvision import MathVision
 from coat_eval.tasks.mathvista import MathVista
-from coat_eval.tasks.mmbench import CcBench, MmBench
+from coat_eval.tasks.mmbench import CcBench, MmBench, MmBenchV11
 from coat_eval.tasks.mme import Mme
-from coat_eval.tasks.mmmu import Mmmu
+from coat_eval.tasks.mmmu import Mmmu, MmmuPro
 from coat_eval.tasks.mmstar import MmStar
-from coat_eval.tasks.mmvet import MmVet
+from coat_eval.tasks.mmvet import MmVet, MmVetV2
 from coat_eval.tasks.mvbench import Mlvu, MvBench
 from coat_eval.tasks.nextqa import NextQa
 from coat_eval.tasks.ocrbench import OcrBench
@@ -28,7 +28,7 @@ from coat_eval.tasks.seedbench import SeedBench
 from coat_eval.tasks.tabmwp import TabMwp
 from coat_eval.tasks.tempcompass import TempCompass
 from coat_eval.tasks.textvqa import TextVqa
-from coat_eval.tasks.videomme import VideoMme
+from coat_eval.tasks.videomme import VideoMme, VideoMmeV2
 from coat_eval.tasks.vizwiz import VizWiz
 from coat_eval.tasks.vqav2 import OkVqa, VqaV2
 
@@ -46,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
         *(MathVista(), MathVision(), MmVet()),
         *(MvBench(), LongVideoBench(), Mlvu()),
+        *(MmmuPro(), VideoMmeV2(), MmBenchV11(), MmVetV2()),
     )
 }
 

@@ -5,7 +5,6 @@ Logical Reasoning"; relaxed accuracy as in google-research/pix2struct metrics.py
 and VLMEvalKit copy.
 """
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -13,6 +12,7 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import SHORT_ANSWER, Benchmark, Question, Settings
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
+from coat_eval.tasks.mmmu import parse_list
 
 SPLITS = ("test_human", "test_augmented")
 _TOLERANCE = 0.05
@@ -57,12 +57,9 @@ class ChartQa(Benchmark):
                 named = values.get("split") or values.get("type") or table.path.name
                 found = [one for one in SPLITS if one.removeprefix("test_") in str(named).lower()]
                 if len(found) != 1:
-                    raise DataError(
-                        row.where,
-                        f"is neither human nor augmented: {named!r}",
-                        "name the files test_human.json and test_augmented.json, or add the field "
-                        "split",
-                    )
+                    problem = f"is neither human nor augmented: {named!r}"
+                    remedy = "name the files test_human.json and test_augmented.json, or add split"
+                    raise DataError(row.where, problem, remedy)
                 split = found[0]
                 numbers[split] += 1
                 answer = values.get("label", values.get("answer"))
@@ -93,7 +90,8 @@ class ChartQa(Benchmark):
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """Return 1 for a match; vlmeval@c03bc048 swaps prediction and gold (fixed in #1204)."""
-        golds = [question.answer] if settings.profile == "lmms" else _parse_list(question.answer)
+        gold = question.answer if settings.profile == "lmms" else parse_list(question.answer)
+        golds = [gold] if isinstance(gold, str) else map(str, gold)
         pairs = [(gold, extracted) for gold in golds]
         if settings.profile == "vlmeval@c03bc048":
             pairs = [(said, gold) for gold, said in pairs]
@@ -117,13 +115,3 @@ def _read_number(text: str) -> float | None:
         return float(text.rstrip("%")) / 100.0 if text.endswith("%") else float(text)
     except ValueError:
         return None
-
-
-def _parse_list(text: str) -> list[str]:
-    """Return the elements of a Python list, or the text itself."""
-    if text.startswith("["):
-        try:
-            return [str(one) for one in ast.literal_eval(text)]
-        except (SyntaxError, ValueError):
-            pass
-    return [text]

@@ -1,4 +1,4 @@
-"""MMBench (dev, English), and CCBench about Chinese culture: choices with circular evaluation.
+"""MMBench and its version 1.1 (dev, English), and CCBench about Chinese culture: circular choices.
 
 Source: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?" (arXiv:2307.06281);
 open-compass/MMBench; LLaVA llava/eval/model_vqa_mmbench.py; lmms-eval: lmms_eval/tasks/mmbench,
@@ -66,6 +66,16 @@ class MmBench(CircularBenchmark):
             options = "\n".join(list_choices(question))
             return f"{words} There are several options:\n{options}\n\n{LETTER_ANSWER}"
         return ask_llava(question)
+
+
+class MmBenchV11(CircularBenchmark):
+    """Version 1.1: MMBench's metrics over other questions, with VLMEvalKit's prompt."""
+
+    name = "mmbenchv11"
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"dev": 1292}
+    layouts: ClassVar[Layouts] = {"dev": (("MMBench_DEV_EN_V11.tsv",),)}
+    is_reference = MmBench.is_reference
 
 
 class CcBench(CircularBenchmark):

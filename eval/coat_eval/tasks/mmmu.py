@@ -1,4 +1,4 @@
-"""MMMU: multiple choice and open questions in 30 subjects of six domains.
+"""MMMU: multiple choice and open questions in 30 subjects of six domains; and MMMU-Pro.
 
 Source: Yue et al., "MMMU: A Massive Multi-discipline Multimodal Understanding and Reasoning
 Benchmark"; MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py.
@@ -131,7 +131,7 @@ class Mmmu(Benchmark):
         if found is None:
             problem = f"id {question_id!r} does not contain a subject"
             raise DataError(where, problem, "MMMU's ids are like validation_Accounting_1")
-        gold = _parse_list(row.get("ground_truth", row.get("answer")))
+        gold = parse_list(row.get("ground_truth", row.get("answer")))
         answer = [str(text) for text in gold] if isinstance(gold, list) else str(gold)
         asked = pick(row, ("question_type",), where)
         kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
@@ -250,6 +250,78 @@ class Mmmu(Benchmark):
         }
 
 
+_PRO_IMAGE = re.compile(r"<image\s+(\d+)>")
+_LAST_LINE = (
+    "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
+    "quotes) where LETTER is one of options."
+)
+_DIRECT = "Answer with the option letter from the given choices directly."
+_STEPS = f"{_LAST_LINE} Think step by step before answering."
+_READ = f"Write out the multiple-choice question in the image and then solve it. {_STEPS}"
+
+
+class MmmuPro(Benchmark):
+    """Accuracy over all questions, per domain and subject (arXiv:2409.02813); up to ten choices."""
+
+    name = "mmmupro"
+    source = "MMMU-Benchmark/MMMU mmmu-pro/evaluate.py, infer/infer_transformers.py @40b550c"
+    headline = Mmmu.headline
+    sizes: ClassVar[Mapping[str, int]] = {"each split": 1730}
+    id_fields = Mmmu.id_fields
+    text_fields = Mmmu.text_fields
+    carries_answers = True
+    layouts: ClassVar[Layouts] = {
+        "standard": (("standard (10 options)/test-*.parquet",),),
+        "vision": (("vision/test-*.parquet",),),
+        "standard_4": (("standard (4 options)/test-*.parquet",),),
+    }
+    variants: ClassVar[Mapping[str, str]] = {"cot": "asks for steps"}
+
+    def is_reference(self, table: Table) -> bool:
+        """Rows of MMMU/MMMU_Pro, or official outputs."""
+        known = table.has("id", "options", "answer", "subject")
+        return known and _ID.match(str(table.rows[0]["id"])) is not None
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; ``<image>`` is the text of a question that is in the image."""
+        choices, subject = _read_choices(row), str(pick(row, ("subject",), where))
+        text = str(row.get("question") or "<image>")
+        listed = [f"{letter}. {option}" for letter, option in choices.items()]
+        return Question(
+            question_id=_get_id(row),
+            answer=str(pick(row, ("answer",), where)),
+            tables={"subject": subject, "domain": _DOMAIN.get(subject, "none")},
+            details={"choices": choices, "asked": "\n".join((text, *listed))},
+            text=text,
+            where=where,
+        )
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt."""
+        if question.text == "<image>":
+            return _READ if variant else f"{_DIRECT} {_LAST_LINE}"
+        end = f"Answer the preceding multiple choice question. {_STEPS}" if variant else _DIRECT
+        return _PRO_IMAGE.sub("[image]", f"{question.details['asked']}\n{end}")
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the images in the order in which the question and its options name them."""
+        named = [f"image_{number}" for number in _PRO_IMAGE.findall(question.details["asked"])]
+        columns = ["image"] if question.text == "<image>" else named
+        return [row.image(column, (".",), column=column) for column in columns]
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts, whose images follow the text."""
+        for one in super().prompts(folder, options):
+            yield replace(one, texts=(one.text, *[""] * len(one.media)))
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the only letter after the last "Answer:", or :func:`parse_choice`'s."""
+        choices = question.details["choices"]
+        _, stated, answer = text.rpartition("Answer:")
+        named = [letter for letter in choices if stated and letter in answer]
+        return named[0] if len(named) == 1 else parse_choice(text, choices, lmms=True)
+
+
 class _ReadAnswer(str):
     """An answer of main_eval_only.py, which is already parsed."""
 
@@ -286,11 +358,11 @@ def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
         by_letter = row["index2ans"]
         letters = row.get("all_choices") or list(by_letter)
         return {letter: str(by_letter.get(letter, "")) for letter in letters}
-    options = _parse_list(row.get("options") or ())
+    options = parse_list(row.get("options") or ())
     return letter_choices([str(option) for option in options])
 
 
-def _parse_list(value: Any) -> Any:
+def parse_list(value: Any) -> Any:
     """Parse a list in a text such as "['a', 'b']" (MMMU's Parquet files); else ``value``."""
     if not isinstance(value, str) or not value.startswith("["):
         return value

@@ -1,4 +1,4 @@
-"""MM-Vet: 218 open questions, answered in free text and graded from 0 to 1 by GPT-4.
+"""MM-Vet and MM-Vet v2: open questions, answered in free text and graded from 0 to 1 by GPT-4.
 
 Saved grades (``MODEL_gpt-4-grade-Nruns.json``) are aggregated as the official script does it; every
 answer without a grade needs a judge.
@@ -8,8 +8,10 @@ yuweihao/MM-Vet mm-vet_evaluator.py.
 """
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -31,6 +33,8 @@ _REASONING = (
     "following question: \n\n"
 )
 """Beginning of lmms-eval's prompts."""
+_IMAGE = re.compile(r"<IMG>\s*<?(image_\d+|[^<>\s]+\.(?:jpe?g|png))>?\s*(?:<IMG>)?")
+"""An image in a question of MM-Vet v2: its file, on the Hub its column."""
 
 
 class MmVet(Benchmark):
@@ -167,16 +171,36 @@ class MmVet(Benchmark):
         }
 
 
+class MmVetV2(MmVet):
+    """MM-Vet's metrics over 517 questions with sequences of images and texts (arXiv:2408.00765)."""
+
+    name = "mmvetv2"
+    source = "yuweihao/MM-Vet v2/mm-vet-v2_evaluator.py, v2/inference/gpt4.py @dc73d64"
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"all": 517}
+    id_fields = ("question_id", "id")
+    layouts: ClassVar[Layouts] = {"test": (("mm-vet-v2.json",), ("test-*.parquet",))}
+    variants: ClassVar[Mapping[str, str]] = {}
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; ``<image>`` is the place of an image in the text."""
+        question = super().question(row, table, where)
+        pieces = [piece.strip() for piece in _IMAGE.split(question.text)]
+        texts, images = pieces[::2], pieces[1::2]
+        details = {"texts": texts, "images": images}
+        text, cluster = "<image>".join(texts), " ".join(images)
+        return replace(question, text=text, cluster=cluster, details=details)
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the images in their order."""
+        names = question.details["images"]
+        return [row.image(name, ("images", "."), column=name) for name in names]
+
+
 def _has_grades(table: Table) -> bool:
     return table.form == "mapping" and table.has("score", "model")
 
 
 def _are_grades(grades: Any) -> bool:
-    return (
-        isinstance(grades, list)
-        and bool(grades)
-        and all(
-            isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one <= 1
-            for one in grades
-        )
-    )
+    numbers = isinstance(grades, list) and all(type(one) in (int, float) for one in grades)
+    return numbers and bool(grades) and all(0 <= one <= 1 for one in grades)

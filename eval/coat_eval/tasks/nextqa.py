@@ -77,12 +77,10 @@ class NextQa(Benchmark):
             answer = known.get(str(name))
             # Not isinstance: true and false are no indices.
             if type(gold) is int and answer is not None and gold != _LETTERS.index(answer):
-                raise DataError(
-                    where,
-                    f"the file's answer to {name} is {gold}, the references' is "
-                    f"{_LETTERS.index(answer)}",
-                    "give the references that the predictions were made for",
-                )
+                other = _LETTERS.index(answer)
+                problem = f"the file's answer to {name} is {gold}, the references' is {other}"
+                remedy = "give the references that the predictions were made for"
+                raise DataError(where, problem, remedy)
             if type(said) is int and said in range(5):
                 row = {**row, "prediction": _LETTERS[said]}
             yield row, where

@@ -71,16 +71,14 @@ class ScienceQa(LetterBenchmark):
             found = super().question(row, table, where)
             return replace(found, details={**found.details, "kind": "image"})
         if len(table.rows) == _FULL_HUB and "question_id" not in row:
-            raise DataError(
-                where,
-                "is one of 4,241 questions of which only some have an image, and images are not "
-                "read here",
-                "give the test file of ScienceQA-IMG, or problems.json",
+            problem = (
+                "is one of 4,241 questions of which some have an image, which is not read here"
             )
+            remedy = "give the test file of ScienceQA-IMG, or problems.json"
+            raise DataError(where, problem, remedy)
         with_image = bool(row.get("image", "question_id" not in row))
-        found = super().question(
-            {**row, "index": row.get("question_id", row["index"])}, table, where
-        )
+        values = {**row, "index": row.get("question_id", row["index"])}
+        found = super().question(values, table, where)
         hint = found.details["hint"]
         contexts = [name for name, own in (("text", hint), ("image", with_image)) if own]
         grade = str(row.get("grade") or "")

@@ -2,11 +2,11 @@
 
 Source: Fu et al., "Video-MME: The First-Ever Comprehensive Evaluation Benchmark of Multi-modal LLMs
 in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23, which leaves out
-unparsable answers; ``unanswered_wrong.*`` counts them as wrong.
+unparsable answers; ``unanswered_wrong.*`` counts them as wrong. Video-MME-v2: arXiv:2604.05015.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,8 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_first_letter, extract_ranked_letter, infer_letter
-from coat_eval.files import Table
+from coat_eval.files import Table, read_json_lines
+from coat_eval.tasks.longvideobench import PREFIXES
 
 DURATIONS = ("short", "medium", "long")
 _VIDEOS = ("data", "videos", "video", ".")
@@ -37,6 +38,19 @@ _TASK = (
     "with only the letter (A, B, C, or D) of the correct option."
 )
 _END = "The best answer is:"
+_FRAMES = "These are the frames of a video."
+_REASONING = (
+    "Please perform a detailed reasoning based on the provided video frames to answer the following"
+    " multiple-choice question selecting the best option from A through H and providing your final"
+    " response strictly in the format: 'Final Answer: <letter>."
+)
+POINTS = {
+    "relevance": (0, 1, 4, 9, 16),
+    "[1,2,3,4]": (0, 1, 4, 9, 16),
+    "[1,[2,3],4]": (0, 1, 4, 7, 12),
+    "[[1,2],3,4]": (0, 1, 2, 5, 10),
+}
+"""Points of a group of Video-MME-v2 by its structure and the number of right answers or steps."""
 _SPAN = re.compile(r"(\d+):(\d+):(\d+)[,.](\d+)\s*-->\s*(\d+):(\d+):(\d+)[,.](\d+)")
 _TAG = re.compile(r"<[^>]*>")
 
@@ -147,6 +161,95 @@ class VideoMme(Benchmark):
         }
         wrong = {name: to_percent([r.score for r in rows]) for name, rows in groups.items()}
         return answered | {f"unanswered_wrong.{name}": value for name, value in wrong.items()}
+
+
+class VideoMmeV2(Benchmark):
+    """Mean score over groups of four questions, by type, level, kind; accuracy over questions."""
+
+    name = "videommev2"
+    source = "MME-Benchmarks/Video-MME-v2 evaluation/test_video_mme_v2.py @013b6c9"
+    headline = ("overall", "average_accuracy", "group_type.relevance", "group_type.logic")
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"test": 3200}
+    carries_answers = True
+    layouts: ClassVar[Layouts] = {"test": (("test.parquet",), ("test-*.parquet",))}
+    variants: ClassVar[Mapping[str, str]] = {
+        "subtitles": "with the subtitles of the whole video",
+        "reasoning": "asks for a detailed reasoning",
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """Rows of MME-Benchmarks/Video-MME-v2, or official results."""
+        return table.has("question_id", "group_type", "group_structure", "answer")
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; the questions about a video are a group, in the order of the file."""
+        kind, shape = str(row.get("group_type")), "".join(str(row.get("group_structure")).split())
+        structure = shape if kind == "logic" else kind
+        if structure not in POINTS:
+            problem = f"has the group_type {kind!r} and the group_structure {shape!r}"
+            raise DataError(where, problem, "download the file again")
+        names = ("group_type", "level", "second_head", "third_head")
+        return Question(
+            question_id=str(pick(row, self.id_fields, where)),
+            answer=row.get("answer") or None,
+            tables={name: str(row[name]) for name in names if str(row.get(name)) != "None"},
+            details={"structure": structure},
+            text=str(row.get("question") or ""),
+            cluster=str(pick(row, ("video_id", "video"), where)).zfill(3),
+            where=where,
+        )
+
+    def ask(self, question: Question, row: Row, variant: str) -> str:
+        """Return the official prompt; options contain their letters."""
+        head = _FRAMES
+        task = _REASONING if variant == "reasoning" else _TASK.replace("or D", "D, E, F, G, or H")
+        if variant == "subtitles":
+            path = row.folder.path / "subtitle" / f"{question.cluster}.jsonl"
+            words = " ".join(str(word.get("text")) for _, word in read_json_lines(path))
+            head = f"{_FRAMES} This video's subtitles are listed below:\n{words}"
+        options = pick(row.values, ("options",), row.where)
+        return f"{head}\nQuestion: {question.text}\n{options}\n{task}"
+
+    def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
+        """Return the video."""
+        return (row.folder.file(question.cluster, _VIDEOS, (".mp4", ".MP4", ".mkv"), "video"),)
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the first A to H after removing phrases, or None."""
+        phrases = ("Final Answer:", *PREFIXES, "Answer:", "Option:")
+        return extract_first_letter(text, phrases, "ABCDEFGH") or None
+
+    def score_all(
+        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
+    ) -> list[ScoredItem]:
+        """Score all items: a question has the score and the sub-tables of its group."""
+        scored = super().score_all(joined, settings)
+        groups: dict[str, list[ScoredItem]] = {}
+        for one in scored:
+            groups.setdefault(one.question.cluster, []).append(one)
+        for rows in groups.values():
+            right = {place for place, one in enumerate(rows) if one.score == 1}
+            last = rows[-1].question
+            for one in rows:
+                one.score = rate_group(right, last.details["structure"])
+                one.question = replace(one.question, tables=last.tables)
+        return scored
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute the mean scores of groups, and the accuracy over questions."""
+        accuracy = to_percent([float(one.extracted == one.question.answer) for one in scored])
+        return {"average_accuracy": accuracy, **super().aggregate(scored, settings)}
+
+
+def rate_group(right: Collection[int], structure: str) -> float:
+    """Return the score of a group, 0 to 1, by the places (from 0) of its right answers."""
+    steps = next(place for place in range(5) if place not in right)
+    # The second of two parallel steps counts without the first, but nothing after it.
+    if steps == {"[1,[2,3],4]": 1, "[[1,2],3,4]": 0}.get(structure) and steps + 1 in right:
+        steps += 1
+    points = POINTS[structure]
+    return points[len(right) if structure == "relevance" else steps] / points[-1]
 
 
 def _format_subtitles(
