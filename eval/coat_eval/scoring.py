@@ -85,7 +85,7 @@ def score_tables(
     profile, or references are missing. DataError: the first problem; an unusable judge.
     """
     _check_options(benchmark, settings, judge)
-    _check_references(benchmark, references, predictions, allow_missing)
+    _check_references(benchmark, references, predictions)
     warnings = [*warnings, *(note for one in (*predictions, *references) for note in one.notes)]
     settings = replace(settings, verdicts=benchmark.saved_verdicts(predictions))
     questions = benchmark.questions(references, predictions)
@@ -105,6 +105,8 @@ def score_tables(
         share_repeated=benchmark.shares_repeated,
         warnings=warnings,
     )
+    if only is None:
+        _check_same_benchmark(benchmark, rows, pairs, problems)
     asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
         if not (references or allow_missing):
@@ -292,11 +294,9 @@ def _check_references(
     benchmark: Benchmark,
     references: Sequence[Table],
     predictions: Sequence[Table],
-    allow_missing: bool,
 ) -> None:
-    if not any(table.rows for table in predictions) and not allow_missing:
-        remedy = "finish the run, or pass --allow-missing"
-        raise DataError(str(predictions[0].path), "has no prediction", remedy)
+    if not any(table.rows for table in predictions):
+        raise DataError(str(predictions[0].path), "has no prediction", "finish the run")
     if references:
         return
     if not benchmark.carries_answers:
@@ -328,6 +328,33 @@ def _check_ids(
         + (f"; these look like predictions for {' or '.join(looks)}" if looks else ""),
         "give the references that the predictions were made for",
     )
+
+
+def _check_same_benchmark(
+    benchmark: Benchmark,
+    rows: Sequence[Prediction],
+    pairs: Sequence[tuple[Question, str | None]],
+    problems: Mapping[str, int],
+) -> None:
+    """Raise DataError if the predictions that are allowed to be missing show another benchmark.
+
+    Many benchmarks count their questions from 0 or 1, so that the ids of one are ids of another.
+    """
+    asked = sum(one.counted and one.answer is not None for one, _ in pairs)
+    answered, unknown = asked - problems["missing"], problems["unknown"]
+    looks = [name for name, one in BENCHMARKS.items() if len(rows) in one.sizes.values()]
+    fits = len(rows) == asked or (problems["missing"] == problems["not_text"] and not unknown)
+    if fits or benchmark.name in looks or not benchmark.sizes or all(one.prompt for one in rows):
+        looks = []
+    if asked and (looks or 2 * answered < asked + unknown):
+        as_many = f", and {' or '.join(looks)} has {len(rows)} questions" if looks else ""
+        raise DataError(
+            rows[0].where,
+            f"{answered} of the {asked} questions have a text as prediction, {unknown} predictions "
+            f"are for other ids{as_many}: they seem to be answers to another benchmark",
+            "give the references of the questions that were answered"
+            + (', or add the field "question" to the predictions' if looks else ""),
+        )
 
 
 def _format_item(one: ScoredItem) -> dict[str, Any]:

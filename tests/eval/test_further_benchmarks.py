@@ -294,11 +294,14 @@ NEXT = "video,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4\n
 def test_nextqa_has_no_index_true_or_false(tmp_path: Path):
     """In Python true is 1, the index of B, and false 0."""
     references = write(tmp_path / "val.csv", NEXT.replace(",2,6,", ",1,6,"))
-    rows = {key: {"prediction": said} for key, said in (("11_6", False), ("22_6", True))}
-    given = write(tmp_path / "r.json", {**rows, "33_6": {"prediction": 4, "answer": True}})
-    assert refuse("nextqa", given, references).endswith("'11_6' is False, not a text")
-    report = score("nextqa", given, references, allow_missing=True)
-    assert (report["n_not_text"], report["metrics"]["overall"]) == (2, pytest.approx(100 / 3))
+    right = {"11_6": 0, "22_6": 1, "33_6": 4}
+    for key, said in (("11_6", False), ("22_6", True)):
+        rows = {one: {"prediction": index} for one, index in (right | {key: said}).items()}
+        rows["33_6"]["answer"] = True
+        given = write(tmp_path / "r.json", rows)
+        assert refuse("nextqa", given, references).endswith(f"{key!r} is {said}, not a text")
+        report = score("nextqa", given, references, allow_missing=True)
+        assert (report["n_not_text"], report["metrics"]["overall"]) == (1, pytest.approx(200 / 3))
 
 
 def test_nextqa_reads_indices_and_letters(tmp_path: Path):

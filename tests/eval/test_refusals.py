@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from scoring_helpers import refusal, score
+from scoring_helpers import write as write_rows
 from scoring_helpers import write_lines as write
 
 from coat_cli.main import main
@@ -148,17 +149,80 @@ def test_of_text_and_answer_the_question_is_not_the_prediction(tmp_path: Path):
 
 def test_losses_with_nan_do_not_choose_a(tmp_path: Path):
     references = tmp_path / "SEED-Bench.json"
-    question = {"question_id": "1", "answer": "B", "question_type_id": 1, "data_type": "image"}
-    references.write_text(json.dumps({"questions": [question]}))
+    question = {"answer": "B", "question_type_id": 1, "data_type": "image"}
+    questions = [{"question_id": i, **question} for i in "12"]
+    references.write_text(json.dumps({"questions": questions}))
     losses = [math.nan, 0.5, 0.7, 0.9]
-    given = write(tmp_path / "p.jsonl", [{"question_id": "1", "losses": losses}])
+    other = {"question_id": "2", "losses": [3, 1, 2, 4]}
+    given = write(tmp_path / "p.jsonl", [{"question_id": "1", "losses": losses}, other])
     error = refusal("seedbench", given, references)
     assert error.where == f"{given}:1"
     assert "is the losses [nan, 0.5, 0.7, 0.9]" in error.problem
     report = score("seedbench", given, references, allow_missing=True)
-    assert (report["n_not_text"], report["metrics"]["all"]) == (1, 0)
+    assert (report["n_not_text"], report["metrics"]["all"]) == (1, 50)
     given = write(tmp_path / "p.jsonl", [{"question_id": "1", "losses": [True, False, True, 1]}])
     assert refusal("seedbench", given, references).problem == "losses are [True, False, True, 1]"
+
+
+OPTIONS = {"question": "Which one of these?", "A": "red", "B": "blue", "answer": "A"}
+SCENE = {"type": "Scene Text-centric VQA"}
+COMPLETE = {
+    # The first id, the number of questions, file and further fields of the references.
+    "realworldqa": (0, 765, "RealWorldQA.tsv", OPTIONS),
+    "ocrbench": (0, 1000, "OCRBench.json", {"dataset_name": "a", "answers": "b", **SCENE}),
+    "mmstar": (0, 1500, "MMStar.tsv", {**OPTIONS, "category": "math"}),
+}
+"""Benchmarks whose ids are numbers, with the sizes of their official sets."""
+
+
+def make_complete(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """References, and an answer to every question, by benchmark."""
+    files = {}
+    for name, (first, number, file, fields) in COMPLETE.items():
+        key = "index" if file.endswith(".tsv") else "question_id"
+        question = {} if "answer" in fields else {"question": "What does it say?"}
+        rows = [{key: i, **question, **fields} for i in range(first, first + number)]
+        said = [{"question_id": i, "prediction": "A"} for i in range(first, first + number)]
+        files[name] = write_rows(folder / file, rows), write(folder / f"{name}.jsonl", said)
+    return files
+
+
+def test_allow_missing_accepts_no_answers_to_another_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Ids from 0 or 1 are the ids of many benchmarks."""
+    files = make_complete(tmp_path)
+    accepted = []
+    for task, (references, _) in files.items():
+        out = str(tmp_path / "r.json")
+        for name, (_, given) in files.items():
+            words = ["--predictions", str(given), "--references", str(references), "--out", out]
+            if main(["score", task, *words, "--allow-missing"]) == 0:
+                accepted.append((task, name))
+    assert accepted == [(task, task) for task in files]
+    assert "realworldqa has 765 questions: they seem to be" in capsys.readouterr().err
+
+
+def test_allow_missing_accepts_a_part_of_the_answers(tmp_path: Path):
+    """Not a smaller one than half, whose score would be that of missing answers."""
+    references, given = make_complete(tmp_path)["mmstar"]
+    rows = [json.loads(line) for line in given.read_text().splitlines()]
+    report = score("mmstar", write(given, rows[:1400]), references, allow_missing=True)
+    assert (report["n"], report["n_missing"]) == (1500, 100)
+    error = refusal("mmstar", write(given, rows[:749]), references, allow_missing=True)
+    assert "749 of the 1500 questions have a text as prediction, 0 predictions" in error.problem
+    # As many as OCRBench has, unless the predictions say that they are of this benchmark.
+    write(given, rows[:1000])
+    assert "ocrbench" in refusal("mmstar", given, references, allow_missing=True).problem
+    write(given, [{**row, "question": OPTIONS["question"]} for row in rows[:1000]])
+    assert score("mmstar", given, references, allow_missing=True)["n_missing"] == 500
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"question_id": 0, "prediction": null}'])
+def test_allow_missing_accepts_no_file_without_an_answer(tmp_path: Path, text: str):
+    references, given = make_complete(tmp_path)["realworldqa"]
+    given.write_text(text)
+    assert "prediction" in refusal("realworldqa", given, references, allow_missing=True).problem
 
 
 def mmmu_outputs(folder: Path, repeat: bool) -> Path:
