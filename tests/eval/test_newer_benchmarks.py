@@ -8,6 +8,7 @@ expectations are what the official functions return.
 import json
 from itertools import product
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pyarrow as pa
@@ -167,6 +168,15 @@ def test_video_mme_v2_rates_groups(tmp_path: Path):
         }
     )
     assert (report["n"], report["counts"]["level.2"]) == (16, 8)
+    # The standard error of a mean of four groups, with n - 1; accuracies are clustered by video.
+    assert report["units"]["overall"] == "4 videos"
+    assert report["standard_errors"]["overall"] == pytest.approx(stdev(ratings) / 2)
+    shares = [3 / 4, 3 / 4, 2 / 4, 1 / 4]
+    mean = 9 / 16
+    clustered = sum((4 * (share - mean)) ** 2 for share in shares) / 16**2
+    error = 100 * (clustered + mean * (1 - mean) / 16 / 15) ** 0.5
+    assert report["standard_errors"]["average_accuracy"] == pytest.approx(error)
+    assert report["units"]["average_accuracy"] == "16 in 4 videos"
     assert "rule only" in format_headline(report)
     # A text without a letter is wrong in every group, although upstream's logic says otherwise.
     said = v2_answers(tmp_path / "p.jsonl", dict.fromkeys(right, "0000"), wrong="no idea")
@@ -175,7 +185,7 @@ def test_video_mme_v2_rates_groups(tmp_path: Path):
     rows = v2_rows()
     rows[5]["group_structure"] = "[1, 2]"
     problem = refuse("videommev2", said, parquet(tmp_path / "odd.parquet", rows))
-    assert problem == "has the group_type 'logic' and the group_structure '[1,2]'"
+    assert problem == "has the structure '[1,2]'"
 
 
 @pytest.mark.parametrize(

@@ -63,17 +63,15 @@ class ChartQa(Benchmark):
                 split = found[0]
                 numbers[split] += 1
                 answer = values.get("label", values.get("answer"))
-                yield (
-                    Question(
-                        question_id=str(values.get("index", f"{split}_{numbers[split]}")),
-                        answer=None if answer is None else str(answer),
-                        tables={"split": split},
-                        text=str(values.get("query", values.get("question")) or ""),
-                        cluster=str(values.get("imgname") or ""),
-                        where=row.where,
-                    ),
-                    row,
+                question = Question(
+                    question_id=str(values.get("index", f"{split}_{numbers[split]}")),
+                    answer=None if answer is None else str(answer),
+                    tables={"split": split},
+                    text=str(values.get("query", values.get("question")) or ""),
+                    cluster=str(values.get("imgname") or ""),
+                    where=row.where,
                 )
+                yield question, row
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return the question with the suffix of VLMEvalKit, or of lmms-eval as a variant."""

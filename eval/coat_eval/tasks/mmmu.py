@@ -340,12 +340,10 @@ def _check_choices(predictions: Iterable[Prediction], questions: Iterable[Questi
     for one in predictions:
         letter = isinstance(one.text, str) and re.fullmatch("[A-Z]", one.text)
         if one.question_id in unknown and isinstance(one.text, str) and not letter:
-            raise DataError(
-                one.where,
-                f"the text for {one.question_id!r} is {one.text[:40]!r}, not a bare letter, and "
-                "the references do not have the question's choices",
-                "add references with the choices: MMMU's Parquet files or an official output.json",
-            )
+            problem = f"the text for {one.question_id!r} is {one.text[:40]!r}, not a bare letter, "
+            problem += "and the references do not have the question's choices"
+            remedy = "add references with the choices: MMMU's Parquet files or official outputs"
+            raise DataError(one.where, problem, remedy)
 
 
 def _get_id(row: Mapping[str, Any]) -> str:

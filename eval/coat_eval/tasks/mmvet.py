@@ -186,15 +186,13 @@ class MmVetV2(MmVet):
         """Convert a row; ``<image>`` is the place of an image in the text."""
         question = super().question(row, table, where)
         pieces = [piece.strip() for piece in _IMAGE.split(question.text)]
-        texts, images = pieces[::2], pieces[1::2]
-        details = {"texts": texts, "images": images}
-        text, cluster = "<image>".join(texts), " ".join(images)
+        details = {"texts": pieces[::2], "images": pieces[1::2]}
+        text, cluster = "<image>".join(pieces[::2]), " ".join(pieces[1::2])
         return replace(question, text=text, cluster=cluster, details=details)
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the images in their order."""
-        names = question.details["images"]
-        return [row.image(name, ("images", "."), column=name) for name in names]
+        return [row.image(i, ("images", "."), column=i) for i in question.details["images"]]
 
 
 def _has_grades(table: Table) -> bool:

@@ -30,6 +30,7 @@ from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_first_letter, extract_ranked_letter, infer_letter
 from coat_eval.files import Table, read_json_lines
 from coat_eval.tasks.longvideobench import PREFIXES
+from coat_eval.uncertainty import Term
 
 DURATIONS = ("short", "medium", "long")
 _VIDEOS = ("data", "videos", "video", ".")
@@ -38,7 +39,6 @@ _TASK = (
     "with only the letter (A, B, C, or D) of the correct option."
 )
 _END = "The best answer is:"
-_FRAMES = "These are the frames of a video."
 _REASONING = (
     "Please perform a detailed reasoning based on the provided video frames to answer the following"
     " multiple-choice question selecting the best option from A through H and providing your final"
@@ -169,6 +169,7 @@ class VideoMmeV2(Benchmark):
     name = "videommev2"
     source = "MME-Benchmarks/Video-MME-v2 evaluation/test_video_mme_v2.py @013b6c9"
     headline = ("overall", "average_accuracy", "group_type.relevance", "group_type.logic")
+    unit = "videos"
     rule_only = True
     sizes: ClassVar[Mapping[str, int]] = {"test": 3200}
     carries_answers = True
@@ -184,11 +185,11 @@ class VideoMmeV2(Benchmark):
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
         """Convert a row; the questions about a video are a group, in the order of the file."""
-        kind, shape = str(row.get("group_type")), "".join(str(row.get("group_structure")).split())
-        structure = shape if kind == "logic" else kind
+        structure = str(row.get("group_type"))
+        if structure == "logic":
+            structure = "".join(str(row.get("group_structure")).split())
         if structure not in POINTS:
-            problem = f"has the group_type {kind!r} and the group_structure {shape!r}"
-            raise DataError(where, problem, "download the file again")
+            raise DataError(where, f"has the structure {structure!r}", "download the file again")
         names = ("group_type", "level", "second_head", "third_head")
         return Question(
             question_id=str(pick(row, self.id_fields, where)),
@@ -202,12 +203,12 @@ class VideoMmeV2(Benchmark):
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return the official prompt; options contain their letters."""
-        head = _FRAMES
+        head = "These are the frames of a video."
         task = _REASONING if variant == "reasoning" else _TASK.replace("or D", "D, E, F, G, or H")
         if variant == "subtitles":
             path = row.folder.path / "subtitle" / f"{question.cluster}.jsonl"
             words = " ".join(str(word.get("text")) for _, word in read_json_lines(path))
-            head = f"{_FRAMES} This video's subtitles are listed below:\n{words}"
+            head += f" This video's subtitles are listed below:\n{words}"
         options = pick(row.values, ("options",), row.where)
         return f"{head}\nQuestion: {question.text}\n{options}\n{task}"
 
@@ -235,6 +236,13 @@ class VideoMmeV2(Benchmark):
                 one.score = rate_group(right, last.details["structure"])
                 one.question = replace(one.question, tables=last.tables)
         return scored
+
+    def terms(self, metric: str, items: Sequence[Mapping[str, Any]], profile: str) -> list[Term]:
+        """Return a term for each group, of the accuracy for each question."""
+        if metric == "average_accuracy":
+            return [Term(float(i["extracted"] == i["reference"]), unit=i["unit"]) for i in items]
+        groups = {item["unit"]: item["score"] for item in items if self.counts(metric, item)}
+        return [Term(score, unit=name) for name, score in groups.items()]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute the mean scores of groups, and the accuracy over questions."""
@@ -288,15 +296,13 @@ def _make_question(video: Mapping[str, Any], asked: Mapping[str, Any], where: st
         "sub_category": video.get("sub_category", video.get("video_subcategory")),
         "task_type": asked.get("task_type"),
     }
-    options = asked.get("options") or ()
+    # Options contain their letter: "A. Two."
+    choices = {str(one)[:1]: str(one)[2:].strip(" .") for one in asked.get("options") or ()}
     return Question(
         question_id=str(pick(asked, ("question_id",), where)),
         answer=asked.get("answer") or None,
         tables={name: str(value) for name, value in tables.items() if value},
-        details={
-            # Options contain their letter: "A. Two."
-            "choices": {str(one)[:1]: str(one)[2:].strip(" .") for one in options}
-        },
+        details={"choices": choices},
         text=str(asked.get("question") or ""),
         cluster=str(video.get("video_id") or video.get("videoID") or ""),
         where=where,
