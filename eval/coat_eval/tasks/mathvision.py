@@ -57,6 +57,11 @@ _FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 _PLAIN = re.compile(r"\d{1,15}(\.\d{1,9})?")
 _LONGEST_POWER = 100_000
 """Bound of powers in bits: a text such as 9^{9^{9}} is no answer, and takes hours to compute."""
+_LARGEST_FACTORIAL = 1000
+_AT_ONCE = re.compile(r"(?=.*(?:gcd|lcm|binom))(?=.*(?:\^.*\^|\d{6}))", re.DOTALL)
+"""Functions that latex2sympy2 computes while it parses, with two powers or a long number."""
+_LONGEST = 400
+"""Characters of LaTeX to parse, which takes 5 ms each."""
 
 Number = int | float
 
@@ -243,12 +248,21 @@ def _evaluate(latex: str) -> Number | None:
     """Return the value of LaTeX, rounded to two decimals as upstream; None if it has none."""
     if _PLAIN.fullmatch(latex.strip()):
         return round(float(latex) if "." in latex else int(latex), 2)
+    if _AT_ONCE.match(latex):
+        return None
+    if len(latex) > _LONGEST:
+        # The parser stops at the first token that it does not know: "5. The ..." is 5. If it did
+        # so early, the rest is of no account; otherwise a text this long is no number.
+        values = {_evaluate(latex[:length]) for length in (_LONGEST // 2, _LONGEST)}
+        return values.pop() if len(values) == 1 else None
     latex2sympy = import_module("latex2sympy2").latex2sympy  # an optional extra; takes a second
     try:
         tree = ast.parse(str(latex2sympy(latex)), mode="eval")
-        return round(_compute(tree.body), 2)
+        value = round(_compute(tree.body), 2)
+        str(value)  # ValueError for an integer of more than 4,300 digits
     except Exception:  # the parser raises exceptions of many kinds, and upstream catches all
         return None
+    return value
 
 
 _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
@@ -276,7 +290,10 @@ def _compute(node: ast.AST) -> Number:
             raise ValueError(f"a power of more than {_LONGEST_POWER} bits")
         return _OPERATIONS[type(node.op)](left, right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return _get_name(node.func)(*map(_compute, node.args))
+        values = list(map(_compute, node.args))
+        if node.func.id == "factorial" and values[0] > _LARGEST_FACTORIAL:
+            raise ValueError(f"a factorial of more than {_LARGEST_FACTORIAL}")
+        return _get_name(node.func)(*values)
     raise ValueError(f"{ast.dump(node)} is not arithmetic")
 
 
