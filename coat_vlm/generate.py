@@ -15,11 +15,13 @@ from transformers.generation.streamers import BaseStreamer
 from coat_data.load.collate import Batch, collate
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.checkpoint.read_model import load_named_model
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.compressed import read_compression, round_inputs
 from coat_vlm.model.family_processor import FamilyProcessor
-from coat_vlm.model.folder import AnyProcessor, load_model, load_processor
+from coat_vlm.model.folder import AnyProcessor, load_processor
+from coat_vlm.model.named_model import find_model
 
 GREEDY: dict[str, Any] = {
     "do_sample": False,
@@ -42,7 +44,7 @@ def load(
     precision: Precision | None = None,
     fp8: Fp8Config | None = None,
 ) -> tuple[PreTrainedModel, AnyProcessor]:
-    """Load the model of a checkpoint folder, in evaluation mode, and its processor.
+    """Load the model that a folder names (:func:`find_model`), in evaluation mode; its processor.
 
     The default device is the first GPU, or the CPU if there is none; the default ``dtype`` of the
     weights is the checkpoint's on a GPU and FP32 on a CPU. ``precision``, one of training's,
@@ -50,8 +52,9 @@ def load(
     inputs of their layers are rounded as in a server. Raises FileNotFoundError without a
     config.json, ValueError if the precision does not fit the model or the GPU.
     """
-    folder = Path(model_dir)
-    if not (folder / "config.json").is_file():
+    named = find_model(Path(model_dir))
+    folder = named.folder
+    if named.path == folder and not (folder / "config.json").is_file():
         found = [path.parent for path in sorted(folder.glob("*/model/config.json"))]
         found += [path.parent for path in folder.glob("model/config.json")]
         hint = f"; did you mean {found[-1]}?" if found else ""
@@ -67,7 +70,7 @@ def load(
             "that it was exported from"
         )
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model: Any = load_model(folder, dtype or (torch.float32 if chosen.type == "cpu" else "auto"))
+    model = load_named_model(named, dtype or (torch.float32 if chosen.type == "cpu" else "auto"))
     if precision is not None:
         arithmetic_of(precision, fp8, chosen).apply(model)
     if scheme is not None:

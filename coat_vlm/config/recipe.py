@@ -94,9 +94,10 @@ class Recipe:
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft, dpo."""
     init_from: str | None = None
-    """Folder of a trained model with the initial weights, tokenizer and pixel statistics; settings
-    of images and videos, template and length are the recipe's. With ``model.pretrained`` a folder
-    of the same family, which also has the whole processor."""
+    """A trained model with the initial weights, tokenizer and pixel statistics: the folder of a
+    run, a model, a checkpoint (``RUN/STAGE/checkpoints/step-...``) or an adapter. Settings of
+    images and videos, template and length are the recipe's. With ``model.pretrained`` a model of
+    the same family, which also has the whole processor."""
     seed: NonNegative = 0
     """Seed of initialization and data order."""
     precision: Precision = "bf16"

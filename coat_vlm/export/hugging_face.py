@@ -19,14 +19,19 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from coat_vlm import commit
 from coat_vlm.checkpoint.atomic_folder import read_json, save_error, write_folder, write_json
 from coat_vlm.checkpoint.manifest import MANIFEST, list_files
 from coat_vlm.checkpoint.metadata import Contents, read_contents
-from coat_vlm.checkpoint.shards import Shards
+from coat_vlm.checkpoint.read_model import (
+    ADAPTER,
+    load_named_model,
+    read_merged_weights,
+    read_trained_adapter,
+    read_weights,
+)
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import describe_recipe
@@ -45,14 +50,14 @@ from coat_vlm.model.compressed import (
     read_compression,
 )
 from coat_vlm.model.family_processor import FamilyProcessor
-from coat_vlm.model.folder import AnyProcessor, create_meta_copy, load_model, load_processor
+from coat_vlm.model.folder import AnyProcessor, create_meta_copy, load_processor
 from coat_vlm.model.lora import adapter_config, find_scale, has_adapters, merge, split_adapters
+from coat_vlm.model.named_model import find_model
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
 
 _DESCRIPTION = "model"
 _BASE = "base"
-_ADAPTER = "adapter"  # next to a model's config.json
 
 Layout = Literal["coat", "llava", "vila", "language"]
 
@@ -110,11 +115,11 @@ def write_trained(
     weights, adapters = split_adapters(state)
     share_tied(weights, model)
     if has_adapters(model):
-        adapter_config(model).save_pretrained(folder / _ADAPTER)
-        config = _read_adapter(folder)
+        adapter_config(model).save_pretrained(folder / ADAPTER)
+        config = read_trained_adapter(folder)
         assert config is not None, "adapter_config.json was just written"
         own = _collect_adapter_weights(config, weights, adapters)
-        _save_adapter(folder / _ADAPTER, config, own, processor)
+        _save_adapter(folder / ADAPTER, config, own, processor)
         merge(weights, adapters, find_scale(config))
     write_model(folder, model, processor, weights)
 
@@ -157,10 +162,10 @@ def export(
     """Write the model of a checkpoint or of a stage as a Hugging Face folder; returns ``target``.
 
     ``source`` is ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
-    compared, or a folder in the layout ``llava`` or ``vila``. LoRA adapters are merged. ``dtype``
-    is by default the precision of training, or BF16 with compressed ``weights`` of the language
-    model. Raises ValueError if the source is not a checkpoint or is damaged, the target is not
-    empty, or the layout cannot represent the model; LockError if another process exports to it.
+    compared, an adapter folder, or one in the layout ``llava`` or ``vila``. Adapters are merged.
+    ``dtype`` is by default the precision of training, or BF16 with compressed ``weights`` of the
+    language model. Raises ValueError if the source is not a checkpoint or is damaged, the target is
+    not empty, or the layout cannot represent the model; LockError if another process exports to it.
     """
     if weights is not None:
         if layout == "vila":
@@ -185,8 +190,8 @@ def export(
                 f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
                 "language, which stock transformers loads, and coat"
             )
-        is_checkpoint = described != source
-        origin = source / ("trainer.json" if is_checkpoint else "training.json")
+        origins = (source / "trainer.json", source / "training.json")  # of a checkpoint, a model
+        origin = next(filter(Path.is_file, origins), None)
 
         def write(temporary: Path) -> None:
             tensors = share_tied(dict(state), model)
@@ -197,7 +202,7 @@ def export(
             _WRITERS[layout](temporary, model, processor, tensors)
             if record is not None:
                 describe_compression(temporary, record, prefix)
-            if origin.is_file():
+            if origin is not None:
                 shutil.copyfile(origin, temporary / "training.json")
 
         return _write(target, write, lock.check)
@@ -220,7 +225,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
     """
     with lock_folder(_lock_path(target), "export") as lock:
         described = _check_folders(source, target)
-        config = _read_adapter(described)
+        config = read_trained_adapter(described)
         if config is None:
             raise ValueError(
                 f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
@@ -236,13 +241,13 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
                     f"({base_folder}); export a checkpoint of the stage, "
                     "which contains them (RUN/sft/checkpoints/step-...)"
                 )
-            stored = load_file(described / _ADAPTER / ADAPTER_WEIGHTS)
+            stored = load_file(described / ADAPTER / ADAPTER_WEIGHTS)
             weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
             save = partial(_save_adapter, config=config, weights=weights, processor=processor)
             return _write(target, save, lock.check)
         contents = read_contents(source)
         model = _build_without_weights(described, contents, dtype)
-        base, adapters = split_adapters(_read_weights(source, contents, dtype))
+        base, adapters = split_adapters(read_weights(source, contents, dtype))
         share_tied(base, model)
         own = _collect_adapter_weights(config, base, adapters)
 
@@ -253,11 +258,6 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
                 write_model(temporary / _BASE, model, processor, base)
 
         return _write(target, write, lock.check)
-
-
-def _read_adapter(described: Path) -> dict[str, Any] | None:
-    path = described / _ADAPTER / ADAPTER_CONFIG
-    return read_json(path) if path.is_file() else None
 
 
 def _collect_adapter_weights(
@@ -295,7 +295,7 @@ def _check_folders(source: Path, target: Path) -> Path:
             "with --to"
         )
     is_checkpoint = (source / "trainer.json").is_file()
-    if not (is_checkpoint or (source / "config.json").is_file()):
+    if not (is_checkpoint or any((source / n).is_file() for n in ("config.json", ADAPTER_CONFIG))):
         patterns = ("*/checkpoints/step-*", "checkpoints/step-*", "step-*")
         found = [path for p in patterns for path in sorted(source.glob(f"{p}/trainer.json"))]
         hint = f"; did you mean {found[-1].parent}?" if found else ""
@@ -311,7 +311,7 @@ def _check_folders(source: Path, target: Path) -> Path:
         raise ValueError(
             f"{source} is damaged: {problem}; export another checkpoint, or copy this one again"
         )
-    described = source / _DESCRIPTION if is_checkpoint else source
+    described = find_model(source).folder
     if not (described / "config.json").is_file():
         raise ValueError(
             f"{source} has no {_DESCRIPTION}/config.json; only checkpoints written by coat-vlm "
@@ -340,20 +340,16 @@ def _read(
     training = source / "training.json"
     is_family = training.is_file() and read_json(training).get("pretrained") is not None
     load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
-    if load is not None and not is_family:
+    if load is not None and source == described and not is_family:
         model, processor = load(source, dtype)
         return model, model.state_dict(), processor
-    if source == described:
-        model = load_model(source, dtype or "auto")
+    if not (source / "trainer.json").is_file():
+        model = load_named_model(find_model(source), dtype or "auto")
         return model, model.state_dict(), load_processor(described)
     processor = load_processor(described)
     contents = read_contents(source)
     model = _build_without_weights(described, contents, dtype)
-    state = _read_weights(source, contents, dtype)
-    adapter = _read_adapter(described)
-    if adapter is not None:
-        state, adapters = split_adapters(state)
-        merge(state, adapters, find_scale(adapter))
+    state = read_merged_weights(source, described, contents, dtype)
     absent = sorted(dict(model.named_parameters()).keys() - state.keys())
     if absent:
         raise ValueError(
@@ -369,22 +365,6 @@ def _build_without_weights(
 ) -> PreTrainedModel:
     trained = getattr(torch, next(iter(contents.parameters.values())).dtype)
     return create_meta_copy(described, dtype or trained)
-
-
-def _read_weights(
-    checkpoint: Path, contents: Contents, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    shards = Shards(checkpoint)
-    state: dict[str, Tensor] = {}
-    parameters = contents.parameters.items()
-    for name, saved in tqdm(parameters, desc="reading", unit="tensor", delay=2.0, leave=False):
-        target = dtype or getattr(torch, saved.dtype)
-        # The master weights round to the same BF16 weights, except for ties.
-        master = target != torch.bfloat16
-        state[name] = shards.read_parameter(name, saved.shape, master=master).to(target)
-    return state | {
-        name: shards.read_parameter(name, shape) for name, shape in contents.buffers.items()
-    }
 
 
 # The bases are OSError (a missing token) and the base of the HTTP client's errors, whose package

@@ -35,35 +35,52 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 @contextmanager
 def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
-    """Merge an adapter into a model's weights until the end of the context.
-
-    The merged weights equal those of ``coat-vlm export``; the originals stay in host memory. Warns
-    about an adapter of another base than ``base``; ValueError if it does not fit the model.
-    """
-    config = read_adapter_config(folder)
-    named = config.get("base_model_name_or_path")
-    if named and named != base and Path(named).resolve() != Path(base).resolve():
-        logger.warning("%s was trained on %s and is evaluated on %s", folder, named, base)
-    layers, others = _read_weights(folder)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    changed = [f"{layer}.weight" for layer in layers] + list(others)
-    missing = [name for name in changed if name not in parameters]
-    if missing:
-        raise ValueError(f"{folder} does not fit {base}, which has no {missing[0]}; {_REMEDY}")
-    _check_shared(parameters, changed, others, folder)
-    before = {name: parameters[name].detach().to("cpu", copy=True) for name in changed}
+    """Merge an adapter until the end of the context; the originals stay in host memory."""
+    adapter = _Adapter(model, folder, base)
+    parameters = adapter.parameters
+    before = {name: parameters[name].detach().to("cpu", copy=True) for name in adapter.changed}
     try:
-        with torch.no_grad():
-            for layer, adapter in layers.items():
-                _merge_layer(parameters[f"{layer}.weight"], layer, adapter, config, folder)
-            for name, tensor in others.items():
-                _check_shape(parameters[name], tensor.shape, name, folder)
-                parameters[name].copy_(tensor)
+        adapter.merge()
         yield
     finally:
         with torch.no_grad():
             for name, tensor in before.items():
                 parameters[name].copy_(tensor)
+
+
+def merge_adapter(model: nn.Module, folder: Path, base: str) -> None:
+    """Merge an adapter into a model's weights, which then equal those of ``coat-vlm export``.
+
+    Warns about an adapter of another base than ``base``; ValueError if it does not fit the model.
+    """
+    _Adapter(model, folder, base).merge()
+
+
+class _Adapter:
+    """The weights of an adapter folder, and the parameters of a model that they change."""
+
+    def __init__(self, model: nn.Module, folder: Path, base: str) -> None:
+        self._folder, self._config = folder, read_adapter_config(folder)
+        named = self._config.get("base_model_name_or_path")
+        if named and named != base and Path(named).resolve() != Path(base).resolve():
+            logger.warning("%s was trained on %s and is used with %s", folder, named, base)
+        self._layers, self._others = _read_weights(folder)
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.changed = [f"{layer}.weight" for layer in self._layers] + list(self._others)
+        missing = [name for name in self.changed if name not in self.parameters]
+        if missing:
+            raise ValueError(f"{folder} does not fit {base}, which has no {missing[0]}; {_REMEDY}")
+        _check_shared(self.parameters, self.changed, self._others, folder)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Change the parameters; ValueError if a shape differs."""
+        for layer, adapter in self._layers.items():
+            weight = self.parameters[f"{layer}.weight"]
+            _merge_layer(weight, layer, adapter, self._config, self._folder)
+        for name, tensor in self._others.items():
+            _check_shape(self.parameters[name], tensor.shape, name, self._folder)
+            self.parameters[name].copy_(tensor)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

@@ -140,9 +140,16 @@ def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
 
 
 def load_family_model(
-    where: str, path: str, dtype: torch.dtype, attention: str | None = None
+    where: str,
+    path: str,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Load a published model, or one that training wrote; ValueError if it is incomplete."""
+    """Load a published model, or one that training wrote; ValueError if it is incomplete.
+
+    ``state`` has the weights, if they are not in the folder.
+    """
     _, config = find_family(where, path)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -150,7 +157,10 @@ def load_family_model(
             "FP32, BF16 or FP16"
         )
     kind = trainable_class(config.model_type)
-    model: Any = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
+    options = {} if state is None else {"config": config, "state_dict": state}
+    model: Any = load_weights(
+        kind, where, path, dtype=dtype, attn_implementation=attention, **options
+    )
     find_parts(model, model.family)
     model.base_files = read_files(path, "config.json", TENSORS)
     return model

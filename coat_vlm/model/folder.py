@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from coat_vlm.config import Recipe
@@ -12,6 +13,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.families import FAMILIES, find_family
 from coat_vlm.model.family_model import create_meta_family_model, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.named_model import NamedModel, find_model
 from coat_vlm.model.pretrained import check_composed_folder, load_auto
 from coat_vlm.model.processor import CoatVlmProcessor, continue_processor
 from coat_vlm.model.vlm import CoatVlm
@@ -31,12 +33,25 @@ def is_family(folder: str | Path) -> bool:
     return found.get("model_type") in FAMILIES
 
 
-def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> PreTrainedModel:
-    """Load a folder's model; dtype ``auto`` is the folder's. ValueError if there is none."""
+def load_model(
+    folder: str | Path,
+    dtype: Any,
+    attention: str | None = None,
+    state: dict[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """Load a folder's model, with the weights of ``state`` if it is given.
+
+    dtype ``auto`` is that of the weights. ValueError if there is no model, or it is incomplete.
+    """
     if is_family(folder):
-        return load_family_model("the model", str(folder), dtype, attention)
+        return load_family_model("the model", str(folder), dtype, attention, state)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    return CoatVlm.from_pretrained(str(folder), dtype=dtype, local_files_only=True, **options)
+    if state is None:
+        return CoatVlm.from_pretrained(str(folder), dtype=dtype, local_files_only=True, **options)
+    config = CoatVlmConfig.from_pretrained(folder)
+    model = CoatVlm.from_pretrained(None, config=config, dtype=dtype, state_dict=state, **options)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def load_processor(folder: str | Path) -> AnyProcessor:
@@ -63,22 +78,28 @@ def create_meta_copy(
     return model
 
 
-def check_start(recipe: Recipe, start: str) -> str:
-    """Return the folder from which a recipe starts; ValueError if it has no such model."""
+def check_start(recipe: Recipe, start: str) -> NamedModel:
+    """Return the model from which a recipe starts; ValueError if it is none that fits."""
+    try:
+        named = find_model(Path(start))
+    except FileNotFoundError as error:
+        raise ValueError(f"init_from={start!r}: {error}") from error
     if recipe.model.pretrained is None:
-        return check_composed_folder(start)
+        check_composed_folder(str(named.folder))
+        return named
     family, _ = find_family("model.pretrained", recipe.model.pretrained)
-    found, _ = find_family("init_from", start)
+    found, _ = find_family("init_from", str(named.folder))
     if found is not family:
         raise ValueError(
             f"init_from={start!r} contains a {found.name}, and model.pretrained="
             f"{recipe.model.pretrained!r} is a {family.name}; name a folder of the same family"
         )
-    return start
+    return named
 
 
 def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
     """Load the processor of a stage that starts from a folder, with the recipe's settings."""
+    start = str(find_model(Path(start)).folder)
     if recipe.model.pretrained is not None:
         limits = recipe.model.max_length, recipe.model.max_pixels
         return FamilyProcessor.load("init_from", start, *limits)

@@ -50,7 +50,7 @@ def check_local_path(where: str, path: str) -> None:
         )
 
 
-def load_auto(auto_class: Any, path: str | Path, **options: Any) -> Any:
+def load_auto(auto_class: Any, path: str | Path | None, **options: Any) -> Any:
     """Call ``from_pretrained`` of a class of transformers that may choose another class.
 
     Python code in the folder (``auto_map``) is never run; ValueError if it is needed.
@@ -89,16 +89,17 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a model with all its weights from safetensors or ``weights_only`` pickles.
 
-    Other weights, such as a text tower, are ignored. Raises ValueError if files or weights are
-    missing, damaged or of another shape.
+    Other weights, such as a text tower, are ignored. With ``state_dict`` and ``config`` nothing is
+    read from ``path``. Raises ValueError if files or weights are missing, damaged or of another
+    shape.
     """
-    name = f"{where}={path!r}"
+    name, source = f"{where}={path!r}", None if "state_dict" in kwargs else path
     # load_complete checks the relevant parts of transformers' load report.
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         load = partial(load_auto, model_class)
-        return load_complete(name, load, path, dtype=dtype, weights_only=True, **kwargs)[0]
+        return load_complete(name, load, source, dtype=dtype, weights_only=True, **kwargs)[0]
     finally:
         transformers_logging.set_verbosity(level)
 

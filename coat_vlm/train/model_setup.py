@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coat_vlm.checkpoint.atomic_folder import write_folder
+from coat_vlm.checkpoint.read_model import load_named_model
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import STAGES, Recipe, StageConfig, StageName
 from coat_vlm.distributed import World
@@ -25,10 +26,10 @@ from coat_vlm.model.folder import (
     AnyProcessor,
     check_start,
     create_meta_copy,
-    load_model,
     start_processor,
 )
 from coat_vlm.model.lora import add_adapters
+from coat_vlm.model.named_model import NamedModel
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.pretrained import load_auto
 from coat_vlm.model.processor import (
@@ -185,7 +186,9 @@ def build_planned_model(
     pretrained = recipe.model.pretrained
     if recipe.init_from is not None:
         start = check_start(recipe, recipe.init_from)
-        meta_model = create_meta_copy(start, arithmetic.dtype, recipe.model.attn_implementation)
+        meta_model = create_meta_copy(
+            start.folder, arithmetic.dtype, recipe.model.attn_implementation
+        )
     elif pretrained is not None:
         meta_model = create_meta_family_model("model.pretrained", pretrained, arithmetic.dtype)
     else:
@@ -217,14 +220,15 @@ def load_initial_model(
     """
     start = world.run_on_rank0(partial(find_start, recipe, name, run_dir))
     if start is not None:
+        named = NamedModel(path=start, folder=start)
         if start.parent.parent == run_dir:
             problem = find_damage(start, world)
             if problem is not None:
                 raise ValueError(describe_missing_start(name, start, problem))
         else:
-            check_start(recipe, str(start))
+            named = check_start(recipe, str(start))
         print_on_main(world, f"\nstage {name} starts from {start}")
-        model = load_model(start, dtype, recipe.model.attn_implementation)
+        model = load_named_model(named, dtype, recipe.model.attn_implementation)
         if isinstance(model, CoatVlm):
             extend_context(model.language_model, recipe.model)
             cast(CoatVlmConfig, model.config).text_config = model.language_model.config

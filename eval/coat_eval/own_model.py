@@ -9,11 +9,11 @@ import torch
 from coat_data.load.collate import Batch
 from coat_eval.adapter import ModelAdapter, compute_answer_losses
 from coat_eval.files import folder_sha256
-from coat_vlm.config import STAGES, Precision, Recipe
-from coat_vlm.config.load import load_run_recipe
+from coat_vlm.config import Precision
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load, media_inputs
 from coat_vlm.model.folder import AnyProcessor
+from coat_vlm.model.named_model import NamedModel, find_model
 
 if TYPE_CHECKING:  # at run time coat_vlm must be imported before transformers (torchvision_ops.py)
     from transformers import PreTrainedModel
@@ -43,13 +43,16 @@ class CoatAdapter(ModelAdapter):
 
     @classmethod
     def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
-        """Load a model folder, or the last stage of a run folder in the run's precision."""
-        loaded, processor, model_dir, precision = load_run_or_model(Path(model), device, precision)
-        return cls(
-            loaded,
-            processor,
-            lambda: {"model_sha256": folder_sha256(model_dir), "precision": precision},
-        )
+        """Load what a folder names (:func:`find_model`), a run in its own precision."""
+        loaded, processor, named, precision = load_run_or_model(Path(model), device, precision)
+
+        def identity() -> dict[str, Any]:
+            found = {"model_sha256": folder_sha256(named.path), "precision": precision}
+            if named.adapter is not None:
+                found["base_sha256"] = folder_sha256(named.checkpoint or named.folder)
+            return found
+
+        return cls(loaded, processor, identity)
 
     def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """See :class:`ModelAdapter`."""
@@ -68,33 +71,10 @@ class CoatAdapter(ModelAdapter):
 
 def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
-) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
-    """Load a model, or a run's last stage: model, processor, folder, precision or None."""
-    model_dir, recipe = find_model(folder)
-    precision = precision or (recipe and recipe.precision)
-    fp8 = recipe and recipe.fp8
-    loaded, processor = load(
-        model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
-    )
-    return loaded, processor, model_dir, precision
-
-
-def find_model(folder: Path) -> tuple[Path, Recipe | None]:
-    """Return the model of a run's last stage, and the recipe; any other folder is unchanged."""
-    path = folder / "recipe.yaml"
-    if not path.is_file():
-        return folder, None
-    recipe = load_run_recipe(path, unset_variables=True)
-    return find_final_model(folder, recipe), recipe
-
-
-def find_final_model(run_dir: Path, recipe: Recipe) -> Path:
-    """Return ``run_dir/<last stage>/model``; FileNotFoundError if that stage has not finished."""
-    stage = [stage for stage in STAGES if stage in recipe.stages][-1]
-    model_dir = run_dir / stage / "model"
-    if not (model_dir / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{model_dir} does not exist: stage {stage!r} of this run has not finished; "
-            "continue it with coat-vlm train ... --resume auto"
-        )
-    return model_dir
+) -> "tuple[PreTrainedModel, AnyProcessor, NamedModel, str | None]":
+    """Load what a folder names; also returns its parts, and the precision or None."""
+    named = find_model(folder)
+    precision = precision or (named.recipe and named.recipe.precision)
+    fp8 = named.recipe and named.recipe.fp8
+    loaded, processor = load(folder, device, precision=cast(Precision | None, precision), fp8=fp8)
+    return loaded, processor, named, precision

@@ -38,7 +38,7 @@ from coat_eval.generation import (
 )
 from coat_eval.hub_model import HubAdapter
 from coat_eval.judge import Judge
-from coat_eval.own_model import CoatAdapter, find_final_model
+from coat_eval.own_model import CoatAdapter
 from coat_eval.scoring import score_tables
 from coat_eval.served_model import ServedModel
 from coat_eval.tasks import BENCHMARKS, get_task
@@ -47,6 +47,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
+from coat_vlm.model.named_model import find_final_model, find_model
 from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
 from coat_vlm.train.evaluation import EvalSubset
 from coat_vlm.train.open_sources import access_of
@@ -62,7 +63,7 @@ _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 def load_adapter(
     model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
-    """Load a run folder, a model folder of this project or of Hugging Face, or a Hub name."""
+    """Load what a folder names (:func:`find_model`), or a model of Hugging Face, also by name."""
     if _is_own(Path(model)):
         return CoatAdapter.load(model, device, precision)
     if precision is not None:
@@ -82,9 +83,9 @@ def connect_model(address: str, model: str, key: str | None, num_frames: int = 8
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder is a run, or has a composed model of this project."""
+    """Return whether a folder names a model of this project, or an adapter of any."""
     config = read_json(folder / "config.json", "copy the model again")
-    return (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm"
+    return config.get("model_type") == "coat_vlm" or find_model(folder).folder != folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

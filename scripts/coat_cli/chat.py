@@ -63,7 +63,13 @@ coat-vlm generate; Ctrl-C stops an answer.
 def _add_model(parser: argparse.ArgumentParser, where: str, max_new_tokens: int) -> None:
     """Declare the model and its media; ``where`` ends the help of ``--image`` and ``--video``."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="run or model folder")
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="run, model, checkpoint or adapter folder",
+    )
     for kind in ("image", "video"):
         add(
             f"--{kind}",
@@ -139,7 +145,7 @@ def _chat(args: argparse.Namespace) -> int:
     from coat_eval.own_model import load_run_or_model
     from coat_vlm.model.family_processor import limit_pixels
 
-    model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
+    model, processor, named, _ = load_run_or_model(args.model, select_device(), args.precision)
     limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
     chat = _Conversation(model, processor, args.max_new_tokens)
     for kind, path in args.media:
@@ -147,7 +153,7 @@ def _chat(args: argparse.Namespace) -> int:
     prompt = ""
     if sys.stdin.isatty():
         prompt = "> "
-        say(f"{folder}; /help lists the commands")
+        say(f"{named.path}; /help lists the commands")
         with contextlib.suppress(ImportError):  # input() then edits lines and has a history
             import readline  # noqa: F401
     while True:

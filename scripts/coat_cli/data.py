@@ -248,10 +248,10 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _load_encoder(name: str) -> "Encoder":
     """Return the encoder of a model or run folder, a recipe, or a model on the Hub."""
-    from coat_eval.own_model import find_model
     from coat_vlm.config.load import list_builtin_recipes, load_recipe
     from coat_vlm.model.family_processor import FamilyProcessor
     from coat_vlm.model.folder import is_family, load_processor
+    from coat_vlm.model.named_model import find_model
     from coat_vlm.train.checks import make_recipe_encoder
 
     folder = Path(name)
@@ -259,10 +259,10 @@ def _load_encoder(name: str) -> "Encoder":
         return make_recipe_encoder(load_recipe(name, unset_variables=True))
     if not folder.exists():
         return FamilyProcessor.load("--model", name).encoder()
-    model, recipe = find_model(folder)
-    if recipe is not None and is_family(model):
-        return make_recipe_encoder(recipe, model)  # with its max_length
-    return load_processor(model).encoder()
+    named = find_model(folder)
+    if named.recipe is not None and is_family(named.folder):
+        return make_recipe_encoder(named.recipe, named.folder)  # with its max_length
+    return load_processor(named.folder).encoder()
 
 
 def _add_overlap(jobs: Commands) -> None:

@@ -64,8 +64,8 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
         type=Path,
         required=True,
         metavar="DIR",
-        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., or a checkpoint of VILA "
-        "or llava-hf",
+        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., an adapter (merged into "
+        "its base), or a checkpoint of VILA or llava-hf",
     )
     add("--to", type=Path, required=True, metavar="DIR", help="the new folder")
     add(
@@ -91,11 +91,11 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from coat_eval.own_model import find_model
     from coat_vlm.export.hugging_face import check_hub, export, export_adapter, push
     from coat_vlm.model.compressed import table
+    from coat_vlm.model.named_model import find_model
 
-    source, _ = find_model(args.model)
+    source = find_model(args.model).path
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.format == "adapter":
         names = ("weights", "card", "push_to_hub")

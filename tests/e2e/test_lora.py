@@ -119,6 +119,38 @@ def test_checkpoints_export_merged(run: Path, tmp_path: Path) -> None:
     assert torch.equal(weights(tmp_path / "language")[q], model[f"language_model.{q}"])
 
 
+def test_a_checkpoint_and_an_adapter_are_models_as_well(
+    run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """They answer as the stage's model, are exported, and other runs start from them."""
+    model, adapter = run / "sft" / "model", run / "sft" / "model" / "adapter"
+    expected, values = logits(load(model)[0]), weights(model)
+    for number, named in enumerate((run, step(run, 4), adapter)):
+        assert torch.equal(logits(load(named)[0]), expected), named
+        exported_values = weights(exported(named, tmp_path / f"exported_{number}"))
+        assert all(torch.equal(exported_values[name], value) for name, value in values.items())
+        if named == run:  # the model folder, as other tests start from
+            continue
+        recipe = lora_recipe(tiny_data, tmp_path / f"run_{number}", init_from=str(named))
+        del recipe["stages"]["align"], recipe["stages"]["sft"]["lora"]
+        recipe["stages"]["sft"] |= {"language": {"train": False}, "vision": {"train": False}}
+        done = tiny_run.train(recipe, tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        trained = weights(tmp_path / f"run_{number}" / "sft" / "model")
+        same = [name for name, value in values.items() if torch.equal(value, trained[name])]
+        assert {name.split(".")[0] for name in values.keys() - same} == {"projector"}
+
+
+def test_an_adapter_needs_its_base(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "sft" / "model" / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    for base in ("owner/model", str(tmp_path / "adapter"), None):
+        config = json.loads(file.read_text()) | {"base_model_name_or_path": base}
+        file.write_text(json.dumps(config))
+        with pytest.raises(FileNotFoundError, match=f"is an adapter of {base!r}, which is not"):
+            load(tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("source", ["model", "checkpoint", "checkpoint without its base"])
 def test_stock_peft_loads_the_adapter(run: Path, tmp_path: Path, source: str) -> None:
     expected = logits(load(run / "sft" / "model")[0])

@@ -120,6 +120,16 @@ def test_logits_are_the_bases(base: Path, folders: list[Path]) -> None:
         torch.testing.assert_close(logits(stock), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_checkpoint_and_an_adapter_are_models_as_well(base: Path, folders: list[Path]) -> None:
+    expected = load(base, "cpu")[0].state_dict()
+    steps = [*folders[0].parent.glob("checkpoints/*"), *folders[1].parent.glob("checkpoints/*")]
+    assert len(steps) == 2
+    for named in (*steps, *folders[4:]):
+        found = load(named, "cpu")[0].state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), named
+
+
 @pytest.mark.skipif(not PYTHON_4.is_file(), reason=f"no {PYTHON_4}: ./scripts/test --all makes it")
 def test_transformers_4_reads_the_same_model(base: Path, folders: list[Path]) -> None:
     script = str(Path(__file__).with_name("in_transformers4.py"))

@@ -187,7 +187,7 @@ def test_what_cannot_be_merged(
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
     with caplog.at_level(logging.WARNING), merged_adapter(model, folders / "plain", "other"):
         pass
-    assert f"was trained on {speaking_model} and is evaluated on other" in caplog.text
+    assert f"was trained on {speaking_model} and is used with other" in caplog.text
 
 
 def test_files_that_peft_did_not_write(folders: Path, speaking_model: Path, tmp_path: Path) -> None:
