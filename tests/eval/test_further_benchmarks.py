@@ -15,7 +15,7 @@ from coat_eval.scoring import format_headline, score_official
 from coat_eval.tasks import get_benchmark
 from coat_eval.tasks.chartqa import is_relaxed_match
 from coat_eval.tasks.docvqa import compute_anls, compute_distance
-from coat_eval.tasks.tabmwp import compute_similarity, normalize_answer
+from coat_eval.tasks.tabmwp import compute_similarity, extract_gpt3, normalize_answer
 
 SHORT = "Answer the question using a single word or phrase."
 
@@ -412,11 +412,44 @@ def test_tabmwp_extracts_choices_times_and_numbers(tmp_path: Path):
         **{"overall": 75, "grade.1-6": 100, "grade.7-8": 50},
         **{"ques_type.free_text": 100, "ques_type.multi_choice": 50},
     }
+    # As GPT-3's script reads it: "B." is the second choice.
+    said = dict(zip(problems, ["The answer is 1200.", "at 7:25 P.M.", "B.", "(C)"], strict=True))
+    rows = [{"question_id": key, "prediction": text} for key, text in said.items()]
+    report = score("tabmwp", write(tmp_path / "p.jsonl", rows), references, with_items=True)
+    assert [item["extracted"] for item in report["items"]] == ["1200", "7:25 P.M", "no", None]
+    assert (report["metrics"]["overall"], report["n_unparsed"]) == (75, 1)  # upstream draws for (C)
+    for extracted, right in (("no", 75), ("yes it is", 50)):  # what GPT-3's and T5's script saved
+        saved = {key: {"output": text} for key, text in said.items()}
+        saved["3"]["prediction"] = extracted
+        given = write(tmp_path / "r.json", {"results": saved})
+        assert score("tabmwp", given, references)["metrics"]["overall"] == right
     assert "is not a file of tabmwp predictions" in refuse("tabmwp", references, references)
     assert prompts_of(tmp_path, "tabmwp")[2].text == (
         "Table: [TITLE]: Cups\na | b\n1 | 2\nQuestion: How many?\n"
         "Options: (A) yes it is (B) no\nAnswer:"
     )
+
+
+OPTIONS = ["surplus", "a shortage", "no"]
+
+
+@pytest.mark.parametrize(
+    ("text", "choices", "wanted"),
+    [
+        ("(B)", OPTIONS, "a shortage"), ("b", OPTIONS, "a shortage"), ("B.", OPTIONS, "a shortage"),
+        ("C. no", OPTIONS, "no"), ("The answer is A", OPTIONS, "surplus"),
+        ("(a) or (c)", OPTIONS, "surplus"), ("so the answer is (C) no.", OPTIONS, "no"),
+        ("there is a shortage", OPTIONS, "a shortage"), ("no", OPTIONS, "no"),
+        ("(D)", OPTIONS, None), ("(G)", OPTIONS, "surplus"), ("(G) no", OPTIONS, "no"),
+        ("The answer is 1,200.", [], "1,200"), ("3 + 4=7", [], "7"), ("It is 12 of 40", [], "12"),
+        ("They are 5, then 9 cups", [], "5"), ("$\\frac{16}{95}$", [], "16/95"),
+        ("at 7:25 P.M.", [], "7:25 P.M."), ("nothing", [], "nothing"), ("\u22123", [], "-3"),
+        ("The table shows that 8. of 9", [], "8"),
+    ],
+)  # fmt: skip
+def test_gpt3s_answers_of_tabmwp(text: str, choices: list[str], wanted: str | None):
+    """run_gpt3/utilities.py @7cf61b1, worked out by hand."""
+    assert extract_gpt3(text, choices) == wanted
 
 
 @cache
