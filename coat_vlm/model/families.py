@@ -3,7 +3,8 @@
 A family's official checkpoints and the folders that training writes have the same layout.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -13,6 +14,19 @@ from coat_vlm.config import MODULES, ModuleName
 from coat_vlm.model.pretrained import read_config
 
 _GRIDS = ("pixel_values", "image_grid_thw")
+_VIDEO_GRIDS = ("pixel_values_videos", "video_grid_thw")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Videos:
+    """How a family takes videos."""
+
+    inputs: tuple[str, ...] = ()
+    """Inputs of the model for videos; empty if frames are inputs, and have tokens, as images do."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Frames that the publishers sample, if the files of the video processor do not say it."""
+    timed: bool = True
+    """Whether the model gets the times of frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +43,9 @@ class Family:
     inputs: tuple[str, ...] = ("pixel_values",)
     """Outputs of the image processor that the model takes."""
     token_types: str | None = None
-    """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
+    """Input of the model that is 1 at image tokens, 2 at video tokens and 0 elsewhere, if any."""
+    videos: Videos | None = None
+    """None for a family without videos."""
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
     boxes: Literal["fractions", "thousandths", "tagged thousandths", "pixels"] = "fractions"
@@ -57,6 +73,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         name="InternVL3",
         model_class="InternVLForConditionalGeneration",
+        videos=Videos(sampling={"num_frames": 8}, timed=False),  # as its model card
         boxes="tagged thousandths",  # internvl.readthedocs.io, get_started/chat_data_format
     ),
     "llava": Family(
@@ -67,6 +84,11 @@ FAMILIES: dict[str, Family] = {
         model_class="LlavaOnevisionForConditionalGeneration",
         projector=("model.multi_modal_projector", "model.image_newline"),
         inputs=("pixel_values", "image_sizes", "batch_num_images"),
+        videos=Videos(  # LLaVA-VL/LLaVA-NeXT, scripts/train/finetune_onevision.sh
+            inputs=("pixel_values_videos", "video_frames"),
+            sampling={"num_frames": 32},
+            timed=False,
+        ),
     ),
     "qwen2_5_vl": Family(
         name="Qwen2.5-VL",
@@ -74,6 +96,9 @@ FAMILIES: dict[str, Family] = {
         vision=("model.visual.patch_embed", "model.visual.blocks"),
         projector=("model.visual.merger",),
         inputs=_GRIDS,
+        videos=Videos(  # QwenLM/Qwen2.5-VL, qwen-vl-utils/src/qwen_vl_utils/vision_process.py
+            inputs=(*_VIDEO_GRIDS, "second_per_grid_ts"), sampling={"fps": 2.0}
+        ),
         token_types="mm_token_type_ids",
         limits_pixels=True,
         boxes="pixels",  # QwenLM/Qwen2.5-VL, cookbooks/spatial_understanding.ipynb
@@ -84,11 +109,17 @@ FAMILIES: dict[str, Family] = {
         vision=("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
         projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
         inputs=_GRIDS,
+        videos=Videos(inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}),
         token_types="mm_token_type_ids",
         limits_pixels=True,
         boxes="thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb
     ),
-    "smolvlm": Family(name="SmolVLM2", model_class="SmolVLMForConditionalGeneration", **_IDEFICS),
+    "smolvlm": Family(
+        name="SmolVLM2",
+        model_class="SmolVLMForConditionalGeneration",
+        videos=Videos(sampling={"fps": 1.0, "num_frames": 64}),
+        **_IDEFICS,
+    ),
 }
 """Family by the ``model_type`` of config.json."""
 

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
+from coat_vlm.model.family_towers import one_pass
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import mask_for_loss, skip_packing_search
 from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
@@ -39,7 +40,8 @@ class FamilyVlm:
         """Generate as the original; token types may be left out."""
         ids = kwargs.get("input_ids", inputs)
         kwargs = kwargs if ids is None else complete_inputs(self, kwargs, ids)
-        return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with one_pass(self.base_model, kwargs):
+            return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     @cached_property
     def why_logits_are_needed(self: Any) -> str | None:
@@ -61,7 +63,8 @@ def trainable_class(model_type: str) -> Any:
         labels = kwargs.pop("labels", None)
         if not skip or labels is None:
             kwargs |= {} if labels is None else {"labels": labels}
-            return original.forward(self, *args, **kwargs)
+            with one_pass(self.base_model, kwargs):
+                return original.forward(self, *args, **kwargs)
         divisor = kwargs.pop("num_items_in_batch", None)
         language = self.get_submodule(family.parts["language"][0])
         kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), language)
@@ -70,7 +73,8 @@ def trainable_class(model_type: str) -> Any:
         loss_inside: AbstractContextManager[None] = nullcontext()
         if fused:
             loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
-        with loss_inside, skip_packing_search(True):
+        tower = one_pass(self.base_model, kwargs)
+        with loss_inside, skip_packing_search(True), tower:
             logits = original.forward(self, *args, **kwargs, return_dict=True).logits
         loss = logits if fused else next_token_loss(logits, labels, divisor)
         return CausalLMOutputWithPast(loss=loss)
@@ -91,13 +95,17 @@ def complete_inputs(
     model: Any, inputs: Mapping[str, Any], ids: Tensor | None = None
 ) -> dict[str, Any]:
     """Return the inputs with pixels in the model's dtype, and with the family's token types."""
-    inputs = dict(inputs)
-    if inputs.get("pixel_values") is not None:
-        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    inputs, family, config = dict(inputs), model.family, model.config
+    for name in ("pixel_values", "pixel_values_videos"):
+        pixels = inputs.pop(name, None)
+        if pixels is not None and len(pixels):
+            inputs[name] = pixels.to(model.dtype)
     ids = inputs.get("input_ids") if ids is None else ids
-    name = model.family.token_types
+    name = family.token_types
     if ids is not None and name is not None and inputs.get(name) is None:
-        inputs[name] = (ids == model.config.image_token_id).int()
+        inputs[name] = (ids == config.image_token_id).int()
+        if family.videos is not None:
+            inputs[name] += 2 * (ids == config.video_token_id).int()
     return inputs
 
 

@@ -10,10 +10,13 @@ import inspect
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +27,14 @@ from transformers import AutoProcessor
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, image_size, open_image
+from coat_data.media.sampling import VideoSettings
 from coat_data.readers.boxes import TAG, rewrite_boxes
-from coat_data.sample import DataError, Part, Sample, Turn, errors_within
+from coat_data.sample import DataError, Media, Part, Sample, Turn, UnsupportedError, errors_within
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
+from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
 from coat_vlm.model.pretrained import load_auto, read_files
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,8 @@ class FamilyProcessor:
     """The processor of a published model, with what training asks of a processor."""
 
     template = "tokenizer"
+    video = VideoSettings()
+    """How videos are decoded."""
 
     _files: dict[str, bytes]
 
@@ -102,7 +109,7 @@ class FamilyProcessor:
     def encoder(self, *, template: str | None = None) -> "FamilyEncoder":
         """Create the encoder of samples."""
         assert template in (None, self.template)
-        return FamilyEncoder(self._processor, self._family, self.max_length)
+        return FamilyEncoder(self._processor, self._family, self.max_length, self.video)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of the folder that it is loaded from, with ``max_pixels`` if given."""
@@ -171,12 +178,14 @@ def _image_options(processor: Any) -> dict[str, Any]:
 
 
 class ProcessorTemplate(JinjaTemplate):
-    """The chat template of a processor, in which an image is the processor's image token."""
+    """The chat template of a processor, in which media are the processor's tokens for them."""
 
     remedy = "change chat_template.jinja in a local folder of the model"
 
     def __init__(self, processor: Any, *, adds_end_token: bool = False) -> None:
-        self.image_token = processor.image_token
+        self.media_tokens = {"image": processor.image_token}
+        if (video_token := getattr(processor, "video_token", None)) is not None:
+            self.media_tokens["video"] = video_token
         self.adds_end_token = adds_end_token
         template = processor.chat_template or processor.tokenizer.chat_template
         super().__init__(cast(TokenizerLike, processor.tokenizer), template)
@@ -194,11 +203,7 @@ class ProcessorTemplate(JinjaTemplate):
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the parts of a message, without the media themselves."""
-        # A video is written like an image here: the encoder rejects it with its row.
-        return [
-            {"type": "text", "text": text} if kind == "text" else {"type": "image"}
-            for kind, text in parts
-        ]
+        return [{"type": kind} | ({"text": text} if kind == "text" else {}) for kind, text in parts]
 
     def apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render messages."""
@@ -210,29 +215,58 @@ class FamilyEncoder(Encoder):
 
     reads_images = False
 
-    def __init__(self, processor: Any, family: Family, max_length: int) -> None:
+    def __init__(
+        self, processor: Any, family: Family, max_length: int, video: VideoSettings
+    ) -> None:
+        find_id = processor.tokenizer.convert_tokens_to_ids
+        own_videos = family.videos is not None and family.videos.inputs
         super().__init__(
             cast(TokenizerLike, processor.tokenizer),
             ProcessorTemplate(processor, adds_end_token=family.adds_end_token),
             ImageTransform(1, (0.5,) * 3, (0.5,) * 3),  # not used: the processor reads images
             tokens_per_image=1,  # of a layout; the processor knows the number of tokens
-            image_token_id=processor.tokenizer.convert_tokens_to_ids(processor.image_token),
+            image_token_id=find_id(processor.image_token),
+            video_token_id=find_id(processor.video_token) if own_videos else None,
             max_length=max_length,
         )
         self._processor = processor
         self._family = family
+        self.media = FamilyMedia(processor, family, video)
 
     def __call__(self, sample: Sample) -> EncodedSample:
-        """Encode the whole conversation; see :class:`Encoder`. A video is a DataError."""
+        """Encode the whole conversation; see :class:`Encoder`."""
         encoded = super().__call__(self.written(sample))
         return encoded if sample.media else replace(encoded, filler=self.filler)
 
     def measure(self, sample: Sample) -> Size:
-        """Encode the sample and return its size: only the processor knows it."""
-        return Size(len(self(sample).input_ids), len(sample.media))
+        """Return the size of a sample: images are encoded, videos are measured by their headers."""
+        if all(medium.kind == "image" for medium in sample.media):
+            return Size(len(self(sample).input_ids), len(sample.media))
+        self.check_kind(sample)
+        segments = self.segments(sample)
+        with errors_within(sample.where):
+            texts, _, tiles = self._read(_in_order(sample, segments), self.media.measure_video)
+            ids, _ = self._tokens(segments, texts)
+        self._check_tokens(sample, len(ids))
+        return Size(len(ids), tiles)
+
+    def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Return ids and labels, with each medium as one token; see :meth:`Encoder.layout`."""
+        segments = self.segments(sample)
+        tokens = {kind: token for token, kind in self.media_token_ids.items()}
+        names = {kind: self.tokenizer.decode([token]) for kind, token in tokens.items()}
+        media = _in_order(sample, segments)
+        return self._tokens(segments, [names.get(m.kind, self._image_token) for m in media])
 
     def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation, with boxes as the family writes them."""
+        if self._family.videos is None and any(one.kind == "video" for one in sample.media):
+            names = ", ".join(one.name for one in FAMILIES.values() if one.videos is not None)
+            raise UnsupportedError(
+                sample.where,
+                f"shows a video, and {self._family.name} is trained on images and text",
+                f"remove the row or its source, or train a family with videos: {names}",
+            )
         sample, tagged = self.written(sample), self._family.boxes == "tagged thousandths"
         segments = super().segments(sample, add_generation_prompt=add_generation_prompt)
         if not (tagged and sample.media and any("<box>[[" in one.text for one in segments)):
@@ -267,36 +301,73 @@ class FamilyEncoder(Encoder):
             return rewrite_boxes(sample, style, resize if style == "pixels" else None)
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
-        """Return the sizes of the images that the model gets, for people."""
-        grids = encoded.extras.get("image_grid_thw")
-        if grids is None:
-            return super().describe_pixels(encoded)
-        side = self._processor.image_processor.patch_size
-        return ", ".join(f"{w * side} x {h * side}" for _, h, w in grids.tolist())
+        """Return the sizes of the images and videos that the model gets, for people."""
+        names = {"image_grid_thw": "image_processor", "video_grid_thw": "video_processor"}
+        found = []
+        for name in names.keys() & encoded.extras.keys():
+            part = getattr(self._processor, names[name])
+            for frames, rows, columns in encoded.extras[name].tolist():
+                many = f"{frames * part.temporal_patch_size} x " if "video" in name else ""
+                found.append(f"{many}{columns * part.patch_size} x {rows * part.patch_size}")
+        if found:
+            return ", ".join(sorted(found, key=lambda size: size.count("x")))
+        return super().describe_pixels(encoded)
 
     def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
-        media = sample.media
-        self._check_media(sample, segments)
         with errors_within(sample.where):
-            texts, inputs = self._read([open_image(medium) for medium in media])
+            texts, inputs, tiles = self._read(_in_order(sample, segments), self.media.read_video)
             ids, labels = self._tokens(segments, texts)
-        if len(ids) > self.max_length:
-            of = f", with those of {len(media)} images," if media else ""
-            lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
-            remedy = "or split the conversation" + (f", or lower {lower}" if media else "")
-            raise self._too_long(sample, len(ids), of, remedy)
+        self._check_tokens(sample, len(ids))
+        counts, self.media.counts = self.media.counts, Counter()
         return EncodedSample(
             as_tensor(ids),
             as_tensor(labels),
             inputs.pop("pixel_values", torch.empty(0)),
-            counts={"images": len(media)},
+            counts={**counts, "images": tiles},
             extras=inputs,
         )
 
-    def _read(self, images: Sequence[Image.Image]) -> tuple[list[str], dict[str, Tensor]]:
+    def _check_tokens(self, sample: Sample, length: int) -> None:
+        if length <= self.max_length:
+            return
+        kinds = Counter(medium.kind for medium in sample.media)
+        of = " and ".join(f"{number} {kind}s" for kind, number in sorted(kinds.items()))
+        remedies = ["split the conversation"]
+        if kinds["image"]:
+            lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
+            remedies.append(f"lower {lower}")
+        if kinds["video"]:
+            remedies.append("take fewer frames (model.video)")
+        remedy = f"or {', or '.join(remedies)}"
+        raise self._too_long(sample, length, f", with those of {of}," if of else "", remedy)
+
+    def _read(
+        self, media: Sequence[Media], read_video: Callable[[Media], EncodedVideo]
+    ) -> tuple[list[str], dict[str, Tensor], int]:
+        """Return the text of each medium's tokens, the model's inputs, and images and frames."""
+        texts: dict[str, list[str]] = {"image": [], "video": []}
+        inputs: list[dict[str, Tensor]] = []
+        tiles = 0
+        # Frames that have the tokens of images are among them in the order of the tokens. Others
+        # are not, and some processors treat several images of a conversation differently.
+        shared = self._family.videos is None or not self._family.videos.inputs
+        runs = media if shared else sorted(media, key=lambda medium: medium.kind)
+        for kind, run in groupby(runs, lambda medium: medium.kind):
+            if kind == "image":
+                found, own = self._read_images([open_image(medium) for medium in run])
+                inputs.append(own)
+                tiles += len(found)
+            else:
+                videos = [read_video(medium) for medium in run]
+                found = [video.text for video in videos]
+                inputs += [video.inputs for video in videos]
+                tiles += sum(video.frames for video in videos)
+            texts[kind] += found
+        remaining = {kind: iter(found) for kind, found in texts.items()}
+        return [next(remaining[medium.kind]) for medium in media], _join(inputs), tiles
+
+    def _read_images(self, images: Sequence[Image.Image]) -> tuple[list[str], dict[str, Tensor]]:
         """Return the text of each image's tokens, and the model's inputs for the images."""
-        if not images:
-            return [], {}
         processor, family = self._processor, self._family
         # One list per conversation: some processors treat several images of one differently.
         try:
@@ -319,17 +390,33 @@ class FamilyEncoder(Encoder):
     @cached_property
     def filler(self) -> EncodedSample:
         """The tokens and pixels of a small image, without labels."""
-        texts, inputs = self._read([Image.new("RGB", (64, 64))])
+        texts, inputs = self._read_images([Image.new("RGB", (64, 64))])
         ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)
         return EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
 
-    def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
-        if any(medium.kind == "video" for medium in sample.media):
-            raise DataError(
-                sample.where,
-                "shows a video, and a model of model.pretrained is trained on images and text",
-                "remove the row or its source, or compose the model of model.vision and "
-                "model.language",
-            )
-        super()._check_media(sample, segments)
+
+def _in_order(sample: Sample, segments: Sequence[Segment]) -> list[Media]:
+    """Return the media in the order in which the chat template writes them."""
+    kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
+    own = [medium.kind for medium in sample.media]
+    if sorted(kinds) != sorted(own):
+        raise DataError(
+            sample.where,
+            f"the conversation shows {kinds} but the files are {own}",
+            "make the <image>/<video> placeholders match the listed files",
+        )
+    media = sorted(sample.media, key=lambda medium: medium.kind)  # stable: in order by kind
+    places = sorted(range(len(kinds)), key=kinds.__getitem__)
+    return [medium for _, medium in sorted(zip(places, media, strict=True), key=itemgetter(0))]
+
+
+def _join(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the model's inputs for images and videos of a conversation, by name."""
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for own in inputs for name in own):
+        parts = [own[name] for own in inputs if name in own]
+        # Idefics' have a row per conversation.
+        by_row = "pixel" in name and "pixel_attention_mask" in inputs[0]
+        found[name] = parts[0] if len(parts) == 1 else torch.cat(parts, int(by_row))
+    return found

@@ -38,7 +38,7 @@ from coat_vlm.train.throughput import count_supervised_tokens
 _CPU_INPUTS = frozenset(
     (
         *("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q"),
-        *("max_length_q", "image_sizes", "batch_num_images", SHARD),
+        *("max_length_q", "image_sizes", "batch_num_images", "video_frames", SHARD),
     )
 )
 """Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""

@@ -77,7 +77,9 @@ def test_tokens_of_a_character_are_one_piece() -> None:
     characters = ["a", "\xe9", "\u4e2d", "b"]
     data = "".join(characters).encode()
     ids, labels = [999, 999, *data, 999], [IGNORE_INDEX] * 3 + [*data[1:], IGNORE_INDEX]
-    spans = token_spans(ids, labels, lambda own: bytes(own).decode(errors="replace"), 999)
+    spans = token_spans(
+        ids, labels, lambda own: bytes(own).decode(errors="replace"), {999: "image"}
+    )
     assert [(span.text, span.kind) for span in spans] == [
         ("[2 image tokens]", "image"), ("a", "context"), ("\xe9", "trained"), ("\u4e2d", "trained"),
         ("b", "trained"), ("[1 image tokens]", "image"),

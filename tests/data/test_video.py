@@ -1,6 +1,7 @@
 """Frames of tiny clips made here, against reading every frame of the clip in order."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from coat_data.media import pyav_reader
 from coat_data.media.decord_reader import DecordReader
 from coat_data.media.pyav_reader import PyavVideo
 from coat_data.media.sampling import VideoSettings
-from coat_data.media.video import VideoReader, read_frames
+from coat_data.media.video import FrameCount, VideoReader, read_frames
 from coat_data.sample import DataError, Media
 
 
@@ -123,6 +124,58 @@ def test_gif_frames_that_paint_over_the_one_before(tmp_path: Path):
     images[0].save(path, save_all=True, append_images=images[1:], duration=100, loop=0)
     for frame, number in zip(read(path, 4), (1, 3, 5, 7), strict=True):
         assert np.abs(np.asarray(frame).astype(int) - np.asarray(images[number])).max() <= 2
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_frames_by_number(tmp_path: Path, name: str):
+    codec, options = CLIPS[name]
+    path = make_clip(tmp_path / name, 40, codec, options=options)
+    _, every = all_frames(path)
+    reader = VideoReader(VideoSettings())
+    counts = []
+
+    def choose(count: FrameCount) -> list[int]:
+        counts.append(count)
+        return [0, 1, 7, 7, count.number - 1]
+
+    whole = Media(kind="video", path=str(path))
+    assert numbers_of(reader.read_numbers(whole, choose), every) == [0, 1, 7, 7, 39]
+    assert (counts[0].number, counts[0].size, counts[0].first) == (40, (64, 48), 0)
+    assert counts[0].fps == pytest.approx(10, rel=1e-3)
+    part = replace(whole, start=1.0, end=2.5)
+    assert numbers_of(reader.read_numbers(part, choose), every) == [10, 11, 17, 17, 24]
+    assert (counts[1].number, counts[1].first) == (15, 10)
+    assert reader.count(part) == counts[1]
+    assert not reader.counts["video_short"]
+
+
+def test_the_time_of_a_number_is_right_at_a_variable_rate(tmp_path: Path):
+    stamps = [*range(20), *range(20, 120, 10)]  # 2 s at 10 fps, then 10 s at 1 fps
+    path = make_clip(tmp_path / "vfr.mp4", 30, stamps=stamps, options={"bf": "0"})
+    times, every = all_frames(path)
+    media, reader = Media(kind="video", path=str(path)), VideoReader(VideoSettings())
+    count = reader.count(media)
+    assert count.fps is not None
+    assert count.number / count.fps == pytest.approx(12, abs=1)
+    chosen = numbers_of(reader.read_numbers(media, lambda _: range(30)), every)
+    for number, shown in enumerate(chosen):
+        assert times[shown] == max(t for t in times if t <= (number + 0.5) / count.fps)
+
+
+def test_numbers_of_frames_without_times(tmp_path: Path):
+    reader = VideoReader(VideoSettings())
+    raw = Media(kind="video", path=str(make_clip(tmp_path / "raw.h264", 20)))
+    _, every = all_frames(Path(raw.path or ""))
+    assert reader.count(raw) == FrameCount(20, None, (64, 48))
+    assert numbers_of(reader.read_numbers(raw, lambda _: [0, 9, 19]), every) == [0, 9, 19]
+    for number in range(4):
+        Image.fromarray(picture(number)).save(tmp_path / f"{number}.png")
+    folder = Media(kind="video", path=str(tmp_path))
+    assert reader.count(folder) == FrameCount(4, None, (64, 48))
+    frames = reader.read_numbers(folder, lambda _: [1, 3])
+    assert [np.asarray(frame).tolist() for frame in frames] == [
+        picture(1).tolist(), picture(3).tolist(),
+    ]  # fmt: skip
 
 
 def test_truncated_clip_gives_its_readable_part(tmp_path: Path):

@@ -43,9 +43,12 @@ END = (
 )
 # As in Qwen/Qwen3-VL-2B-Instruct: parts in their order.
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
 PARTS = (
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     + QWEN_IMAGE
+    + "{% elif part['type'] == 'video' %}"
+    + QWEN_VIDEO
     + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
 )
 QWEN = TURN + PARTS + END
@@ -73,11 +76,13 @@ LLAVA = (
     "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-# As in llava-hf/llava-onevision-qwen2-0.5b-ov-hf: all images, a line break, all texts.
+# As in llava-hf/llava-onevision-qwen2-0.5b-ov-hf: all images, all videos, a line break, all texts.
 ONEVISION = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>"
-    "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'video') %}"
+    "<video>{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ '\n' + part['text'] }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -210,7 +215,7 @@ def make_internvl(folder: Path) -> None:
         tokenizer,
         transformers.InternVLVideoProcessor(size=size),
         image_seq_length=4,
-        chat_template=QWEN.replace(QWEN_IMAGE, "<IMG_CONTEXT>\n"),
+        chat_template=QWEN.replace(QWEN_IMAGE, "<IMG_CONTEXT>\n").replace(QWEN_VIDEO, "<video>\n"),
     )
     save(transformers.InternVLForConditionalGeneration(config), processor, folder)
 

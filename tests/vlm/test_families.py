@@ -308,14 +308,6 @@ def test_answers_are_those_of_transformers(
 
 
 def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Path) -> None:
-    video = Sample(
-        id="1",
-        turns=(Turn("user", (Part("video"),)), Turn("assistant", (Part("text", "a"),))),
-        media=(Media(kind="video", path="clip.mp4"),),
-        source="rows.json",
-    )
-    with pytest.raises(DataError, match="shows a video, and a model of"):
-        processor.encoder()(video)
     processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
     with pytest.raises(DataError, match="tokens, with those of 1 images, are more than max_length"):
         processor.encoder()(SAMPLES["one image"])

@@ -78,10 +78,10 @@ def collate(
 
 
 def _fill(samples: Sequence[EncodedSample]) -> Sequence[EncodedSample]:
-    """Append the filler, if there is one, to the first sample of a batch without images."""
+    """Append the filler, if there is one, to the first sample of a batch without media."""
     first, *others = samples
     filler = first.filler
-    if filler is None or any(len(sample.pixel_values) for sample in samples):
+    if filler is None or any(len(s.pixel_values) or s.extras for s in samples):
         return samples
     filled = replace(
         first,

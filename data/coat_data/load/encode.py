@@ -48,11 +48,11 @@ class EncodedSample:
     counts: Mapping[str, int] = field(default_factory=dict)
     """Events while media were read, e.g. ``video_decord_timeout``: 1."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further inputs of a published model for the sample's images, such as ``image_grid_thw``, with
+    """Further inputs of a published model for the sample's media, such as ``image_grid_thw``, with
     one row per image."""
     filler: "EncodedSample | None" = None
     """Text samples of a published model: image tokens and pixels to append to a batch without
-    images, so that its tower takes part in every step."""
+    media, so that its tower takes part in every step."""
     rejected: "EncodedSample | None" = None
     """Preference pairs: the same prompt and media with the rejected answer."""
 
@@ -71,6 +71,7 @@ class Encoder:
 
     Attributes:
         image_token_id: None for a language model without vision.
+        media_token_ids: kind of media by id of its tokens, ``image`` or ``video``.
         reads_images: whether ``media`` makes the pixel values, which are then images.
         preferences: whether samples must be preference pairs or must not; None encodes both.
     """
@@ -86,15 +87,20 @@ class Encoder:
         *,
         tokens_per_image: int,
         image_token_id: int | None,
+        video_token_id: int | None = None,
         video: VideoSettings | None = None,
         max_length: int = 2048,
         max_pixels: int | None = None,
     ) -> None:
-        """Prepare the tokenizer; ``image_token_id`` is None for a language model without vision."""
-        self._image_token = ""
-        if image_token_id is not None:
-            self._image_token = tokenizer.backend_tokenizer.id_to_token(image_token_id) or ""
-        self.tokenizer = SegmentTokenizer(tokenizer, [self._image_token])
+        """Prepare the tokenizer; ``image_token_id`` is None for a language model without vision.
+
+        ``video_token_id`` is for models whose videos have tokens of their own.
+        """
+        kinds = ((image_token_id, "image"), (video_token_id, "video"))
+        self.media_token_ids = {token: kind for token, kind in kinds if token is not None}
+        names = [tokenizer.backend_tokenizer.id_to_token(n) or "" for n in self.media_token_ids]
+        self._image_token = names[0] if names else ""
+        self.tokenizer = SegmentTokenizer(tokenizer, names)
         self.template = template
         self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.image_token_id = image_token_id
@@ -252,7 +258,9 @@ class Encoder:
         return texts, {"pixel_values": self.media.write(opened)} | self._media_layout(plans)
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
-        """Return number, width and height of the images that the model gets, for people."""
+        """Return number, width and height of the images that the model gets; empty for none."""
+        if not len(encoded.pixel_values):
+            return ""
         *number, _, height, width = encoded.pixel_values.shape
         return f"{math.prod(number)} x {width} x {height}"
 

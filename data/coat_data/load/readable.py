@@ -1,7 +1,7 @@
 """Tokens as text for people: what is supervised, what is context, and where images are."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,17 +23,17 @@ def token_spans(
     ids: Sequence[int],
     labels: Sequence[int],
     decode: Callable[[list[int]], str],
-    image_token_id: int | None,
+    media_token_ids: Mapping[int, str],
 ) -> list[Span]:
-    """Decode tokens, each marked as supervised or not; runs of image tokens are counted.
+    """Decode tokens, each marked as supervised or not; runs of tokens of media are counted.
 
     A character of several tokens is one span, with the label of the last token.
     """
     spans: list[Span] = []
-    for is_image, places in groupby(range(len(ids)), lambda place: ids[place] == image_token_id):
+    for kind, places in groupby(range(len(ids)), lambda place: media_token_ids.get(ids[place])):
         run = [*places]
-        if is_image:
-            spans.append(Span(f"[{len(run)} image tokens]", "image"))
+        if kind is not None:
+            spans.append(Span(f"[{len(run)} {kind} tokens]", "image"))
             continue
         before: list[int] = []
         pending: list[int] = []
@@ -43,8 +43,8 @@ def token_spans(
             cut = text.endswith("\N{REPLACEMENT CHARACTER}") and place != run[-1]
             if cut and len(pending) < 4:
                 continue  # the first bytes of a character
-            kind = "context" if labels[place] == IGNORE_INDEX else "trained"
-            spans.append(Span(text, kind, tuple(pending)))
+            label = "context" if labels[place] == IGNORE_INDEX else "trained"
+            spans.append(Span(text, label, tuple(pending)))
             before, pending = pending, []
     return spans
 
@@ -69,8 +69,9 @@ def as_lines(spans: Sequence[Span], *, ids: bool = False) -> list[str]:
 
 def show_row(sample: Sample, encoder: Encoder) -> list[str]:
     """Return the text of a row as it is trained, abbreviated, without opening its media."""
-    spans = token_spans(*encoder.layout(sample), encoder.tokenizer.decode, encoder.image_token_id)
-    lines = as_lines([s._replace(text="[image]") if s.kind == "image" else s for s in spans])
+    spans = token_spans(*encoder.layout(sample), encoder.tokenizer.decode, encoder.media_token_ids)
+    texts = (f"[{s.text.split()[1]}]" if s.kind == "image" else s.text for s in spans)
+    lines = as_lines([s._replace(text=text) for s, text in zip(spans, texts, strict=True)])
     lines = [line if len(line) <= 200 else f"{line[:100]} ... {line[-80:]}" for line in lines]
     if len(lines) > _MAX_LINES:
         middle = f"  ... {len(lines) - _MAX_LINES} lines ..."

@@ -74,8 +74,9 @@ class JinjaTemplate:
     """Whether the text is tokenized as transformers tokenizes a rendered conversation."""
     remedy = "set template to vicuna_v1 or chatml"
     """How to use another template, for errors."""
-    image_token: str | None = None
-    """What the template writes for a medium; None if media are characters of the content."""
+    media_tokens: Mapping[str, str] = {}
+    """What the template writes for ``image`` and ``video``; empty if media are characters of the
+    content."""
     adds_end_token = False
     """Whether the tokenizer's eos_token is put behind every answer."""
 
@@ -95,10 +96,15 @@ class JinjaTemplate:
         special = set(special_tokens(tokenizer).values())
         self._special = any_of(special)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        kept = {token for token in added if token.strip()} - special - {self.image_token}
+        media = {*self.media_tokens.values()}
+        kept = {token for token in added if token.strip()} - special - media
         constants = {(a or b).replace("\\n", "\n") for a, b in _STRING.findall(self._source)}
         words = {
-            text for text in constants if len(text.strip()) > 1 and not self._special.search(text)
+            text
+            for text in constants
+            if len(text.strip()) > 1
+            and not self._special.search(text)
+            and not any(token in text for token in media)
         }
         # What is kept of the texts: first what most templates look for, then all that this one may.
         self._kept = [
@@ -280,7 +286,7 @@ class JinjaTemplate:
         """
         for number, piece in enumerate(pieces):
             if piece.kind in ("image", "video"):
-                piece.text = self.image_token or chr(_FIRST_MARK + number)
+                piece.text = self.media_tokens.get(piece.kind, chr(_FIRST_MARK + number))
         text = self._write(turns, tools, (one.text for one in pieces), add_generation_prompt)
         problem = ""
         for kept in self._kept:
@@ -300,14 +306,14 @@ class JinjaTemplate:
 
     def _match(self, text: str, with_marks: str, pieces: list[_Piece]) -> list[_Span]:
         """Find the pieces, and their words, in a text that is also rendered ``with_marks``."""
-        media = [piece for piece in pieces if piece.kind in ("image", "video")]
-        token, pattern, next_media = self.image_token, _RUN, iter(media)
-        if token is not None:
-            pattern = f"{_RUN}|{re.escape(token)}"
-            if (written := with_marks.count(token)) != len(media):
+        pattern, media = _RUN, {}
+        for kind, token in self.media_tokens.items():
+            own = [piece for piece in pieces if piece.kind == kind]
+            pattern, media[token] = f"{pattern}|{re.escape(token)}", iter(own)
+            if (written := with_marks.count(token)) != len(own):
                 raise ValueError(
-                    f"{self._name} writes {written} images for a conversation that has "
-                    f"{len(media)}; {self.remedy}"
+                    f"{self._name} writes {written} {kind}s for a conversation that has "
+                    f"{len(own)}; {self.remedy}"
                 )
         spans: list[_Span] = []
         place = 0
@@ -316,7 +322,7 @@ class JinjaTemplate:
             if text[place:start] != with_marks[place:start]:
                 break
             place = end
-            piece = next(next_media) if run[1] is None else pieces[ord(run[1]) - _FIRST_MARK]
+            piece = next(media[run[0]]) if run[1] is None else pieces[ord(run[1]) - _FIRST_MARK]
             if piece.kind == "name" and piece.found == piece.words:
                 continue  # as with GPT-OSS, which names the call at its result
             piece.found.append(text[start:end])
@@ -335,7 +341,7 @@ class JinjaTemplate:
     def _check_media(self, spans: list[_Span], tools: Tools, text: str) -> None:
         """Check the order of the media, and that the tools are written."""
         media = [span.piece.text for span in spans if span.piece.kind in ("image", "video")]
-        if media != sorted(media):
+        if not self.media_tokens and media != sorted(media):
             raise ValueError(
                 f"{self._name} changes the order of the images; {self.remedy}, or move the images "
                 "out of the system turn"

@@ -142,17 +142,17 @@ def _add_media(card: Card, sample: Sample, encoder: Encoder | None) -> None:
 def _add_encoded(card: Card, encoded: EncodedSample, encoder: Encoder) -> None:
     ids, transform = encoded.input_ids.tolist(), encoder.media.transform
     supervised = int((encoded.labels != IGNORE_INDEX).sum())
-    of_images = ids.count(encoder.image_token_id)
-    card.facts.append(f"{len(ids)} tokens, {of_images} of images, {supervised} supervised")
-    if len(encoded.pixel_values):
-        card.facts.append(f"the model gets {encoder.describe_pixels(encoded)} pixels")
+    of = [f"{ids.count(token)} of {kind}s" for token, kind in encoder.media_token_ids.items()]
+    card.facts.append(", ".join([f"{len(ids)} tokens", *of, f"{supervised} supervised"]))
+    if pixels := encoder.describe_pixels(encoded):
+        card.facts.append(f"the model gets {pixels} pixels")
     if encoder.reads_images:
         card.pictures = [
             data_address(to_picture(image, transform.mean, transform.std), LONGEST_SIDE)
             for image in encoded.pixel_values
         ]
     card.tokens = token_spans(
-        ids, encoded.labels.tolist(), encoder.tokenizer.decode, encoder.image_token_id
+        ids, encoded.labels.tolist(), encoder.tokenizer.decode, encoder.media_token_ids
     )
 
 

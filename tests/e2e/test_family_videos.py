@@ -1,0 +1,133 @@
+"""Published models trained on texts, images and videos in one data set, and asked about videos."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+from clips import write_clip
+from family_folders import MAKERS
+from official_files import make_videomme
+from PIL import Image
+
+from coat_cli.main import main
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.generate import generate, load
+from coat_vlm.model.families import FAMILIES
+
+FIRST = "qwen3_vl"
+WITH_VIDEOS = [name for name, family in FAMILIES.items() if family.videos is not None]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight rows: texts, images, videos of several lengths, and both in one conversation."""
+    folder = tmp_path_factory.mktemp("mixed")
+    draw = np.random.default_rng(1)
+    for number in range(3):
+        values = draw.integers(0, 256, (24, 40 + 8 * number, 3), dtype=np.uint8)
+        Image.fromarray(values).save(folder / f"{number}.png")
+        frames = draw.integers(0, 256, (9 + 8 * number, 48, 64, 3), dtype=np.uint8)
+        write_clip(folder / f"{number}.mp4", frames, rate=5)
+    shown: list[dict[str, Any]] = [
+        {"video": "0.mp4"}, {}, {"image": "0.png"}, {"video": "1.mp4"},
+        {"image": "1.png", "video": "2.mp4"}, {"image": "2.png"}, {"video": "2.mp4"}, {},
+    ]  # fmt: skip
+    rows = []
+    for number, media in enumerate(shown):
+        marks = "".join(f"<{kind}>\n" for kind in media)
+        question = {"from": "human", "value": f"{marks}Is there a square?"}
+        answer = {"from": "gpt", "value": ("yes", "no", "red")[number % 3]}
+        rows.append({"id": str(number), **media, "conversations": [question, answer]})
+    (folder / "data.json").write_text(json.dumps(rows))
+    return folder
+
+
+def make_recipe(data: Path, source: Path, run: Path, **changes: Any) -> dict[str, Any]:
+    trains = {"train": True, "lr": 1e-3}
+    stage = {
+        "data": [{"name": "mixed", "path": str(data / "data.json")}], "max_steps": 3,
+        "batch_size": 4, "micro_batch_size": 1,
+        "vision": trains, "projector": trains, "language": trains,
+    }  # fmt: skip
+    recipe = {
+        "name": "videos",
+        "output_dir": str(run),
+        "precision": "fp32",
+        "num_workers": 0,
+        "tracking": {"tensorboard": False},
+        "model": {"pretrained": str(source), "max_length": 1024},
+        "stages": {"sft": stage},
+    }
+    return recipe | changes
+
+
+def train(recipe: dict[str, Any], folder: Path, ranks: int = 1) -> str:
+    folder.mkdir(exist_ok=True)
+    done = tiny_run.train(recipe, folder, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("family", WITH_VIDEOS)
+def test_two_ranks_with_mixed_rows(family: str, stage: int, mixed: Path, tmp_path: Path) -> None:
+    """Each rank runs the tower once a pass, whichever kinds of media it has."""
+    MAKERS[family](tmp_path / "model")
+    runs = {}
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        zero = {"zero_stage": stage} if ranks > 1 else {}
+        train(make_recipe(mixed, tmp_path / "model", run, **zero), tmp_path / str(ranks), ranks)
+        steps = tiny_run.steps(run)
+        runs[ranks] = [(step["loss"], step["grad_norm"]) for step in steps]
+    # The sums of FP32 gradients are in another order.
+    assert np.array(runs[2]) == pytest.approx(np.array(runs[1]), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def run(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    MAKERS[FIRST](folder / "model")
+    train(make_recipe(mixed, folder / "model", folder / "run"), folder)
+    return folder / "run"
+
+
+def test_metrics_count_images_and_frames(run: Path) -> None:
+    steps = tiny_run.steps(run)
+    assert len({step["loss"] for step in steps}) == 3
+    # Two steps are an epoch: three images, and 2 frames a second of 9, 17, 25 and 25 at 5 a second.
+    assert sum(step["tiles"] for step in steps[:2]) == 3 + 4 + 6 + 10 + 10
+    assert sum(step["videos"]["video_pyav"] for step in steps[:2]) == 4
+
+
+def test_questions_about_videos(
+    run: Path, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands answer as :func:`generate`."""
+    model, clip = run / "sft" / "model", mixed / "1.mp4"
+    turns = (Turn("user", (Part("video"), Part("text", "Is there a square?"))),)
+    asked = Sample(id="1", turns=turns, media=(Media(kind="video", path=str(clip)),))
+    expected = generate(*load(model, "cpu"), [asked], 8)[0]
+    words = ["--video", str(clip), "--prompt", "<video>Is there a square?", "--max-new-tokens", "8"]
+    capsys.readouterr()
+    assert main(["generate", "--model", str(run), *words]) == 0
+    assert capsys.readouterr().out.strip() == expected
+    data = tmp_path / "videomme"
+    data.mkdir()
+    make_videomme(data)
+    options = ["--data", str(data), "--max-new-tokens", "4"]
+    for task in ("videomme", "videomme_subtitles"):
+        out = tmp_path / "out" / task
+        assert main(["eval", "--model", str(run), "--tasks", task, "--to", str(out), *options]) == 0
+        answers = (out / task / "predictions.jsonl").read_text().splitlines()
+        assert len(answers) == 3
+        problems = (out / task / "media_problems.jsonl").read_text().splitlines()
+        assert len(problems) == 3  # the questions about a video that is missing
+    prompts = [json.loads(row) for row in (out / task / "prompts.jsonl").read_text().splitlines()]
+    # Four frames a second apart: of the words, those on screen at 0 and 3 seconds.
+    assert "first words\nlast words\n" in prompts[0]["prompt"]
+    assert "never shown" not in prompts[0]["prompt"]

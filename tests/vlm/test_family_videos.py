@@ -1,0 +1,323 @@
+"""Videos of published models; the reference is transformers' own processor and model.
+
+It gets every frame of a clip, decoded one after the other, and samples them itself.
+"""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from clips import write_clip
+from family_folders import MAKERS
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from coat_data.load.check_labels import verify_rows
+from coat_data.load.collate import collate
+from coat_data.load.encode import IGNORE_INDEX
+from coat_data.sample import DataError, Media, Part, Sample, Turn, UnsupportedError
+from coat_vlm.generate import PromptEncoder, generate
+from coat_vlm.model.families import FAMILIES, find_parts
+from coat_vlm.model.family_model import load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.train.passes import copy_batch_to_device
+
+CPU = torch.device("cpu")
+WITH_VIDEOS = [name for name, family in FAMILIES.items() if family.videos is not None]
+
+
+@pytest.fixture(scope="module", params=WITH_VIDEOS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / request.param
+    MAKERS[request.param](folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> FamilyProcessor:
+    return FamilyProcessor.load("model.pretrained", str(folder), 1024)
+
+
+def pictures(number: int, width: int, height: int) -> np.ndarray:
+    draw = np.random.default_rng(number)
+    coarse = draw.integers(0, 256, (number, height // 8, width // 8, 3), dtype=np.uint8)
+    return coarse.repeat(8, 1).repeat(8, 2)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Media]:
+    """Clips of several rates, lengths and shapes, and of all orders of decoding."""
+    folder = tmp_path_factory.mktemp("clips")
+    made = {
+        "wide.mp4": (pictures(50, 96, 48), {"rate": 10, "options": {"bf": "2", "g": "12"}}),
+        "quick.mp4": (pictures(90, 48, 64), {"rate": 30}),
+        "slow.mkv": (pictures(7, 64, 64), {"rate": 1}),
+        "short.mp4": (pictures(3, 64, 48), {"rate": 25}),
+    }
+    for name, (frames, options) in made.items():
+        write_clip(folder / name, frames, **options)
+    found = {name: Media(kind="video", path=str(folder / name)) for name in made}
+    for number, values in enumerate(pictures(6, 40, 24)):
+        Image.fromarray(values).save(folder / f"{number}.png")
+    frames = tuple(str(folder / f"{number}.png") for number in range(6))
+    found["frames"] = Media(kind="video", path=frames[0], frames=frames, fps=2.0)
+    return found
+
+
+def decode(media: Media) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return every frame, and what transformers calls metadata."""
+    if media.frames:
+        frames, rate = [Image.open(path).convert("RGB") for path in media.frames], media.fps
+    else:
+        with av.open(media.path or "") as container:
+            stream = container.streams.video[0]
+            frames, rate = [f.to_image() for f in container.decode(stream)], stream.average_rate
+    assert rate is not None
+    values = np.stack([np.asarray(frame) for frame in frames])
+    about = {"total_num_frames": len(values), "fps": float(rate)}
+    return values, {**about, "duration": len(values) / float(rate)}
+
+
+def conversation(*media: Media, answers: tuple[str, ...] = ("red", "yes")) -> Sample:
+    turns: list[Turn] = []
+    for number, answer in enumerate(answers):
+        shown = tuple(Part(one.kind) for one in media) if not number else ()
+        turns.append(Turn("user", (*shown, Part("text", f"What color is {number}?"))))
+        turns.append(Turn("assistant", (Part("text", answer),)))
+    return Sample(id="1", turns=tuple(turns), media=media, source="rows.json")
+
+
+def ask_stock(
+    stock: Any, name: str, sample: Sample, *, prompt: bool = False
+) -> dict[str, torch.Tensor]:
+    """What transformers makes of a conversation with the decoded frames, sampled by itself."""
+    media, metadata, messages = iter(sample.media), [], []
+    for turn in sample.turns[:-1] if prompt else sample.turns:
+        content: list[dict[str, Any]] = []
+        for part in turn.parts:
+            if part.kind == "text":
+                content.append({"type": "text", "text": part.text})
+            elif (medium := next(media)).kind == "image":
+                content.append({"type": "image", "image": Image.open(medium.path or "")})
+            else:
+                values, about = decode(medium)
+                content.append({"type": "video", "video": values})
+                metadata.append(about)
+        messages.append({"role": turn.role, "content": content})
+    options: dict[str, Any] = {}
+    if metadata:
+        videos = FAMILIES[name].videos
+        assert videos is not None
+        options = {"video_metadata": metadata, "do_sample_frames": True, **videos.sampling}
+        if "fps" not in videos.sampling:  # the processor refuses clips with fewer frames
+            few = min(about["total_num_frames"] for about in metadata)
+            options["num_frames"] = min(int(videos.sampling["num_frames"]), few)
+    template = stock.chat_template
+    if name == "llava_onevision":  # answers are trained behind the text for generation
+        space = "(' ' if message['role'] != 'assistant' else '')"
+        template = template.replace("message['role'] + ' '", f"message['role'] + {space}")
+    elif name == "smolvlm":
+        template = None  # its processor has another one for videos
+    return stock.apply_chat_template(
+        messages, template, tokenize=True, return_dict=True, return_tensors="pt",
+        add_generation_prompt=prompt, processor_kwargs=options,
+    )  # fmt: skip
+
+
+def picture(folder: Path, number: int = 1, width: int = 40, height: int = 24) -> Media:
+    path = folder / f"{number}.png"
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return Media(kind="image", path=str(path))
+
+
+@pytest.mark.parametrize("name", ["wide.mp4", "quick.mp4", "slow.mkv", "short.mp4", "frames"])
+def test_inputs_are_those_of_the_processor(
+    folder: Path, processor: FamilyProcessor, clips: dict[str, Media], name: str
+) -> None:
+    stock: Any = AutoProcessor.from_pretrained(folder)
+    sample = conversation(clips[name])
+    expected = ask_stock(stock, folder.name, sample)
+    encoder = pickle.loads(pickle.dumps(processor.encoder()))
+    encoded = encoder(sample)
+    assert encoded.input_ids.tolist() == expected["input_ids"][0].tolist()
+    inputs = {"pixel_values": encoded.pixel_values, **encoded.extras}
+    compared = {name for name, value in inputs.items() if len(value)} - {"video_frames"}
+    ignored = {"input_ids", "attention_mask", "mm_token_type_ids"}
+    assert compared == expected.keys() - ignored
+    for one in compared:
+        assert torch.equal(inputs[one].flatten(), expected[one].flatten()), one
+    labels = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
+    assert labels == encoder(conversation()).labels[encoder(conversation()).labels != -100].tolist()
+    prompt = ask_stock(stock, folder.name, sample, prompt=True)["input_ids"]
+    assert torch.equal(PromptEncoder(processor)([sample])["input_ids"], prompt)
+    size = encoder.measure(sample)  # by the header
+    assert size.tokens == len(encoded.input_ids)
+    times = PromptEncoder(processor).frame_times(sample.media[0])
+    assert times is not None
+    assert len(times) == size.images
+
+
+def read_all(stock: Any, name: str, sample: Sample) -> dict[str, torch.Tensor]:
+    """As :func:`ask_stock`; SmolVLM's processor drops the pixels of images next to a video."""
+    inputs = ask_stock(stock, name, sample)
+    if name == "smolvlm" and len({medium.kind for medium in sample.media}) > 1:
+        each = [ask_stock(stock, name, conversation(one)) for one in sample.media]
+        for one in ("pixel_values", "pixel_attention_mask"):
+            inputs[one] = torch.cat([own[one] for own in each], 1)
+    return inputs
+
+
+def test_images_and_videos_of_a_conversation(
+    folder: Path, processor: FamilyProcessor, clips: dict[str, Media], tmp_path: Path
+) -> None:
+    """In the order in which the chat template writes them, which may not be that of the row."""
+    video = clips["wide.mp4"]  # twice, as processors refuse videos of several lengths
+    sample = conversation(video, picture(tmp_path), video)
+    expected = read_all(AutoProcessor.from_pretrained(folder), folder.name, sample)
+    encoded = processor.encoder()(sample)
+    assert encoded.input_ids.tolist() == expected["input_ids"][0].tolist()
+    inputs = {"pixel_values": encoded.pixel_values, **encoded.extras}
+    for one in expected.keys() & inputs.keys():
+        assert torch.equal(inputs[one].flatten(), expected[one].flatten()), one
+
+
+@pytest.fixture
+def rows(clips: dict[str, Media], tmp_path: Path) -> list[Sample]:
+    """A text, an image, and videos of several lengths, also with an image."""
+    return [
+        conversation(),
+        conversation(picture(tmp_path, 2, 90, 20)),
+        conversation(clips["wide.mp4"], answers=("blue",)),
+        conversation(picture(tmp_path), clips["short.mp4"]),
+        conversation(clips["slow.mkv"]),
+    ]
+
+
+def test_loss_and_gradients_are_those_of_transformers(
+    folder: Path,
+    processor: FamilyProcessor,
+    rows: list[Sample],
+    in_own_memory: Callable[[Any], Any],
+) -> None:
+    """Of a batch with texts, images and videos, against the rows one by one."""
+    ours: Any = load_family_model("model.pretrained", str(folder), torch.float32).train()
+    stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    ours, stock = in_own_memory(ours), in_own_memory(stock)
+    reader: Any = AutoProcessor.from_pretrained(folder)
+    encoded = [processor.encoder()(sample) for sample in rows]
+    batch = collate(encoded, pad_token_id=processor.pad_token_id)
+    passes = count_calls(ours)
+    loss = ours(**copy_batch_to_device(batch, CPU), num_items_in_batch=7.0, skip_logits=True).loss
+    assert passes == [1]
+    loss.backward()
+    total = 0.0
+    for sample, own in zip(rows, encoded, strict=True):
+        logits = stock(**read_all(reader, folder.name, sample)).logits
+        expected = F.cross_entropy(logits[0, :-1], own.labels[1:], reduction="sum") / 7
+        expected.backward()
+        total += expected.item()
+    # FP32 sums in another order.
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    gradients = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        of_stock = gradients[name].grad
+        if parameter.grad is None or of_stock is None:
+            assert parameter.grad is of_stock, name
+        else:
+            difference = (parameter.grad - of_stock).norm()
+            assert difference <= 1e-4 * of_stock.norm() + 1e-6, name
+
+
+def count_calls(model: Any) -> list[int]:
+    """Count the passes of the tower's first block."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    tower = find_parts(model, model.family)["vision"]
+    first = next(one for name, one in tower.named_modules() if name.endswith(".0"))
+    first.register_forward_hook(count)
+    return calls
+
+
+def test_answers_are_those_of_transformers(
+    folder: Path,
+    processor: FamilyProcessor,
+    rows: list[Sample],
+    in_own_memory: Callable[[Any], Any],
+) -> None:
+    ours: Any = load_family_model("model.pretrained", str(folder), torch.float32).eval()
+    stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, stock = in_own_memory(ours), in_own_memory(stock)
+    reader: Any = AutoProcessor.from_pretrained(folder)
+    expected = []
+    for sample in rows:
+        kinds = {medium.kind for medium in sample.media}
+        if folder.name == "smolvlm" and len(kinds) > 1:
+            expected.append(generate(ours, processor, [sample], 6)[0])
+            continue
+        inputs = ask_stock(reader, folder.name, sample, prompt=True)
+        output = stock.generate(**inputs, max_new_tokens=6, do_sample=False)
+        ids = output[0, inputs["input_ids"].shape[1] :]
+        expected.append(reader.tokenizer.decode(ids, skip_special_tokens=True).strip())
+        assert generate(ours, processor, [sample], 6) == expected[-1:]
+    assert len(generate(ours, processor, rows[2:], 6)) == 3
+    texts = generate(ours, processor, rows, 6)
+    assert [text[:2] for text in texts] == [text[:2] for text in expected]
+
+
+def test_a_batch_of_texts_and_videos_gets_no_filler(
+    processor: FamilyProcessor, rows: list[Sample]
+) -> None:
+    encoder = processor.encoder()
+    text, video = encoder(rows[0]), encoder(rows[4])
+    batch = collate([text, video], pad_token_id=processor.pad_token_id)
+    assert batch["input_ids"][0, : len(text.input_ids)].tolist() == text.input_ids.tolist()
+    assert batch["attention_mask"][0].sum() == len(text.input_ids)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - WITH_VIDEOS))
+def test_a_family_without_videos_refuses_one(name: str, tmp_path: Path) -> None:
+    MAKERS[name](tmp_path)
+    encoder = FamilyProcessor.load("model.pretrained", str(tmp_path), 1024).encoder()
+    sample = conversation(Media(kind="video", path="clip.mp4"))
+    message = f"shows a video, and {FAMILIES[name].name} is trained on images.*videos: InternVL3, "
+    for call in (encoder, encoder.measure, encoder.layout, encoder.prompt):
+        with pytest.raises(UnsupportedError, match=message):
+            call(sample)
+    with pytest.raises(UnsupportedError, match=message):  # training does not start
+        verify_rows([[conversation(), sample]], encoder)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_refused(folder: Path, clips: dict[str, Media], tmp_path: Path) -> None:
+    processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
+    with pytest.raises(DataError, match=r"with those of 1 videos, are more than.*fewer frames"):
+        processor.encoder()(conversation(clips["slow.mkv"]))
+    encoder = FamilyProcessor.load("model.pretrained", str(folder), 1024).encoder()
+    untimed = replace(clips["frames"], fps=None)
+    videos = FAMILIES[folder.name].videos
+    assert videos is not None
+    if videos.timed:
+        with pytest.raises(DataError, match=r"has no times, which .*\"fps\": 2"):
+            encoder(conversation(untimed))
+    else:
+        assert encoder(conversation(untimed)).counts["images"] == 6
+    missing = Media(kind="video", path=str(tmp_path / "no.mp4"))
+    with pytest.raises(DataError, match=r"rows\.json:1: .*no such file"):
+        encoder(conversation(missing))
+    thin = write_clip(tmp_path / "thin.mp4", np.zeros((9, 2, 600, 3), np.uint8), "mpeg4")
+    one = Media(kind="video", path=str(thin))
+    if folder.name.startswith("qwen"):
+        with pytest.raises(DataError, match="video processor refuses 9 frames of 600 x 2 pixels"):
+            encoder(conversation(one))
+    else:
+        encoder(conversation(one))
