@@ -79,21 +79,20 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
     existing binary file (an image, a table, weights) is refused as well.
     """
     read = [Path(path).resolve() for path in inputs if path is not None]
-    written: set[Path] = set()
-    for path in filter(None, outputs):
-        own, exists, problem = path.resolve(), path.exists(), ""
-        if own in written:
+    written = [path for path in outputs if path is not None]
+    for path in written:
+        own, old, problem = path.resolve(), path.exists(), ""
+        if [one.resolve() for one in written].count(own) > 1:
             problem = "is named for two outputs"
-        elif own in read or (exists and any(own.samefile(one) for one in read if one.exists())):
+        elif own in read or (old and any(own.samefile(one) for one in read if one.exists())):
             problem = "is an input of this command"
-        elif exists and (folders := [one for one in own.parents if one in read]):
+        elif folders := [one for one in own.parents if old and one in read]:
             problem = f"is a file of {folders[0]}, an input of this command"
         elif path.is_file():
             with path.open("rb") as file:
                 problem = "holds binary data" if b"\0" in file.read(4096) else ""
         if problem:
             raise ValueError(f"{path} {problem} and is not overwritten; name another file to write")
-        written.add(own)
 
 
 def sync(path: Path) -> None:

@@ -6,8 +6,7 @@ standard deviation that from seeds.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, check_same_items, read_sets
+from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, match, read_sets
 from coat_eval.tasks import get_benchmark, get_task
 from coat_eval.uncertainty import (
     Z_95,
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
+LEVEL = 0.05
+"""A difference with a smaller p-value is not called chance."""
 RIGHT = 0.5
 """Score from which an item with a soft accuracy (VQA) counts as right."""
 
@@ -61,7 +62,7 @@ class Difference:
     """Items that only the first model gets right (figures if the metric is over figures)."""
     only_second: int
     standard_error: float | None = None
-    """Of the difference; this and all below are None for a metric that is not a mean."""
+    """Standard error of the difference. This and all below are None unless the metric is a mean."""
     interval: tuple[float, float] | None = None
     """95%."""
     test: str | None = None
@@ -83,6 +84,8 @@ class Comparison:
     sets: Mapping[str, Mapping[str, ScoredSet]]
     """Scored sets by model and set name."""
     differences: Sequence[Difference]
+    not_comparable: Sequence[str] = ()
+    """What differs between the models' sets, which then have only the items in common."""
 
     def to_json(self) -> dict[str, Any]:
         """Return rules, the models' headline metrics and the differences as plain JSON."""
@@ -96,33 +99,38 @@ class Comparison:
                 }
                 for name, sets in self.sets.items()
             },
+            "not_comparable": list(self.not_comparable),
             "differences": [asdict(one) for one in self.differences],
         }
 
 
-def compare_items(paths: Sequence[Path]) -> Comparison:
-    """Compare every model with the first; ValueError if they have other sets or items."""
+def compare_items(paths: Sequence[Path], *, anyway: bool = False) -> Comparison:
+    """Compare every model with the first; ValueError and ``anyway`` as in :func:`match`."""
     names = _shorten_names(paths)
     sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
-    first = sets[names[0]]
-    rows = []
-    for name, other in list(sets.items())[1:]:
-        if other.keys() != first.keys():
-            raise ValueError(
-                f"{name} was scored on {', '.join(sorted(other))} and {names[0]} on "
-                f"{', '.join(sorted(first))}; compare reports of the same tasks"
-            )
-        for set_name, one in first.items():
-            check_same_items(set_name, one, other[set_name])
-            rows += _compare_set((names[0], name), set_name, one, other[set_name])
-    return Comparison(sets, rows)
+    keys = [key for key in sets[names[0]] if all(key in own for own in sets.values())]
+    found = [f"{name} has {', '.join(own)}" for name, own in sets.items() if len(own) > len(keys)]
+    if found and not (anyway and keys):
+        raise ValueError(f"not comparable: {'; '.join(found)}; only {', '.join(keys)} is in all")
+    columns = {key: match(key, [own[key] for own in sets.values()], anyway=anyway) for key in keys}
+    found += [text for _, told in columns.values() for text in told]
+    for index, name in enumerate(names):
+        sets[name] = {key: column[index] for key, (column, _) in columns.items()}
+    rows = [
+        row
+        for name in names[1:]
+        for key, one in sets[names[0]].items()
+        for row in _compare_set((names[0], name), key, one, sets[name][key])
+    ]
+    return Comparison(sets, rows, found)
 
 
 def format_differences(comparison: Comparison) -> str:
-    """Format the differences as Markdown."""
+    """Format the differences as Markdown, after lines that say which model is better."""
     lines = []
     pairs = groupby(comparison.differences, lambda row: (row.first_name, row.second_name))
-    for (first, second), rows in pairs:
+    for (first, second), group in pairs:
+        rows = list(group)
         cells = [
             [
                 f"{row.set_name} {row.metric}{row.mark and f' ({row.mark})'}",
@@ -138,23 +146,53 @@ def format_differences(comparison: Comparison) -> str:
             ]
             for row in rows
         ]
-        table = _format_table(_COLUMNS, cells)
-        lines += [f"A = {first}, B = {second}", "", table, ""]
-        for name, one in comparison.sets[first].items():
-            a, b = one.image_size, comparison.sets[second][name].image_size
-            if a and b and a != b:
-                lines += [f"Images of {name}: {a} in A, {b} in B; see --max-pixels.", ""]
+        sets = (comparison.sets[first], comparison.sets[second])
+        leading = (next(own) for _, own in groupby(rows, lambda row: row.set_name))
+        lines += [
+            f"A = {first}, B = {second}",
+            _describe_comparability(comparison.not_comparable, *sets),
+            *_describe_winner((f"{row.set_name} {row.metric}", row) for row in leading),
+            *("", _format_table(_COLUMNS, cells), ""),
+        ]
     if lines:
         lines.append(
             "Intervals and tests take the images, videos, ... in the last column as drawn at "
-            "random, paired between the models. p: McNemar's exact test on the two columns before "
-            "it, or a permutation test; not corrected for the number of rows. Detectable: smallest "
-            "true difference that these show with 80% power at the 5% level."
+            "random, paired between the models; chance does not include training seeds. p: "
+            "McNemar's exact test on the two columns before it, or a permutation test; not "
+            "corrected for the number of rows. Detectable: smallest true difference that these "
+            "show with 80% power at the 5% level."
         )
         first = next(iter(comparison.sets.values()))
         rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
         lines += ["", f"Rules: {rules}."]
     return "\n".join(lines)
+
+
+def _describe_comparability(
+    differences: Sequence[str], first: Mapping[str, ScoredSet], second: Mapping[str, ScoredSet]
+) -> str:
+    """Say what was not comparable, and how the answers were made differently."""
+    told = ["Comparable: same items, references and rules"]
+    if differences:
+        told = [f"NOT COMPARABLE, only what they have in common is used: {'; '.join(differences)}"]
+    for key, one in first.items():
+        for name, value in one.conditions.items():
+            if (other := second[key].conditions.get(name, value)) != value:
+                told.append(f"{name} {value or 'default'} in A, {other or 'default'} in B")
+    return f"{'; '.join(dict.fromkeys(told))}."
+
+
+def _describe_winner(rows: Iterable[tuple[str, "Difference | SetComparison"]]) -> list[str]:
+    """Say by how much either model is better in named metrics, and where that may be chance."""
+    titles = ("B is better, beyond chance", "A is better, beyond chance", "May be chance")
+    told: dict[str, list[str]] = {title: [] for title in titles}
+    for name, row in rows:
+        change, (low, high) = row.difference or 0.0, row.interval or (0.0, 0.0)
+        chance = low <= 0 <= high if row.p_value is None else row.p_value >= LEVEL
+        p = "not tested" if row.interval is None else f"95% {_format_interval(row.interval)}"
+        p += "" if row.p_value is None else f", p {row.p_value:.2g}"
+        told[titles[2 if chance else change < 0]].append(f"{name} {change:+.2f} ({p})")
+    return [f"{title} (B - A): {'; '.join(texts)}." for title, texts in told.items() if texts]
 
 
 def read_published() -> dict[str, dict[str, Any]]:
@@ -246,6 +284,9 @@ class SetComparison:
     """95% interval of mean(second) - mean(first), paired by unit."""
     size: str = "-"
     """What the metric counts and the units."""
+    not_comparable: Sequence[str] = ()
+    """What differs between the runs' sets, which then have only the items in common."""
+    p_value: None = None
 
     @property
     def difference(self) -> float | None:
@@ -253,14 +294,11 @@ class SetComparison:
         return float(np.mean(self.second) - np.mean(self.first)) if self.second else None
 
 
-def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[SetComparison]:
+def compare_runs(
+    first: Sequence[Path], second: Sequence[Path] = (), *, anyway: bool = False
+) -> list[SetComparison]:
     """Compare groups of runs, one per seed, by evaluation set (headline metric) and loss."""
-    places = Counter(run.resolve() for run in (*first, *second))
-    twice = [str(run) for run, count in places.items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"{twice[0]} is given twice, and would count as two independent runs; name it once"
-        )
+    _shorten_names([*first, *second])  # a run that is named twice is not two runs
     files = [run / "recipe.yaml" for run in (*first, *second)]
     sets = [load_run_recipe(file, unset_variables=True).eval_sets for file in files]
     common = [name for name in sets[0] if all(name in one for one in sets)]
@@ -270,11 +308,12 @@ def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[Set
     rows = []
     for name in common:
         metric = get_task(sets[0][name].task).headline[0]
-        runs = [one.estimates[metric] for one in _read_runs([*first, *second], name)]
+        read, told = match(name, _read_runs([*first, *second], name), anyway=anyway)
+        runs = [one.estimates[metric] for one in read]
         pair = runs[: len(first)], runs[len(first) :]
         interval = subtract(*map(average, pair))[1] if second else None
         ours, theirs = ([run.value for run in group] for group in pair)
-        rows.append(SetComparison(name, metric, ours, theirs, interval, runs[0].size))
+        rows.append(SetComparison(name, metric, ours, theirs, interval, runs[0].size, told))
     losses = [_read_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -298,7 +337,6 @@ def _read_runs(runs: Sequence[Path], name: str) -> list[ScoredSet]:
                 f"{run / 'eval' / name / 'report.json'} does not exist; evaluate it: "
                 f"coat-vlm eval --model {run}"
             )
-        check_same_items(name, sets[0] if sets else found[name], found[name])
         sets.append(found[name])
     return sets
 
@@ -319,12 +357,15 @@ def _read_losses(run: Path) -> dict[str, float]:
 
 
 def format_comparison(rows: Sequence[SetComparison]) -> str:
-    """Format the rows as a Markdown table."""
+    """Format the rows as a Markdown table, after lines that say which group is better."""
     both = any(row.second for row in rows)
     header = ["metric", "first: mean", "sd", "runs"]
     if both:
         header += ["second: mean", "sd", "runs", "difference", "95% interval, paired", "n"]
-    lines = []
+    lines, tested = [], [row for row in rows if row.interval is not None]
+    told = [text for row in rows for text in row.not_comparable]
+    head = [_describe_comparability(told, {}, {})] if told or tested else []
+    head += _describe_winner((f"{row.name} {row.metric}", row) for row in tested)
     for row in rows:
         digits = 4 if row.metric == "loss" else 2
         cells = [f"{row.name} {row.metric}"]
@@ -335,7 +376,7 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
         if both:
             cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval), row.size]
         lines.append(cells)
-    return _format_table(header, lines)
+    return "\n".join([*head, "", _format_table(header, lines)])
 
 
 def _format_interval(interval: tuple[float, float] | None) -> str:

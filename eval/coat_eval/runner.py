@@ -171,8 +171,8 @@ def run_benchmark(
     start = time.monotonic()
     served = isinstance(adapter, ServedModel)
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
-    cache = judge.cache if judge is not None else None
-    check_outputs(map(out_dir.joinpath, OUTPUTS), [cache, *(one.path for one in folder.tables)])
+    read = [getattr(judge, "cache", None), *(table.path for table in folder.tables)]
+    check_outputs(map(out_dir.joinpath, OUTPUTS), read)
     prompts = _make_prompts(adapter, eval_task, folder)
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}

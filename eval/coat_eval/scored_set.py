@@ -17,6 +17,10 @@ PROMPT_FILES = ("predictions*.jsonl", "prompts.jsonl")
 RULE_ONLY_MARK = "rule only"
 """Deviation of a benchmark without published predictions to check its rule against."""
 _AGAIN = "score the predictions again"
+_SETTINGS = ("task", "profile", "follows", "scorer_version", "raw", "fallback", "seed", "judge")
+"""Entries of a report that are equal if scores are comparable."""
+_CONDITIONS = ("variant", "num_frames", "max_new_tokens")
+"""Entries of a report about how answers were made, in which compared models may differ."""
 _TOLERANCE = 0.0051
 """Reports of question sets are rounded to two decimals."""
 
@@ -32,13 +36,12 @@ class ScoredSet:
     """Headline metrics, computed from the items where they are means."""
     estimates: Mapping[str, Estimate] = field(default_factory=dict)
     """Those that are means."""
-    profile: str = "official"
+    settings: Mapping[str, Any]
+    """What the scores depend on: :data:`_SETTINGS`."""
     follows: str = ""
     """Repository and commit of the profile's scorer; empty for a question set."""
-    precision: str = ""
-    """Precision or dtype of the model; empty if the report does not say it."""
-    image_size: str = ""
-    """Image size in the processor of a published model."""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """How the answers were made, as far as the report says it: precision, image size, ..."""
     deviations: Sequence[str] = ()
     """Reasons why the metrics are not comparable with published results."""
     items: Sequence[Mapping[str, Any]] = ()
@@ -50,8 +53,17 @@ class ScoredSet:
     @property
     def rules(self) -> str:
         """Profile with repository and commit of its scorer, and deviations from the benchmark."""
-        texts = (f"{self.profile} of {self.follows}" if self.follows else "", *self.deviations)
-        return ", ".join(text for text in texts if text)
+        names = (self.settings["profile"], self.settings["judge"])
+        text = f"{', judge '.join(filter(None, names))} of {self.follows}" if self.follows else ""
+        return ", ".join(filter(None, (text, *self.deviations)))
+
+    def keep(self, ids: Sequence[str]) -> "ScoredSet":
+        """Return the set with some of its items; metrics that are not means are lost."""
+        rows = dict(zip(self.ids, self.items, strict=True))
+        items = [rows[key] for key in ids]
+        measured = _measure(self.task, self.settings["profile"], items, {}, self.path)
+        deviations = [*self.deviations, f"{len(ids)} common items"]
+        return replace(self, items=items, ids=ids, deviations=deviations, **measured)
 
 
 def read_sets(path: Path) -> dict[str, ScoredSet]:
@@ -60,25 +72,18 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
     if path.is_file() or (path / REPORT_FILE).is_file():
         one = _read_report(path if path.is_file() else path / REPORT_FILE)
         return {one.task: one}
-    if (path / "recipe.yaml").is_file():
-        reports = sorted(path.glob(f"eval/*/{REPORT_FILE}"))
-        if not reports:
-            raise FileNotFoundError(
-                f"{path}/eval has no scored set; evaluate it: coat-vlm eval --model {path}"
-            )
-        precision = read_json(path / "eval.json", "evaluate again").get("precision") or ""
-        return {one.parent.name: replace(_read_report(one), precision=precision) for one in reports}
-    reports = sorted(path.glob(f"*/{REPORT_FILE}"))
+    run = (path / "recipe.yaml").is_file()
+    reports = sorted(path.glob(f"eval/*/{REPORT_FILE}" if run else f"*/{REPORT_FILE}"))
     if not reports:
         raise FileNotFoundError(
-            f"{path} is not a run folder, a report or a folder of reports: give a RUN that "
-            "coat-vlm eval has evaluated, a report of coat-vlm score --items, or a folder "
-            "with TASK/report.json"
+            f"{path} has no scored set: give a RUN after coat-vlm eval --model RUN, a report of "
+            "coat-vlm score --items, or a folder with TASK/report.json"
         )
-    return {report.parent.name: _read_report(report) for report in reports}
+    precision = read_json(path / "eval.json", "evaluate again").get("precision") if run else None
+    return {report.parent.name: _read_report(report, precision) for report in reports}
 
 
-def _read_report(path: Path) -> ScoredSet:
+def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
     report = read_json(path, _AGAIN)
     if not isinstance(report.get("items"), list) or "task" not in report:
         problem = "has no items to compare"
@@ -99,32 +104,41 @@ def _read_report(path: Path) -> ScoredSet:
         name = "/".join(part for part in _get_key(row) if part)
         seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    benchmark, metrics, estimates = get_benchmark(report["task"]), {}, {}
-    for metric in benchmark.headline:
-        found, said = (
-            benchmark.estimate(metric, rows, report["profile"]),
-            report["metrics"].get(metric),
-        )
-        if found is not None and said is not None and abs(said - found.value) > _TOLERANCE:
-            problem = f"{metric} is {said:.4f} in the report and {found.value:.4f} over its items"
-            raise DataError(str(path), problem, _AGAIN)
-        estimates |= {} if found is None else {metric: found}
-        value = said if found is None else found.value
-        metrics |= {} if value is None else {metric: value}
+    size = ", ".join(f"{key} {value}" for key, value in report.get("image_size", {}).items())
+    precision = precision or report.get("precision") or report.get("dtype")
+    conditions = {"precision": precision, "image size": size or None}
+    conditions |= {key: report.get(key) for key in _CONDITIONS}
     return ScoredSet(
         path=path,
         task=report["task"],
-        metrics=metrics,
-        estimates=estimates,
-        # Scores by different judges are not comparable.
-        profile=", judge ".join(filter(None, (report["profile"], report.get("judge")))),
+        **_measure(report["task"], report["profile"], rows, report["metrics"], path),
+        settings={name: report.get(name) for name in _SETTINGS},
         follows="" if own_set else report["follows"],
-        precision=report.get("precision") or report.get("dtype") or "",
-        image_size=", ".join(f"{k} {v}" for k, v in report.get("image_size", {}).items()),
+        conditions={key: value for key, value in conditions.items() if value is not None},
         deviations=["your own question set"] if own_set else _find_deviations(report, rows),
         items=rows,
         ids=ids,
     )
+
+
+def _measure(
+    task: str,
+    profile: str,
+    rows: Sequence[Mapping[str, Any]],
+    said: Mapping[str, float],
+    path: Path,
+) -> dict[str, Any]:
+    """Return metrics and estimates of items; DataError if the report ``said`` other metrics."""
+    benchmark, metrics, estimates = get_benchmark(task), {}, {}
+    for metric in benchmark.headline:
+        found, value = benchmark.estimate(metric, rows, profile), said.get(metric)
+        if found is not None and value is not None and abs(value - found.value) > _TOLERANCE:
+            problem = f"{metric} is {value:.4f} in the report and {found.value:.4f} over its items"
+            raise DataError(str(path), problem, _AGAIN)
+        estimates |= {} if found is None else {metric: found}
+        value = value if found is None else found.value
+        metrics |= {} if value is None else {metric: value}
+    return {"metrics": metrics, "estimates": estimates}
 
 
 def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,30 +181,36 @@ def _read_questions(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-def check_same_items(name: str, first: ScoredSet, second: ScoredSet) -> None:
-    """Raise ValueError with the reason if two sets cannot be compared item by item."""
-    why = ""
-    if first.task != second.task:
-        why = f"{first.path} is {first.task} and {second.path} is {second.task}"
-    elif first.profile != second.profile:
-        why = (
-            f"{first.path} was scored by profile {first.profile} and {second.path} by "
-            f"{second.profile}; score both with the same profile"
+def match(
+    name: str, sets: Sequence[ScoredSet], *, anyway: bool
+) -> tuple[Sequence[ScoredSet], list[str]]:
+    """Return sets that are comparable or, if ``anyway``, their common items and what differs.
+
+    Comparable sets have equal rules, items, references and missing answers; else ValueError with
+    all differences from the first one. Sets of two benchmarks have nothing in common.
+    """
+    facts = [
+        {key: (row["reference"], row.get("prediction", "") is None) for key, row in rows}
+        for rows in (zip(one.ids, one.items, strict=True) for one in sets)
+    ]
+    found, ours = [], facts[0]
+    for one, theirs in zip(sets, facts, strict=True):
+        both = [(key, ours[key], theirs[key]) for key in ours if key in theirs]
+        items = {
+            "items in one only": ours.keys() ^ theirs.keys(),
+            "references": {key for key, a, b in both if a[0] != b[0]},
+            "answers missing in one only": {key for key, a, b in both if a[1] != b[1]},
+        }
+        told = [f"{len(keys)} {what}, first {min(keys)!r}" for what, keys in items.items() if keys]
+        pairs = ((key, value, one.settings[key]) for key, value in sets[0].settings.items())
+        told += [f"{key} {a!r} and {b!r}" for key, a, b in pairs if a != b]
+        found += [f"{name}: {', '.join(told)} ({sets[0].path}, {one.path})"] if told else []
+    if not found:
+        return sets, found
+    same = [key for key in ours if all(own.get(key) == (ours[key][0], False) for own in facts)]
+    if not (anyway and same) or len({one.task for one in sets}) > 1:
+        raise ValueError(
+            f"not comparable: {'; '.join(found)}; score all alike, or add --anyway to compare "
+            f"{len(same)} common items"
         )
-    elif first.ids != second.ids:
-        missing = sorted(set(first.ids) ^ set(second.ids))
-        where = first.path if missing[0] in set(first.ids) else second.path
-        why = (
-            f"{first.path} has {len(first.ids)} items and {second.path} {len(second.ids)}; "
-            f"{len(missing)} of them are in one only, first {missing[0]!r} of {where}"
-        )
-    else:
-        for item, one, other in zip(first.ids, first.items, second.items, strict=True):
-            if one["reference"] != other["reference"]:
-                why = (
-                    f"item {item} has the reference {one['reference']!r} in {first.path} and "
-                    f"{other['reference']!r} in {second.path}"
-                )
-                break
-    if why:
-        raise ValueError(f"set {name!r} cannot be compared: {why}")
+    return [one.keep(same) for one in sets], found

@@ -51,12 +51,12 @@ def score_official(
     **options: Any,
 ) -> dict[str, Any]:
     """Score files in any order, recognized by content: :func:`score_tables` and its options."""
-    judge: Judge | None = options.get("judge")
+    judge = options.get("judge")
     _check_options(benchmark, options.get("settings", Settings()), judge)
     warnings: list[str] = []
     answers, named = (list(_list_files(benchmark, one)) for one in (predictions, references))
-    cache = judge.cache if judge is not None else None
-    check_outputs([report_path, options.get("submission_path")], [*answers, *named, cache])
+    read = [*answers, *named, getattr(judge, "cache", None)]
+    check_outputs([report_path, options.get("submission_path")], read)
     own = [_read(benchmark, path, "predictions") for path in answers]
     known = [_read(benchmark, path, "references") for path in _drop_repeated(named, warnings)]
     report = score_tables(benchmark, own, known, warnings=warnings, **options)
@@ -96,7 +96,7 @@ def score_tables(
     if only is not None:
         questions = [one for one in questions if one.key in only]
         rows = [one for one in rows if one.key in only]
-    _check_ids(benchmark, questions, rows)
+    _check_ids(benchmark, questions, rows, some=allow_missing and only is None)
     pairs, problems = join(
         questions,
         rows,
@@ -105,8 +105,6 @@ def score_tables(
         share_repeated=benchmark.shares_repeated,
         warnings=warnings,
     )
-    if only is None:
-        _check_same_benchmark(benchmark, rows, pairs, problems)
     asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
         if not (references or allow_missing):
@@ -309,51 +307,41 @@ def _check_references(
 
 
 def _check_ids(
-    benchmark: Benchmark, questions: Sequence[Question], rows: Sequence[Prediction]
+    benchmark: Benchmark, questions: Sequence[Question], rows: Sequence[Prediction], *, some: bool
 ) -> None:
-    """Raise DataError if the files have no id in common; counting would hide that."""
-    known = {question.question_id for question in questions}
-    if not rows or any(row.question_id in known for row in rows):
-        return
-    first = rows[0].question_id
-    looks = [
-        one.name
-        for one in BENCHMARKS.values()
-        if one.id_pattern is not None and one.id_pattern.fullmatch(first) and one is not benchmark
-    ]
-    raise DataError(
-        rows[0].where,
-        f"none of the {len(rows)} question ids is in the references, first {first!r} (the "
-        f"references begin with {questions[0].question_id if questions else None!r})"
-        + (f"; these look like predictions for {' or '.join(looks)}" if looks else ""),
-        "give the references that the predictions were made for",
-    )
+    """Raise DataError if no id fits or, if only ``some`` must, ids show another benchmark.
 
-
-def _check_same_benchmark(
-    benchmark: Benchmark,
-    rows: Sequence[Prediction],
-    pairs: Sequence[tuple[Question, str | None]],
-    problems: Mapping[str, int],
-) -> None:
-    """Raise DataError if the predictions that are allowed to be missing show another benchmark.
-
-    Many benchmarks count their questions from 0 or 1, so that the ids of one are ids of another.
+    Many benchmarks count their questions from 0 or 1, so that most ids of one are ids of another:
+    less than half fit, or there are as many as the other has, and no prompt says the contrary.
     """
-    asked = sum(one.counted and one.answer is not None for one, _ in pairs)
-    answered, unknown = asked - problems["missing"], problems["unknown"]
-    looks = [name for name, one in BENCHMARKS.items() if len(rows) in one.sizes.values()]
-    fits = len(rows) == asked or (problems["missing"] == problems["not_text"] and not unknown)
-    if fits or benchmark.name in looks or not benchmark.sizes or all(one.prompt for one in rows):
-        looks = []
-    if asked and (looks or 2 * answered < asked + unknown):
-        as_many = f", and {' or '.join(looks)} has {len(rows)} questions" if looks else ""
+    if not rows:
+        return
+    known, number = dict.fromkeys(one.question_id for one in questions), len(rows)
+    unknown, first = sum(row.question_id not in known for row in rows), rows[0].question_id
+    texts = {key for row in rows if isinstance(row.text, str) for key in (row.key, row.question_id)}
+    asked = [one for one in questions if one.counted and one.answer is not None]
+    answered = sum(
+        not texts.isdisjoint({one.key, ("", one.question_id), one.category or one.question_id})
+        for one in asked
+    )
+    sizes = benchmark.sizes.values()
+    own = not sizes or number in (len(asked), len(questions), *sizes) or all(r.prompt for r in rows)
+    looks = [
+        name
+        for name, one in BENCHMARKS.items()
+        if (not own and number in one.sizes.values())
+        or (unknown == number and one.id_pattern is not None and one.id_pattern.fullmatch(first))
+        if one is not benchmark
+    ]
+    if unknown == number or (some and asked and (looks or 2 * answered < len(asked) + unknown)):
         raise DataError(
             rows[0].where,
-            f"{answered} of the {asked} questions have a text as prediction, {unknown} predictions "
-            f"are for other ids{as_many}: they seem to be answers to another benchmark",
-            "give the references of the questions that were answered"
-            + (', or add the field "question" to the predictions' if looks else ""),
+            f"{number - unknown or 'none'} of the {number} question ids are in the references, "
+            f"first {first!r} (the references begin with {next(iter(known), None)!r}), and "
+            f"{answered} of the {len(asked)} questions have a text"
+            + (f"; these look like predictions for {' or '.join(looks)}" if looks else ""),
+            "give the references that the predictions were made for, or add their prompts as "
+            '"question"',
         )
 
 

@@ -19,9 +19,9 @@ def add(commands: Commands) -> None:
   coat-vlm compare runs/bf16_0 runs/coat_0 --json difference.json       # evaluated run folders
   coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1
 
-Each model is compared with the first one on the same items. Run folders also get the mean and the
-standard deviation over seeds; --with compares two groups of them. The page lists benchmarks next to
-published results.
+Each model is compared with the first one on the same items; the first lines say which is better.
+Run folders also get the mean and the standard deviation over seeds; --with compares two groups of
+them. The page lists benchmarks next to published results.
 """,
     )
     add = parser.add_argument
@@ -41,6 +41,7 @@ published results.
         default=[],
         help="second group of runs; differences are this group minus the first",
     )
+    add("--anyway", action="store_true", help="compare the common items of unlike reports")
     add("--json", type=Path, metavar="FILE", help="write the differences as JSON")
     add(
         "--html",
@@ -69,9 +70,8 @@ def _compare(args: argparse.Namespace) -> int:
     if (args.html or args.json) and args.other and len(paths) > 2:
         raise ValueError("--html and --json compare single models; list them without --with")
     trained = all((path / "recipe.yaml").is_file() for path in paths)
-    if trained:
-        say(format_comparison(compare_runs(args.runs, args.other)))
-    elif len(args.other) > 1 or (args.other and len(args.runs) > 1):
+    groups = compare_runs(args.runs, args.other, anyway=args.anyway) if trained else []
+    if not trained and args.other and len(paths) > 2:
         raise ValueError(
             "groups need run folders (they have recipe.yaml); list reports without --with: "
             "coat-vlm compare A B C"
@@ -85,6 +85,8 @@ def _compare(args: argparse.Namespace) -> int:
         _compare_items(args, paths)
     elif not trained:
         raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")
+    if trained:
+        say(format_comparison(groups))
     return 0
 
 
@@ -94,12 +96,12 @@ def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.files import write_json
     from coat_eval.results_page import ITEMS_PER_SET, write_results
 
-    comparison = compare_items(paths)
+    comparison = compare_items(paths, anyway=args.anyway)
     reports = [one.path for sets in comparison.sets.values() for one in sets.values()]
-    read = [file for one in reports for file in (one, *one.parent.glob("*.jsonl"))]
+    read = [*reports, *(file for one in reports for file in one.parent.glob("*.jsonl"))]
     read += [path / one for path in paths for one in ("recipe.yaml", "metrics.jsonl", "eval.json")]
     check_outputs([args.json, args.html], read)
-    say(f"\n{format_differences(comparison)}")
+    say(format_differences(comparison))
     if args.json is not None:
         write_json(args.json, comparison.to_json())
         say(f"differences: {args.json}")

@@ -293,10 +293,11 @@ def _overlap(args: argparse.Namespace) -> int:
     from coat_data.saved_files import check_outputs
     from coat_data.tools.overlap import Benchmarks, as_table, find_overlap
 
-    benchmarks, read = Benchmarks(), list[Path]()
+    data = [args.data / name for name in args.against] if args.data else []
+    check_outputs([args.out], [*args.against, *data])
+    benchmarks = Benchmarks()
     for name in args.against:
-        benchmarks.add(name, _read_questions(name, args.data, read))
-    check_outputs([args.out], read)
+        benchmarks.add(name, _read_questions(name, args.data))
     counts, bad = find_overlap(args.path, benchmarks, args.out, **_options(args))
     for line in as_table(counts):
         say(line)
@@ -312,8 +313,8 @@ def _overlap(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_questions(name: str, data: Path | None, read: list[Path]) -> "Iterator[Question]":
-    """Yield the questions of a benchmark, a folder or a data file; ``read`` gets the files."""
+def _read_questions(name: str, data: Path | None) -> "Iterator[Question]":
+    """Yield the questions of a benchmark, a folder with questions, or a data file."""
     from coat_data.load.dataset import SampleDataset
     from coat_data.sample import DataError
     from coat_data.tools.overlap import Question
@@ -331,18 +332,15 @@ def _read_questions(name: str, data: Path | None, read: list[Path]) -> "Iterator
             raise ValueError(f"--data is missing; name the folder that has the files of {name}")
         else:
             task = make_eval_task(name, data)
-        options, folder = PromptOptions(variant=task.variant), task.open(data)
-        read += [table.path for table in folder.tables]
-        yield from map(_to_question, task.benchmark.prompts(folder, options))
+        options = PromptOptions(variant=task.variant)
+        yield from map(_to_question, task.benchmark.prompts(task.open(data), options))
         return
     if not path.exists():
         raise ValueError(
             f"--against {name}: there is no such file or folder, and no benchmark of that name; "
             f"allowed: {', '.join(BENCHMARKS)}, a folder with {QUESTIONS_FILE}, or a data file"
         )
-    dataset = SampleDataset(path)
-    read += dataset.paths
-    for sample in dataset.stream():
+    for sample in SampleDataset(path).stream():
         if isinstance(sample, DataError):
             raise sample
         text = "\n".join(turn.text for turn in sample.turns)

@@ -24,14 +24,14 @@ _REMOVED: dict[tuple[str, ...], dict[str, str]] = {
     },
     ("score",): {
         "--data": "a question set is scored as coat-vlm score KIND=FOLDER",
-        "--limit": "--allow-missing scores a part of the questions",
+        "--limit": "--allow-missing scores a part, at least half, of the questions",
         "--seed": "the random letters of mmmu have the official seed",
     },
     ("compare",): {
         "--flips": "it is called --limit",
         "--labels": "groups have the names of their folders",
         "--plot": "coat-vlm report RUN draws the losses of a run",
-        "--seed": "the bootstrap has a fixed seed",
+        "--seed": "the random draws have a fixed seed",
     },
     ("export",): {"--adapter": "write --format adapter"},
     ("data", "ingest"): _SOURCE

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from coat_cli.main import main
-from coat_eval.compare_models import compare_runs
+from coat_eval.compare_models import compare_runs, format_comparison
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
@@ -119,13 +119,16 @@ def test_the_interval_is_that_of_paired_differences(
 def test_other_items_do_not_compare(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [True], [("yes", "yes")], 1.0)
     b = make_run(tmp_path / "b", [True, True], [("yes", "yes")], 1.0)
-    with pytest.raises(
-        ValueError, match=r"1 items and .* 2; 1 of them are in one only, first 'n1'"
-    ):
+    with pytest.raises(ValueError, match="not comparable: naming: 1 items in one only, first 'n1'"):
         compare_runs([a], [b])
+    rows = {row.name: row for row in compare_runs([a], [b], anyway=True)}
+    assert rows["naming"].first == rows["naming"].second == [100]
+    assert "1 items in one only" in format_comparison(list(rows.values())).splitlines()[0]
     c = make_run(tmp_path / "c", [True], [("no", "no")], 1.0)
-    with pytest.raises(ValueError, match=r"item p0 has the reference 'yes' in .* and 'no' in"):
+    with pytest.raises(ValueError, match="presence: 1 references, first 'p0'"):
         compare_runs([a], [c])
+    with pytest.raises(ValueError, match="1 references, first 'p0'"):  # none is in common
+        compare_runs([a], [c], anyway=True)
     d = make_run(tmp_path / "d", [True], [("yes", "yes")], 1.0)
     metrics = (d / "metrics.jsonl").read_text()
     (d / "metrics.jsonl").write_text(metrics.replace('"a"', '"other"'))
@@ -143,7 +146,7 @@ def test_what_is_no_group_of_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first, second, _ = runs
-    with pytest.raises(ValueError, match="0 is given twice"):
+    with pytest.raises(ValueError, match="the same path is given twice"):
         compare_runs([first[0], tmp_path / "1" / ".." / "0"], second)
     more = {**RECIPE["eval_sets"], "more": {"task": "yes_no", "path": "p"}}
     (second[1] / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "eval_sets": more}))
@@ -165,11 +168,16 @@ def test_the_command_prints_a_table(
     assert main(["compare", *map(str, first), "--with", *map(str, second)]) == 0
     out = capsys.readouterr().out
     assert "| presence f1 |" in out
+    head = out.splitlines()[:5]
+    assert head[0] == "Comparable: same items, references and rules."
+    gap = 100 * np.subtract(*(np.mean(runs[2]["naming"][i:][:2]) for i in (2, 0)))
+    assert f"B is better, beyond chance (B - A): naming accuracy {gap:+.2f} (95% " in head[1]
     assert "95% interval" in out
     assert main(["compare", str(first[0])]) == 0
     assert "difference" not in capsys.readouterr().out
     assert main(["compare", str(first[0]), str(second[0])]) == 0
     rows = capsys.readouterr().out.splitlines()
+    assert rows[0] == "A = 0, B = 2"
     flags = [np.array(runs[2]["naming"][index]) for index in (0, 2)]
     only = [int((flags[i] & ~flags[1 - i]).sum()) for i in (0, 1)]
     (row,) = [row for row in rows if "naming" in row and row.endswith("| 200 questions |")]

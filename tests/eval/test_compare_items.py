@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,7 @@ def test_what_does_not_compare_is_an_error(
         return capsys.readouterr().err
 
     short = pope_report(tmp_path / "short", ANSWERS["a"][:8])
-    assert "12 items and" in (said := fails(models[0], short))
-    assert "4 of them are in one only, first 'adversarial/0'" in said
+    assert "pope: 4 items in one only, first 'adversarial/0'" in fails(models[0], short)
     empty = pope_report(tmp_path / "empty", ANSWERS["a"], items=None)
     assert "score again with --items" in fails(models[0], empty)
     wrong = json.loads((models[1] / "pope/report.json").read_text())["items"]
@@ -167,13 +167,135 @@ def test_what_does_not_compare_is_an_error(
     assert "over its items" in fails(models[0], edited)
     other = pope_report(tmp_path / "other", ANSWERS["b"])
     (other / "pope").rename(other / "gqa")
-    assert "was scored on gqa and a on pope" in fails(models[0], other)
-    lmms = pope_report(tmp_path / "lmms", ANSWERS["b"], profile="lmms")
-    assert "score both with the same profile" in fails(models[0], lmms)
+    assert "not comparable: a has pope; other has gqa" in fails(models[0], other)
+    (other / "gqa").rename(other / "pope")
+    gqa = {"task": "gqa", "metrics": {}}
+    named = pope_report(tmp_path / "named", ANSWERS["b"], **gqa)
+    assert "pope: task 'pope' and 'gqa'" in fails(models[0], named, "--anyway")
     assert "a single report cannot be compared" in fails(models[0])
     assert "given twice" in fails(models[0], models[0])
     assert "is for --html FILE" in fails(*models, "--limit", 3)
-    assert "is not a run folder, a report" in fails(models[0], tmp_path / "nothing")
+    assert "nothing has no scored set: give a RUN" in fails(models[0], tmp_path / "nothing")
+
+
+SETTINGS = {
+    "profile": ({"profile": "lmms"}, "profile 'official' and 'lmms'"),
+    "rules": ({"follows": "mine"}, "and 'mine'"),
+    "version": ({"scorer_version": "0"}, "scorer_version '"),
+    "raw": ({"raw": True}, "raw False and True"),
+    "fallback": ({"fallback": "wrong"}, "fallback None and 'wrong'"),
+    "seed": ({"seed": 7}, "seed None and 7"),
+    "judge": ({"judge": "b"}, "judge None and 'b'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "problem"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_other_rules_are_not_comparable(
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    problem: str,
+) -> None:
+    other = pope_report(tmp_path / "other", ANSWERS["b"], **changes)
+    words = ["compare", str(models[0]), str(other)]
+    assert main(words) == 2
+    assert problem in capsys.readouterr().err
+    assert main([*words, "--anyway"]) == 0
+    head = capsys.readouterr().out.splitlines()[:5]
+    assert head[1].startswith("NOT COMPARABLE, only what they have in common is used: pope: ")
+    assert problem in head[1]
+
+
+def answer_doors(folder: Path, name: str, answers: Sequence[str | None], *options: str) -> Path:
+    """The report of ``score gqa`` about questions of which all have the answer yes."""
+    asked = {
+        str(i): {"question": f"Is door {i} open?", "answer": "yes", "imageId": f"n{i}"}
+        for i in range(20)
+    }
+    (folder / "questions.json").write_text(json.dumps(asked))
+    rows = [{"question_id": str(i), "prediction": text} for i, text in enumerate(answers)]
+    given = folder / f"{name}.predictions.json"
+    given.write_text(json.dumps([row for row in rows if row["prediction"] is not None]))
+    words = ["--predictions", str(given), "--references", str(folder / "questions.json"), "--items"]
+    assert main(["score", "gqa", *words, "--out", str(folder / name), *options]) == 0
+    return folder / name
+
+
+def test_raw_answers_and_missing_ones_are_not_comparable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same answers, 100 against 0 with p = 2^-19; and 100 against 60, as eight are missing."""
+    first = answer_doors(tmp_path, "a.json", ["Yes."] * 20)
+    raw = answer_doors(tmp_path, "raw.json", ["Yes."] * 20, "--raw")
+    missing = answer_doors(tmp_path, "m.json", ["Yes."] * 12 + [None] * 8, "--allow-missing")
+    capsys.readouterr()
+    for other, problem in ((raw, "raw False and True"), (missing, "8 answers missing in one only")):
+        assert main(["compare", str(first), str(other)]) == 2
+        assert problem in capsys.readouterr().err
+    assert main(["compare", str(first), str(raw), str(missing)]) == 2
+    said = capsys.readouterr().err
+    assert "raw False and True" in said
+    assert "8 answers missing in one only, first '12'" in said
+    assert main(["compare", str(first), str(missing), "--anyway"]) == 0
+    head = capsys.readouterr().out.splitlines()[:5]
+    assert "NOT COMPARABLE" in head[1]
+    assert "8 answers missing in one only" in head[1]
+    assert head[2].startswith("May be chance (B - A): gqa accuracy +0.00")
+    (one, other) = (read_sets(path)["gqa"] for path in (first, missing))
+    assert [len(one.items), other.metrics["accuracy"]] == [20, 60]
+
+
+def test_only_common_items_are_compared_anyway(tmp_path: Path) -> None:
+    """Against the numbers of the items that both have, counted here."""
+    said = [["yes"] * 16 + ["no"] * 4, ["no"] * 3 + ["yes"] * 9 + ["no"] * 3 + [None] * 5]
+    first, second = (
+        answer_doors(tmp_path, f"{name}.json", answers, "--allow-missing")
+        for name, answers in zip("ab", said, strict=True)
+    )
+    edited = json.loads(second.read_text())
+    edited["items"][14]["reference"] = "no"  # counted as wrong, but there
+    second.write_text(json.dumps(edited))
+    comparison = compare_items([first, second], anyway=True)
+    both = [(a, b) for i, (a, b) in enumerate(zip(*said, strict=True)) if b and i != 14]
+    (row,) = [row for row in comparison.differences if row.metric == "accuracy"]
+    values = [100 * sum(pair[i] == "yes" for pair in both) / len(both) for i in (0, 1)]
+    assert (row.items, row.first, row.second) == (14, *map(pytest.approx, values))
+    lost = sum(pair == ("yes", "no") for pair in both)
+    assert row.p_value == pytest.approx(2 * 0.5**lost)
+    (told,) = comparison.not_comparable
+    assert "1 references, first '14', 5 answers missing in one only, first '15'" in told
+    for sets in comparison.sets.values():
+        assert "14 common items" in sets["gqa"].rules
+    assert comparison.to_json()["not_comparable"] == [told]
+
+
+def test_the_first_five_lines_say_what_a_reader_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is better, by how much, whether by chance, and what was made differently."""
+    large = ["yes"] * 20
+    for name, wrong, size in (("13b", 0, 448), ("8b", 12, 336), ("7b", 1, 336)):
+        (tmp_path / name / "gqa").mkdir(parents=True)
+        path = answer_doors(tmp_path, "one.json", ["no"] * wrong + large[wrong:])
+        report = json.loads(path.read_text()) | {
+            "image_size": {"height": size},
+            "dtype": "bfloat16",
+        }
+        (tmp_path / name / "gqa" / "report.json").write_text(json.dumps(report))
+    capsys.readouterr()
+    for name, line in (
+        ("8b", "A is better, beyond chance (B - A): gqa accuracy -60.00 (95% -"),
+        ("7b", "May be chance (B - A): gqa accuracy -5.00 (95% -"),
+    ):
+        assert main(["compare", str(tmp_path / "13b"), str(tmp_path / name)]) == 0
+        head = capsys.readouterr().out.splitlines()[:5]
+        assert head[0] == f"A = 13b, B = {name}"
+        alike = "Comparable: same items, references and rules"
+        assert head[1] == f"{alike}; image size height 448 in A, height 336 in B."
+        assert head[2].startswith(line)
+        p = 2 * 0.5**12 if name == "8b" else 1.0
+        assert head[2].endswith(f", p {p:.2g}).")
 
 
 DATA = os.environ.get("COAT_EVAL_DATA")
