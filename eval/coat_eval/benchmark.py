@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
+from coat_eval.extract import split_reasoning
 from coat_eval.files import Table
 from coat_eval.uncertainty import Estimate, Term, estimate
 
@@ -107,7 +108,7 @@ class ScoredItem:
 
     question: Question
     text: str | None
-    """None when the prediction is missing."""
+    """The answer, without reasoning; None when the prediction is missing."""
     extracted: Any
     """The canonical answer; None if the prediction is missing or contains no answer."""
     score: float
@@ -121,6 +122,10 @@ class ScoredItem:
     text is wrong, but not unparsed."""
     judged: bool = False
     """Whether a judge's verdict decided the score."""
+    prediction: str | None = None
+    """The model's whole text, if it contains reasoning."""
+    reasoning: Literal["", "removed", "unfinished", "kept"] = ""
+    """What became of the reasoning; an unfinished one is no answer (``text`` is None)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,26 +388,31 @@ class Benchmark(ABC):
         return [one for table in tables for one in self.predictions(table, questions)]
 
     def score_one(self, question: Question, text: str | None, settings: Settings) -> ScoredItem:
-        """Extract and score one prediction; a missing one scores 0."""
+        """Extract and score the answer of one prediction; a missing or unfinished one scores 0."""
         if text is None:
             return ScoredItem(question=question, text=None, extracted=None, score=0.0)
-        verdict, needs = settings.verdicts.get(question.key), False
-        if verdict is None:
-            extracted = self.extract(text, question, settings)
-            needs = self.judged and self.needs_judge(extracted, text, question, settings)
-        else:
+        verdict, needs, extracted = settings.verdicts.get(question.key), False, None
+        reasoning, answer = split_reasoning(text)
+        if reasoning and settings.profile.startswith("vlmeval"):
+            reasoning, answer = "kept", text  # VLMEvalKit does so unless SPLIT_THINK is set
+        if verdict is not None:
             try:
                 extracted = self.read_verdict(verdict, question)
             except UnusableVerdictError:
-                extracted, needs = None, True
+                needs = True
+        elif answer is not None:
+            extracted = self.extract(answer, question, settings)
+            needs = self.judged and self.needs_judge(extracted, answer, question, settings)
         return ScoredItem(
             question=question,
-            text=text,
+            text=answer,
             extracted=extracted,
             score=self.rate(extracted, question, settings),
-            parsed=needs or self.is_parsed(extracted, text),
+            parsed=needs or self.is_parsed(extracted, answer or ""),
             needs_judge=needs,
             judged=verdict is not None and not needs,
+            prediction=text if reasoning else None,
+            reasoning=reasoning,
         )
 
     def needs_judge(

@@ -7,6 +7,7 @@ of the text (and of the choices) with its own tests.
 import re
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
+from typing import Literal
 
 from coat_eval.vqa_text import PERIOD_NOT_AFTER_DIGIT, strip_punctuation
 
@@ -21,6 +22,34 @@ _CUED_LETTER = re.compile(
 _LONE_LETTER = re.compile(rf"(?<![A-Za-z0-9'])([A-Z]){_NOT_IN_WORD}")
 # "A cat" and "I see" begin with words, not with answers; "A is right" and "A and B" name options.
 _ARTICLE = re.compile(r"\b[AI]\s+(?!(?:is|and|or)\b)(?=[a-z])")
+
+
+REASONING = {
+    **{"<think>": "</think>", "<thinking>": "</thinking>", "<|think|>": "<|/think|>"},
+    **{"\u25c1think\u25b7": "\u25c1/think\u25b7", "[THINK]": "[/THINK]"},  # Kimi-VL, Mistral
+    **{"<seed:think>": "</seed:think>", "<|channel>thought": "<channel|>"},  # Seed, Gemma 4
+    "<|START_THINKING|>": "<|END_THINKING|>",  # Cohere
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+"""Tokens that begin and end a model's reasoning: chat templates, and vLLM's reasoning parsers."""
+_BEGIN, _END = (re.compile("|".join(map(re.escape, m))) for m in (REASONING, REASONING.values()))
+_AROUND = re.compile(r"</?answer>|<\|(?:(?:begin|end)_of_box|(?:START|END)_RESPONSE|end|return)\|>")
+"""Marks around the answer itself of models that reason (GLM-4.1V, GLM-4.5V, Cohere, gpt-oss)."""
+
+
+def split_reasoning(text: str) -> tuple[Literal["", "removed", "unfinished"], str | None]:
+    """Return what follows the last end-of-thinking token, and whether there was one.
+
+    The answer is None if the reasoning is unfinished, as in an answer that was cut, or if nothing
+    follows it. A text without such tokens is returned as it is.
+    """
+    end = max((found.end() for found in _END.finditer(text)), default=0)
+    if _BEGIN.search(text, end):
+        return "unfinished", None
+    if not end:
+        return "", text
+    answer = _AROUND.sub("", text[end:]).strip()
+    return ("removed", answer) if answer else ("unfinished", None)
 
 
 def extract_pope(text: str) -> str:

@@ -256,6 +256,8 @@ class CircularBenchmark(LetterBenchmark):
             parsed=all(one.parsed and (open_yet or not one.needs_judge) for one in scored),
             needs_judge=bool(waiting) and open_yet,
             judged=any(one.judged for one in scored),
+            prediction="\n".join(filter(None, (one.prediction or one.text for one in scored))),
+            reasoning=max(one.reasoning for one in scored),
         )
 
     def needs_judge(

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Benchmark, Prediction, Question, contains_question, keep_letters
+from coat_eval.extract import split_reasoning
 from coat_eval.files import Table
 
 INPUT_PROBLEMS = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
@@ -154,7 +155,8 @@ def _check_not_questions(matched: Sequence[tuple[Prediction, Question]]) -> None
         for one, own in matched
         if isinstance(one.text, str) and len(keep_letters(own.text)) >= _LONG_QUESTION
     ]
-    if told and all(contains_question(one.text, own.text) for one, own in told):
+    answers = [(split_reasoning(one.text)[1] or "", own.text) for one, own in told]
+    if told and all(contains_question(*pair) for pair in answers):
         raise DataError(
             told[0][0].where,
             f"the text is the question {told[0][1].text!r}, as in all rows: these are questions",

@@ -11,6 +11,14 @@ _EXACT = 0.0051
 """Metrics of question sets are rounded to two decimals."""
 
 
+_REASONING = {
+    "removed": "contain reasoning: only what follows the last end-of-thinking token is the answer",
+    "unfinished": "end before the model's answer, in its reasoning (raise --max-new-tokens)",
+    "kept": "contain reasoning, which is read as a part of the answer, as VLMEvalKit does",
+}
+"""What a report says about the texts of models that reason."""
+
+
 def find_constants(
     benchmark: Benchmark,
     settings: Settings,
@@ -70,6 +78,9 @@ def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
     unparsed = sum(bool((one.text or "").strip()) for one in unread)
     if unparsed:
         warnings.append(f"{unparsed} of {len(scored)} answers could not be parsed{reads}")
+    for state, remark in _REASONING.items():
+        if number := sum(one.reasoning == state for one in scored):
+            warnings.append(f"{number} of {len(scored)} texts {remark}")
     if waiting := sum(one.needs_judge for one in scored):
         warnings.append(
             f"{waiting} of {len(scored)} answers need a judge and count as wrong: --judge asks one"

@@ -149,6 +149,8 @@ def score_tables(
         "n": len(counted),
         **({"n_official": get_official_size(benchmark, asked)} if benchmark.sizes else {}),
         "n_unparsed": sum(not one.parsed for one in counted),
+        "n_reasoning": sum(bool(one.reasoning) for one in counted),
+        "n_unfinished": sum(one.reasoning == "unfinished" for one in counted),
         **(
             {
                 "n_needs_judge": len(counted) - len(known),
@@ -355,7 +357,7 @@ def _format_item(one: ScoredItem) -> dict[str, Any]:
         "question_id": one.question.question_id,
         **({"category": one.question.category} if one.question.category else {}),
         **shown,
-        "prediction": one.text,
+        "prediction": one.prediction or one.text,
         "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
         "reference": one.question.answer,
         "score": one.score,
