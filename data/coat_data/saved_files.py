@@ -84,10 +84,10 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
         own, old, problem = path.resolve(), path.exists(), ""
         if [one.resolve() for one in written].count(own) > 1:
             problem = "is named for two outputs"
-        elif own in read or (old and any(own.samefile(one) for one in read if one.exists())):
+        elif own in read or (
+            old and any(one in own.parents or own.samefile(one) for one in read if one.exists())
+        ):
             problem = "is an input of this command"
-        elif folders := [one for one in own.parents if old and one in read]:
-            problem = f"is a file of {folders[0]}, an input of this command"
         elif path.is_file():
             with path.open("rb") as file:
                 problem = "holds binary data" if b"\0" in file.read(4096) else ""

@@ -111,7 +111,7 @@ def compare_items(paths: Sequence[Path], *, anyway: bool = False) -> Comparison:
     keys = [key for key in sets[names[0]] if all(key in own for own in sets.values())]
     found = [f"{name} has {', '.join(own)}" for name, own in sets.items() if len(own) > len(keys)]
     if found and not (anyway and keys):
-        raise ValueError(f"not comparable: {'; '.join(found)}; only {', '.join(keys)} is in all")
+        raise ValueError(f"not comparable: {'; '.join(found)}; all: {', '.join(keys) or 'none'}")
     columns = {key: match(key, [own[key] for own in sets.values()], anyway=anyway) for key in keys}
     found += [text for _, told in columns.values() for text in told]
     for index, name in enumerate(names):
@@ -305,10 +305,16 @@ def compare_runs(
     some = sorted(set().union(*sets) - set(common))
     if some:
         logger.warning("not compared, as not all runs have these eval_sets: %s", ", ".join(some))
+    scored = {run: read_sets(run) for run in (*first, *second) if common}
     rows = []
     for name in common:
         metric = get_task(sets[0][name].task).headline[0]
-        read, told = match(name, _read_runs([*first, *second], name), anyway=anyway)
+        if lacking := [run for run, own in scored.items() if name not in own]:
+            raise FileNotFoundError(
+                f"{lacking[0] / 'eval' / name / 'report.json'} does not exist; evaluate it: "
+                f"coat-vlm eval --model {lacking[0]}"
+            )
+        read, told = match(name, [own[name] for own in scored.values()], anyway=anyway)
         runs = [one.estimates[metric] for one in read]
         pair = runs[: len(first)], runs[len(first) :]
         interval = subtract(*map(average, pair))[1] if second else None
@@ -325,20 +331,6 @@ def compare_runs(
         values = [run[loss] for run in losses]
         rows.append(SetComparison(loss, "loss", values[: len(first)], values[len(first) :]))
     return rows
-
-
-def _read_runs(runs: Sequence[Path], name: str) -> list[ScoredSet]:
-    """Read one scored set of every run."""
-    sets: list[ScoredSet] = []
-    for run in runs:
-        found = read_sets(run)
-        if name not in found:
-            raise FileNotFoundError(
-                f"{run / 'eval' / name / 'report.json'} does not exist; evaluate it: "
-                f"coat-vlm eval --model {run}"
-            )
-        sets.append(found[name])
-    return sets
 
 
 def _read_losses(run: Path) -> dict[str, float]:
@@ -364,7 +356,8 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
         header += ["second: mean", "sd", "runs", "difference", "95% interval, paired", "n"]
     lines, tested = [], [row for row in rows if row.interval is not None]
     told = [text for row in rows for text in row.not_comparable]
-    head = [_describe_comparability(told, {}, {})] if told or tested else []
+    head = ["A = first group, B = second group"] * bool(tested)
+    head += [_describe_comparability(told, {}, {})] * bool(told or tested)
     head += _describe_winner((f"{row.name} {row.metric}", row) for row in tested)
     for row in rows:
         digits = 4 if row.metric == "loss" else 2

@@ -19,8 +19,6 @@ RULE_ONLY_MARK = "rule only"
 _AGAIN = "score the predictions again"
 _SETTINGS = ("task", "profile", "follows", "scorer_version", "raw", "fallback", "seed", "judge")
 """Entries of a report that are equal if scores are comparable."""
-_CONDITIONS = ("variant", "num_frames", "max_new_tokens")
-"""Entries of a report about how answers were made, in which compared models may differ."""
 _TOLERANCE = 0.0051
 """Reports of question sets are rounded to two decimals."""
 
@@ -107,7 +105,7 @@ def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
     size = ", ".join(f"{key} {value}" for key, value in report.get("image_size", {}).items())
     precision = precision or report.get("precision") or report.get("dtype")
     conditions = {"precision": precision, "image size": size or None}
-    conditions |= {key: report.get(key) for key in _CONDITIONS}
+    conditions |= {key: report.get(key) for key in ("variant", "num_frames", "max_new_tokens")}
     return ScoredSet(
         path=path,
         task=report["task"],
@@ -143,11 +141,7 @@ def _measure(
 
 def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the differences of a report from the complete official benchmark."""
-    found = [
-        f"{name} {report[name]}"
-        for name in ("limit", "variant", "raw")
-        if report.get(name) not in (None, "", False)
-    ]
+    found = [f"{name} {report[name]}" for name in ("limit", "variant", "raw") if report.get(name)]
     if report.get("rule_only"):
         found.append(RULE_ONLY_MARK)
     if report["profile"] != "official":
@@ -159,8 +153,7 @@ def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         found.append(f"{report['n_missing']} without a prediction")
     if report["task"] == "pope":
         splits = {(row.get("tables") or {}).get("split", row.get("category")) for row in rows}
-        missing = [split for split in SPLITS if split not in splits]
-        found += [f"without the split {split}" for split in missing]
+        found += [f"without the split {split}" for split in SPLITS if split not in splits]
     return found
 
 

@@ -65,8 +65,6 @@ def _compare(args: argparse.Namespace) -> int:
     paths = [*args.runs, *args.other]
     if args.html is None:
         check_effects(args, dict.fromkeys(("limit", "media_root"), "is for --html FILE"))
-    if (args.html or args.json) and len(paths) == 1:
-        raise ValueError(f"--html and --json compare models; give two: {paths[0]} OTHER")
     if (args.html or args.json) and args.other and len(paths) > 2:
         raise ValueError("--html and --json compare single models; list them without --with")
     trained = all((path / "recipe.yaml").is_file() for path in paths)
@@ -83,8 +81,8 @@ def _compare(args: argparse.Namespace) -> int:
         say("\nNo run is evaluated (coat-vlm eval --model RUN), so no items are compared.")
     elif len(paths) > 1 and (not args.other or len(paths) == 2):
         _compare_items(args, paths)
-    elif not trained:
-        raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")
+    elif not trained or args.html or args.json:
+        raise ValueError(f"a single model cannot be compared; give two: {paths[0]} OTHER")
     if trained:
         say(format_comparison(groups))
     return 0

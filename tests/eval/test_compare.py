@@ -123,7 +123,7 @@ def test_other_items_do_not_compare(tmp_path: Path) -> None:
         compare_runs([a], [b])
     rows = {row.name: row for row in compare_runs([a], [b], anyway=True)}
     assert rows["naming"].first == rows["naming"].second == [100]
-    assert "1 items in one only" in format_comparison(list(rows.values())).splitlines()[0]
+    assert "1 items in one only" in format_comparison(list(rows.values())).splitlines()[1]
     c = make_run(tmp_path / "c", [True], [("no", "no")], 1.0)
     with pytest.raises(ValueError, match="presence: 1 references, first 'p0'"):
         compare_runs([a], [c])
@@ -154,8 +154,8 @@ def test_what_is_no_group_of_runs(
     assert names == ["naming", "presence", "sft training", "sft validation a"]
     assert "not all runs have these eval_sets: more" in caplog.text
     for options, problem in (
-        (["--json", "a.json"], "--html and --json compare models; give two"),
-        (["--html", "a.html"], "--html and --json compare models; give two"),
+        (["--json", "a.json"], "a single model cannot be compared"),
+        (["--html", "a.html"], "a single model cannot be compared"),
     ):
         assert main(["compare", str(first[0]), *options]) == 2
         assert problem in capsys.readouterr().err
@@ -169,9 +169,10 @@ def test_the_command_prints_a_table(
     out = capsys.readouterr().out
     assert "| presence f1 |" in out
     head = out.splitlines()[:5]
-    assert head[0] == "Comparable: same items, references and rules."
+    assert head[0] == "A = first group, B = second group"
+    assert head[1] == "Comparable: same items, references and rules."
     gap = 100 * np.subtract(*(np.mean(runs[2]["naming"][i:][:2]) for i in (2, 0)))
-    assert f"B is better, beyond chance (B - A): naming accuracy {gap:+.2f} (95% " in head[1]
+    assert f"B is better, beyond chance (B - A): naming accuracy {gap:+.2f} (95% " in head[2]
     assert "95% interval" in out
     assert main(["compare", str(first[0])]) == 0
     assert "difference" not in capsys.readouterr().out

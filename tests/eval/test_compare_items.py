@@ -172,7 +172,7 @@ def test_what_does_not_compare_is_an_error(
     gqa = {"task": "gqa", "metrics": {}}
     named = pope_report(tmp_path / "named", ANSWERS["b"], **gqa)
     assert "pope: task 'pope' and 'gqa'" in fails(models[0], named, "--anyway")
-    assert "a single report cannot be compared" in fails(models[0])
+    assert "a single model cannot be compared" in fails(models[0])
     assert "given twice" in fails(models[0], models[0])
     assert "is for --html FILE" in fails(*models, "--limit", 3)
     assert "nothing has no scored set: give a RUN" in fails(models[0], tmp_path / "nothing")
