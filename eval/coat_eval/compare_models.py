@@ -24,7 +24,6 @@ from coat_eval.uncertainty import (
     Estimate,
     average,
     count_discordant,
-    find_detectable_difference,
     mcnemar_p_value,
     permutation_p_value,
     subtract,
@@ -70,9 +69,8 @@ class Difference:
     ``permutation`` (of the models' answers by unit)."""
     p_value: float | None = None
     detectable: float | None = None
-    """Smallest true difference that these units show with 80% power at the 5% level, by
-    :func:`coat_eval.uncertainty.find_detectable_difference` or as 2.80 standard errors (Miller
-    2024, arXiv:2411.00640, section 5); None if there is none."""
+    """Smallest true difference that these units show with 80% power at the 5% level: 2.80 standard
+    errors (Miller 2024, arXiv:2411.00640, section 5); None if too few units differ for any."""
     mark: str = ""
     """"rule only" for a benchmark without published predictions to check its rule against."""
 
@@ -250,13 +248,16 @@ def _test(first: Estimate, second: Estimate) -> dict[str, Any]:
     """Return the fields of :class:`Difference` that are about chance, and McNemar's numbers."""
     error, interval = subtract(first, second)
     counts = count_discordant(first, second)
-    common = {"standard_error": error, "interval": interval, "discordant": counts}
-    if counts is None:
-        p_value, detectable = permutation_p_value(first, second), (Z_95 + Z_POWER) * error or None
-        return {**common, "test": "permutation", "p_value": p_value, "detectable": detectable}
-    detectable = find_detectable_difference(sum(counts), len(first.terms))
-    p_value = mcnemar_p_value(*counts)
-    return {**common, "test": "McNemar", "p_value": p_value, "detectable": detectable}
+    most = math.inf if counts is None else first.maximum * sum(counts) / len(first.terms)
+    detectable = (Z_95 + Z_POWER) * error
+    return {
+        "discordant": counts,
+        "standard_error": error,
+        "interval": interval,
+        "test": "McNemar" if counts else "permutation",
+        "p_value": mcnemar_p_value(*counts) if counts else permutation_p_value(first, second),
+        "detectable": detectable if 0 < detectable <= most else None,
+    }
 
 
 def _shorten_names(paths: Sequence[Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What chance does to a metric: standard error, 95% interval, test, detectable difference.
+"""What chance does to a metric: standard error, 95% interval, test of a difference.
 
 ``metric = maximum * mean over parts of sum(numerator) / sum(denominator)`` over :class:`Term`: an
 accuracy has one part with denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, a mean over tasks
@@ -12,9 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from statistics import NormalDist, fmean
-from typing import Any
 
 Z_95 = NormalDist().inv_cdf(0.975)
 """Standard normal quantile of a two-sided test at 5%, and of a 95% interval."""
@@ -23,7 +21,7 @@ Z_POWER = NormalDist().inv_cdf(0.8)
 PERMUTATIONS = 9_999
 _BLOCK_VALUES = 4_000_000
 _EQUAL = 1e-9
-"""Differences of shares below this are rounding."""
+"""Differences of shares and errors below this are rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +115,15 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 def subtract(first: Estimate, second: Estimate) -> tuple[float, tuple[float, float]]:
     """Compute the standard error and the 95% interval of second - first, paired by term.
 
-    The interval is Bonett and Price's: with d the difference of n pairs, of which b + c differ,
-    d* = n d / (n + 2), and s^2 = ((b + c + 2) / (n + 2) - d*^2) / (n + 2), it is d* -+ 1.96 s. That
-    is the usual one after one more pair in favor of either model, so it does not collapse where the
-    models hardly differ. Here n is the number of terms over the design effect (the variance by unit
-    over that of independent terms, at least 1), and b + c is n times the mean square. Source:
-    Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial
-    proportions based on paired data", J. Educ. Behav. Stat. 37.
+    The effective number of terms is their number over the design effect, the variance by unit over
+    the variance of independent terms, and at most their number.
     """
     errors = [b - a for a, b in zip(first.errors, second.errors, strict=True)]
     variance, independent = compute_variances(errors, first.units)
-    count, d = len(errors), second.share - first.share
-    n = count / max(1.0, variance / independent) if independent else len(first.units)
-    squares = (n - 1) * variance + d * d
-    center = n * d / (n + 2)
-    half = Z_95 * math.sqrt(max(0.0, (n * squares + 2) / (n + 2) - center**2) / (n + 2))
+    size = len(errors) * min(1.0, independent / variance) if variance else len(first.units)
+    low, high = paired_interval(second.share - first.share, variance, size)
     maximum = first.maximum
-    return maximum * math.sqrt(variance), (maximum * (center - half), maximum * (center + half))
+    return maximum * math.sqrt(variance), (maximum * low, maximum * high)
 
 
 def compute_variances(
@@ -146,9 +136,9 @@ def compute_variances(
 
         SE^2 = sum_i e_i^2 / (n (n - 1))  +  1 / n^2 sum_units sum_{i != j} e_i e_j
     """
-    if len(errors) < 2:
-        return 0.0, 0.0
     squares = math.fsum(error * error for error in errors)
+    if len(errors) < 2 or squares < _EQUAL**2:
+        return 0.0, 0.0
     sums = [math.fsum(errors[index] for index in unit) for unit in units]
     rest = squares / (len(errors) - 1)
     return math.fsum(one * one for one in sums) + rest, squares + rest
@@ -164,6 +154,22 @@ def wilson_interval(share: float, size: float) -> tuple[float, float]:
     half = math.sqrt(z2 * share * (1 - share) + z2 * z2 / 4)
     low, high = ((share + z2 / 2 + sign * half) / (1 + z2) for sign in (-1, 1))
     return max(0.0, low), min(1.0, high)
+
+
+def paired_interval(difference: float, variance: float, size: float) -> tuple[float, float]:
+    """Compute the 95% interval of a difference of shares with ``size`` independent pairs.
+
+    With difference d and n pairs, b + c of which differ, it is d* -+ 1.96 s, where d* = n d / (n +
+    2) and s^2 = ((b + c + 2) / (n + 2) - d*^2) / (n + 2): the usual interval after one more pair in
+    favor of either model, which does not collapse where models hardly differ. (b + c) / n is the
+    mean square (n - 1) variance + d^2. Source: Bonett and Price 2012, "Adjusted Wald confidence
+    interval for a difference of binomial proportions based on paired data", J. Educ. Behav. Stat.
+    37.
+    """
+    squares = size * ((size - 1) * variance + difference**2)
+    center = size * difference / (size + 2)
+    half = Z_95 * math.sqrt(max(0.0, (squares + 2) / (size + 2) - center**2) / (size + 2))
+    return center - half, center + half
 
 
 def count_discordant(first: Estimate, second: Estimate) -> tuple[int, int] | None:
@@ -194,56 +200,25 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 
 
 def permutation_p_value(first: Estimate, second: Estimate) -> float:
-    """Compute the two-sided p of a permutation test that swaps the models' answers by unit.
+    """Compute the two-sided p of a permutation test that flips the signs of the units' differences.
 
-    Under the null hypothesis the models are interchangeable in each unit: p is the share of
-    :data:`PERMUTATIONS` random swaps (with a fixed seed; the given assignment is one more) after
-    which the metrics differ as much as they do. Of a mean this flips the signs of the units'
-    differences. Source: Noreen 1989, "Computer-Intensive Methods for Testing Hypotheses"
-    (approximate randomization); p with the added one: Phipson and Smyth 2010, arXiv:1603.05766.
+    Under the null hypothesis the models are interchangeable in each unit; p is the share of
+    :data:`PERMUTATIONS` random flips (with a fixed seed), and of no flip, after which the sum is as
+    large as it is. The units' differences add up to the difference, for ratios to first order.
+    Source: Noreen 1989, "Computer-Intensive Methods for Testing Hypotheses" (approximate
+    randomization); Phipson and Smyth 2010, arXiv:1603.05766.
     """
     import numpy as np
 
-    columns = {part: index for index, part in enumerate({one.part: 0 for one in first.terms})}
-    sums = np.zeros((2, len(first.units), 2, len(columns)))
-    """Numerators and denominators of both models."""
-    for row, unit in enumerate(first.units):
-        for model, index in product((0, 1), unit):
-            term = (first, second)[model].terms[index]
-            sums[model, row, :, columns[term.part]] += term.numerator, term.denominator
-
-    def divide(sums: Any) -> Any:
-        above, below = sums[..., 0, :], sums[..., 1, :]
-        return np.divide(above, below, out=np.zeros_like(above), where=below > 0).mean(-1)
-
-    totals, gaps = sums.sum(1), (sums[1] - sums[0]).reshape(len(first.units), -1)
-    gaps = gaps[gaps.any(1)]
+    difference, count = second.share - first.share, len(first.terms)
+    gaps = np.array(second.errors) - np.array(first.errors) + difference / count
+    sums = np.array([gaps[unit].sum() for unit in first.units])
+    sums = sums[np.abs(sums) > _EQUAL / count]
     rng, extreme = np.random.default_rng(0), 1
-    least = abs(second.share - first.share) - _EQUAL
-    block = max(1, _BLOCK_VALUES // max(1, len(gaps)))
+    block = max(1, _BLOCK_VALUES // max(1, len(sums)))
     for begin in range(0, PERMUTATIONS, block):
         rows = min(block, PERMUTATIONS - begin)
-        swapped = rng.integers(2, size=(rows, len(gaps)), dtype=np.int8) @ gaps
-        swapped = swapped.reshape(rows, 2, -1)
-        found = divide(totals[1] - swapped) - divide(totals[0] + swapped)
-        extreme += int((np.abs(found) >= least).sum())
+        flips = rng.integers(2, size=(rows, len(sums)), dtype=np.int8)
+        found = sums.sum() - 2 * (flips @ sums)
+        extreme += int((np.abs(found) >= abs(difference) - _EQUAL).sum())
     return extreme / (PERMUTATIONS + 1)
-
-
-def find_detectable_difference(discordant: int, count: int) -> float | None:
-    """Compute the smallest difference that McNemar's test sees with 80% power at the 5% level.
-
-    With n units, the share psi of units that only one model gets right, and a true difference d of
-    the two accuracies, Connor 1987 ("Sample size for testing differences in proportions for the
-    paired-sample design", Biometrics 43) requires::
-
-        d sqrt(n) = z_0.975 sqrt(psi) + z_0.8 sqrt(psi - d^2)
-
-    Returns d in percentage points; None if no difference can be seen, because d would exceed psi.
-    """
-    share, root = discordant / count, math.sqrt(count)
-    level = Z_95 * math.sqrt(share)
-    spread = count + Z_POWER**2
-    inner = (level * root) ** 2 - spread * (level**2 - Z_POWER**2 * share)
-    found = (level * root + math.sqrt(max(0.0, inner))) / spread
-    return 100 * found if inner > 0 and found <= share else None

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from scoring_helpers import score, write
 
-from coat_eval.benchmark import Question, Settings
-from coat_eval.extract import LETTER_RULES
-from coat_eval.tasks import get_benchmark
+from coat_eval.benchmark import UPSTREAM, Question, Settings
+from coat_eval.extract import LETTER_RULES, infer_letter
+from coat_eval.remarks import get_official_size
+from coat_eval.scoring import format_headline, score_official
+from coat_eval.tasks import BENCHMARKS, get_benchmark
 
 CHOICES = {"A": "a dog", "B": "red", "C": "two cats", "D": "nothing"}
 PIECES = (
@@ -151,3 +153,65 @@ def test_circular_references_without_questions(tmp_path: Path, name: str, catego
     references = write(tmp_path / "t.tsv", rows)
     report = score(name, write(tmp_path / "p.jsonl", said), references)
     assert report["metrics"]["overall"] == 100
+
+
+VEHICLES = {"A": "a red car", "B": "a blue bus", "C": "a bike", "D": "a train"}
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        # The letter is unique but early: only the later rule of VLMEvalKit finds it.
+        ("The correct answer is B. It is clearly visible at the left of the street.", "B"),
+        ("The answer is **C** because option C shows a thing, and option D does not.", "C"),
+        # A and B are both words; the statement decides, in any case.
+        ("A or B? The answer is b", "B"),
+        # As upstream: "a cat" begins with A, and A to D are the only letters.
+        ("I think that the answer is a thing that nobody can see in this image here.", "A"),
+        ("Not sure. Is it Z?", None),
+        ("It is hard to say what stands there.", None),
+    ],
+)
+def test_vlmevalkits_later_rule(text: str, letter: str | None):
+    """Pull request 1552 of open-compass/VLMEvalKit; after the letter, before the choice's text."""
+    assert infer_letter(text, VEHICLES) == letter
+
+
+def test_every_profile_names_the_commit_that_it_follows(tmp_path: Path):
+    guide = Path(__file__).parents[2] / "docs" / "reference" / "benchmarks.md"
+    documented = guide.read_text()
+    for commit in UPSTREAM.values():
+        assert commit in documented
+    for benchmark in BENCHMARKS.values():
+        for profile in benchmark.profiles:
+            assert "@" in benchmark.get_upstream(profile)
+    labels = write(
+        tmp_path / "labels.jsonl",
+        [{"question_id": 1, "text": "Is there a dog?", "label": "yes", "category": "random"}],
+    )
+    answers = write(tmp_path / "a.jsonl", [{"question_id": 1, "prediction": "yes"}])
+    report = score_official(
+        get_benchmark("pope"), [answers], [labels], settings=Settings(profile="vlmeval")
+    )
+    assert (report["n"], report["n_official"]) == (1, 9000)
+    assert get_official_size(get_benchmark("pope"), 3000) == 3000  # one split alone is complete
+    assert report["follows"] == UPSTREAM["vlmeval"]
+    assert f"profile vlmeval: rules of {UPSTREAM['vlmeval']}" in format_headline(report)
+
+
+@pytest.mark.parametrize("name", ["seedbench", "mmmu", "mmstar", "scienceqa", "mmbench"])
+def test_both_versions_of_a_changed_rule_stand_beside_each_other(name: str):
+    """VLMEvalKit's pull request 1552: two letters were undecided before "answer is X"."""
+    benchmark = get_benchmark(name)
+    choices = {"A": "a cup", "B": "a plate", "C": "a fork"}
+    details = {"choices": choices, "type": "multiple-choice"}
+    question = Question(question_id="1", answer="B", details=details)
+    text = "The answer is B, because C would be made of steel and not of clay"
+    read = {
+        profile: benchmark.extract(text, question, Settings(profile=profile))
+        for profile in ("vlmeval", "vlmeval@c03bc048")
+    }
+    assert read == {"vlmeval": "B", "vlmeval@c03bc048": None}
+    assert benchmark.get_upstream("vlmeval@c03bc048") == "open-compass/VLMEvalKit @c03bc048"
+    with pytest.raises(ValueError, match=r"no profile 'vlmeval@1'; allowed: .*vlmeval@c03bc048"):
+        benchmark.check_profile("vlmeval@1")

@@ -96,9 +96,8 @@ class Gqa(Benchmark):
     def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
         """Select by structure; the distribution is no mean."""
         kind = get_table(item, "structural")
-        if metric in ("binary", "open"):
-            return kind is not None and (kind == "query") == (metric == "open")
-        return metric == "accuracy"
+        known = {"accuracy": True, "open": kind == "query", "binary": kind not in (None, "query")}
+        return known.get(metric, False)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute percentages; ``distribution`` is the official statistic, lower is better."""

@@ -50,7 +50,7 @@ class SeedBench(Benchmark):
     headline = ("image", "video", "all", "macro")
     profiles = ("official", "lmms", *LETTER_RULES)
     sizes: ClassVar[Mapping[str, int]] = {"all": 19242, "image": 14233, "video": 5009}
-    unit = "images and videos"
+    unit = "images or videos"
     averages: ClassVar[Mapping[str, str]] = {"macro": "type"}
     constants = tuple(LETTERS)
     text_fields = ("prediction", "text", "losses")
