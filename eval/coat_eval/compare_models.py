@@ -18,16 +18,7 @@ import yaml
 
 from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, match, read_sets
 from coat_eval.tasks import get_benchmark, get_task
-from coat_eval.uncertainty import (
-    Z_95,
-    Z_POWER,
-    Estimate,
-    average,
-    count_discordant,
-    mcnemar_p_value,
-    permutation_p_value,
-    subtract,
-)
+from coat_eval.uncertainty import average, compare, subtract
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.train.tracking import read_entries
 
@@ -222,7 +213,7 @@ def _compare_set(
         first, second = one.estimates.get(metric), other.estimates.get(metric)
         items, size, tested = len(one.items), f"{len(one.items)} questions", {}
         if first is not None and second is not None:
-            items, size, tested = len(first.terms), first.size, _test(first, second)
+            items, size, tested = len(first.terms), first.size, compare(first, second)
             counts = tested.pop("discordant") or counts
         rows.append(
             Difference(
@@ -242,22 +233,6 @@ def _compare_set(
             )
         )
     return rows
-
-
-def _test(first: Estimate, second: Estimate) -> dict[str, Any]:
-    """Return the fields of :class:`Difference` that are about chance, and McNemar's numbers."""
-    error, interval = subtract(first, second)
-    counts = count_discordant(first, second)
-    most = math.inf if counts is None else first.maximum * sum(counts) / len(first.terms)
-    detectable = (Z_95 + Z_POWER) * error
-    return {
-        "discordant": counts,
-        "standard_error": error,
-        "interval": interval,
-        "test": "McNemar" if counts else "permutation",
-        "p_value": mcnemar_p_value(*counts) if counts else permutation_p_value(first, second),
-        "detectable": detectable if 0 < detectable <= most else None,
-    }
 
 
 def _shorten_names(paths: Sequence[Path]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, fmean
+from typing import Any
 
 Z_95 = NormalDist().inv_cdf(0.975)
 """Standard normal quantile of a two-sided test at 5%, and of a 95% interval."""
@@ -110,6 +111,29 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
     share = fmean(one.share for one in estimates)
     errors = [fmean(one) for one in zip(*(one.errors for one in estimates), strict=True)]
     return replace(estimates[0], share=share, errors=errors)
+
+
+def compare(first: Estimate, second: Estimate) -> dict[str, Any]:
+    """Compare two models on the same terms.
+
+    Returns ``standard_error`` and ``interval`` of second - first; ``test`` and ``p_value``:
+    McNemar's exact test of a mean of units that are right or wrong, with the numbers of units that
+    only either model gets right as ``discordant``, else a permutation test; and ``detectable``, the
+    smallest true difference that is seen with 80% power at the 5% level, 2.80 standard errors
+    (Miller 2024, arXiv:2411.00640, section 5), None if too few units differ for any.
+    """
+    error, interval = subtract(first, second)
+    counts = count_discordant(first, second)
+    most = math.inf if counts is None else first.maximum * sum(counts) / len(first.terms)
+    detectable = (Z_95 + Z_POWER) * error
+    return {
+        "discordant": counts,
+        "standard_error": error,
+        "interval": interval,
+        "test": "McNemar" if counts else "permutation",
+        "p_value": mcnemar_p_value(*counts) if counts else permutation_p_value(first, second),
+        "detectable": detectable if 0 < detectable <= most else None,
+    }
 
 
 def subtract(first: Estimate, second: Estimate) -> tuple[float, tuple[float, float]]:

@@ -31,7 +31,7 @@ Item = dict[str, Any]
 
 POPULATION, UNITS = 500, 200
 """Units of the population, and of a sample."""
-SAMPLES = 4000
+SAMPLES = 10_000
 LEVELS = (2, 10, 30, 50, 70, 90, 98)
 """True values in percent of the maximum; the second model is 3 points nearer to 50."""
 GAP = 3
@@ -106,7 +106,7 @@ class Model:
 
     def reach(self, share: float) -> Estimate:
         """Find the limit at which the metric has about this share of its maximum."""
-        for _ in range(4):
+        for _ in range(7):
             self.known.sort(key=lambda one: one[0])
             (low, below), (high, above) = next(
                 pair
@@ -130,7 +130,8 @@ class Samples:
         for index, unit in enumerate(like.units):
             self.unit[unit] = index
         self.drawn = rng.integers(len(like.units), size=(samples, UNITS))
-        self.weights = np.array([np.bincount(one, minlength=len(like.units)) for one in self.drawn])
+        counts = [np.bincount(one, minlength=len(like.units)) for one in self.drawn]
+        self.weights = np.array(counts, float)
         self.counts = self.sum(np.ones(len(self.parts)))
         self.size = self.counts.sum(1)
 
@@ -156,18 +157,16 @@ class Samples:
 
     def find_variances(self, *signed: tuple[Estimate, int]) -> tuple[Array, Array]:
         """Compute equation 4 of Miller 2024 of a sum of models, by unit and independent."""
-        errors, squares = np.zeros(self.drawn.shape), np.zeros(len(self.drawn))
+        errors, squares = np.zeros(self.weights.shape), np.zeros(len(self.drawn))
         models = [(sign, *self.measure(one)) for one, sign in signed]
         for sign, above, below, _, ratios, weights in models:
-            gaps = (
-                self.by_unit(above)[self.drawn] - ratios[:, None] * self.by_unit(below)[self.drawn]
-            )
-            errors += sign * (gaps / weights[:, None]).sum(2)
+            errors += sign / weights @ self.by_unit(above).T
+            errors -= sign * ratios / weights @ self.by_unit(below).T
         for (s, a, b, _, r, w), (s2, a2, b2, _, r2, w2) in product(models, models):
             square = self.sum(a * a2) - r * self.sum(b * a2) - r2 * self.sum(a * b2)
             squares += s * s2 * ((square + r * r2 * self.sum(b * b2)) / w / w2).sum(1)
         rest = squares / (self.size - 1)
-        return (errors**2).sum(1) + rest, squares + rest
+        return (self.weights * errors**2).sum(1) + rest, squares + rest
 
     def estimate_first(self, one: Estimate) -> Estimate:
         """Estimate the first sample by the module itself."""

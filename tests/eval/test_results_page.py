@@ -14,7 +14,7 @@ from coat_eval.compare_models import compare_items, format_differences
 from coat_eval.results_page import Result, build_results
 from coat_eval.scoring import score_official
 from coat_eval.tasks import get_benchmark
-from coat_eval.uncertainty import find_detectable_difference
+from coat_eval.uncertainty import Term, compare, estimate
 
 
 def binomial(n: int, share: float) -> np.ndarray:
@@ -40,21 +40,29 @@ def mcnemar_power(items: int, discordant: float, difference: float) -> float:
     return power
 
 
-@pytest.mark.parametrize(("discordant", "items"), [(60, 300), (45, 900), (200, 1000)])
+def compare_discordant(b: int, c: int, items: int) -> float | None:
+    """The detectable difference where so many items are right in only one model."""
+    scores = [[1.0] * b + [0.0] * c, [0.0] * b + [1.0] * c]
+    rest = [0.0] * (items - b - c)
+    found = compare(*(estimate(list(map(Term, [*one, *rest]))) for one in scores))
+    assert found["test"] == "McNemar"
+    return found["detectable"]
+
+
+@pytest.mark.parametrize(("discordant", "items"), [(60, 300), (46, 900), (200, 1000)])
 def test_the_detectable_difference_is_seen_four_times_in_five(discordant: int, items: int) -> None:
-    found = find_detectable_difference(discordant, items)
+    found = compare_discordant(discordant // 2, discordant // 2, items)
     assert found is not None
     assert mcnemar_power(items, discordant / items, found / 100) == pytest.approx(0.8, abs=0.02)
     assert mcnemar_power(items, discordant / items, 0.7 * found / 100) < 0.6
 
 
 def test_few_items_that_differ_show_nothing() -> None:
-    """Seven of seven is p = 1/64, but even a model that wins all of 7 +- 2.6 is seen too rarely."""
-    assert find_detectable_difference(7, 100) is None
-    assert find_detectable_difference(0, 100) is None
-    assert find_detectable_difference(1, 2) is None  # the equation has no solution
-    assert find_detectable_difference(2, 2) is None
-    assert find_detectable_difference(9, 100) == pytest.approx(8.31, abs=0.01)
+    """Of seven items no share is seen: 2.80 errors of 2.66 points are more than all 7 points."""
+    assert compare_discordant(3, 4, 100) is None
+    assert compare_discordant(0, 0, 100) is None
+    assert compare_discordant(1, 1, 2) is None
+    assert compare_discordant(5, 5, 100) == pytest.approx(280.1585 * math.sqrt(0.1 / 99), rel=1e-4)
 
 
 def gqa_report(folder: Path, right: range, items: int = 200) -> Path:
