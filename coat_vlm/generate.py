@@ -181,11 +181,13 @@ def generate_batch(
     *,
     synced: bool = False,
     streamer: BaseStreamer | None = None,
+    **sampling: Any,
 ) -> list[str]:
-    """Generate the greedy answers to a left-padded batch made by ``encoder``, as stripped texts.
+    """Generate the answers to a left-padded batch made by ``encoder``, as stripped texts.
 
     ``synced`` runs empty forward passes until all ranks have finished; required if a forward pass
-    gathers weights from all ranks. ``streamer`` needs a batch of one prompt.
+    gathers weights from all ranks. ``streamer`` needs a batch of one prompt. ``sampling`` replaces
+    entries of :data:`GREEDY`.
     """
     output = cast(Any, model).generate(
         input_ids=batch["input_ids"].to(model.device),
@@ -196,7 +198,7 @@ def generate_batch(
         eos_token_id=encoder.stop_token_ids,
         synced_gpus=synced,
         streamer=streamer,
-        **GREEDY,
+        **{**GREEDY, **sampling},
     )
     answers = output[:, batch["input_ids"].shape[1] :]
     texts = encoder.tokenizer.batch_decode(answers, skip_special_tokens=True)

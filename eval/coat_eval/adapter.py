@@ -14,11 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.sample import DataError, Media, Sample
-
-Answered = tuple[Mapping[int, Mapping[str, Any]], Mapping[int, DataError]]
-"""Answers by the questions' indices, as entries of their rows (``prediction`` or ``losses``), and
-why other questions could not be asked."""
+from coat_data.sample import Media, Sample
 
 
 class PromptEncoder(Protocol):
@@ -72,8 +68,8 @@ class ModelAdapter(ABC):
         return other
 
     @abstractmethod
-    def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
-        """Generate the stripped greedy answers to a batch from ``encoder``."""
+    def answer(self, batch: Any, max_new_tokens: int, **sampling: Any) -> list[str]:
+        """Generate the stripped answers to a batch from ``encoder``, greedily by default."""
 
     @abstractmethod
     def compute_losses(self, batch: Any) -> list[float]:

@@ -38,6 +38,9 @@ UPSTREAM = {
 """Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one. A
 profile ``NAME@COMMIT`` is another version of the same repository."""
 
+PASS = "pass@"
+"""Beginning of the metrics of several samples: pass@1, pass@2, pass@4, ..."""
+
 FrameTimes = Callable[[Media], Sequence[float] | None]
 
 
@@ -254,6 +257,10 @@ class Benchmark(ABC):
         self, metric: str, items: Sequence[Mapping[str, Any]], profile: str
     ) -> Estimate | None:
         """Estimate a headline metric from the items; None if it is not a mean, or has no items."""
+        if metric.startswith(PASS):  # a mean over the items, whatever other metrics are
+            return estimate(
+                [Term(one[metric], 1.0, one.get("unit", "")) for one in items], self.unit
+            )
         terms = self.terms(metric, items, profile)
         maximum = self.get_maximum(metric, len(terms))
         return estimate(terms, self.get_unit(metric), maximum) if terms else None

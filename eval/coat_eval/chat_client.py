@@ -1,19 +1,15 @@
-"""Asks a model behind an OpenAI-compatible address, with many requests at a time.
-
-Used for judges (:mod:`coat_eval.judge`) and for evaluated models (:mod:`coat_eval.served_model`).
-"""
+"""Asks a model behind an OpenAI-compatible address: a judge, or the one that is evaluated."""
 
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -25,123 +21,90 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 all, in which a server can start again."""
 _TIMEOUT_S, _SLOWEST = 600.0, 5.0
 """A reply may take ten minutes, and one more second for each five tokens."""
-_REFUSED = (400, 413, 422)
-"""Status of a request that the server does not accept, such as a prompt that is too long."""
 _REMEDY = "check the server, its address (usually ending in /v1), the model's name and the key"
 _ACCEPTED = "start the server with the context length and the media that the question needs"
 
-_Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
-
-
-class RefusedError(DataError):
-    """The server does not accept this request; it may accept others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The text of an answer, empty if the model gave none."""
-
-    text: str
-    is_cut: bool = False
-    """Whether the answer has reached the maximum number of tokens."""
 
 
 class ChatClient:
     """A model behind an address; ``key`` is sent as bearer token."""
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
-        self.name, self.address, self._key = model, address.rstrip("/"), key
+        self.name, self.address = model, address.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._opener = build_opener(_NoRedirect())
         self._has_replied = False
         self._stopped = threading.Event()
 
     def ask_all(
-        self, jobs: Sequence[_Job], ask: Callable[[_Job], _Result], num_requests: int
-    ) -> Iterator[tuple[_Job, _Result]]:
-        """Yield each job with ``ask(job)`` as they arrive, ``num_requests`` at a time.
+        self, jobs: Sequence[Any], ask: Callable[[Any], _Result], num_requests: int
+    ) -> Iterator[_Result]:
+        """Yield ``ask(job)`` for all jobs as they arrive, ``num_requests`` at a time.
 
         After an error no further job is begun; it is raised when those in flight have ended.
         """
         stopped = self._stopped = threading.Event()
-        remaining = iter(jobs)
-        arrived: SimpleQueue[tuple[_Job, _Result] | BaseException | None] = SimpleQueue()
+        remaining, arrived = iter(jobs), SimpleQueue[_Result | Exception | None]()
 
         def work() -> None:
-            for job in remaining:  # a list's iterator gives each job to one thread
-                if stopped.is_set():
-                    break
-                try:
-                    arrived.put((job, ask(job)))
-                except BaseException as error:
-                    stopped.set()
-                    arrived.put(error)
-            arrived.put(None)
+            end = None
+            try:
+                for job in remaining:  # a list's iterator gives each job to one thread
+                    if stopped.is_set():
+                        break
+                    arrived.put(ask(job))
+            except Exception as error:
+                stopped.set()
+                end = error
+            arrived.put(end)
 
-        # Daemons: a command that was stopped does not wait for answers that it no longer reads.
-        workers = [
-            threading.Thread(target=work, daemon=True) for _ in range(min(num_requests, len(jobs)))
-        ]
-        for worker in workers:
-            worker.start()
-        failures: list[BaseException] = []
+        failure, working = None, min(num_requests, len(jobs))
+        for _ in range(working):
+            # A command that was stopped does not wait for a daemon's answer.
+            threading.Thread(target=work, daemon=True).start()
         try:
-            for _ in workers:
-                while (found := arrived.get()) is not None:
-                    if isinstance(found, BaseException):
-                        failures.append(found)
-                    else:
-                        yield found
+            while working:
+                result = arrived.get()
+                if result is None or isinstance(result, Exception):
+                    failure, working = failure or result, working - 1
+                else:
+                    yield result
         finally:
             stopped.set()
-        if failures:
-            raise failures[0]
+        if failure:
+            raise failure
 
-    def ask(self, content: Any, max_tokens: int = 0, **settings: Any) -> Reply:
-        """Ask once, and again after a failure that may pass.
+    def ask(self, content: Any, **settings: Any) -> tuple[str, bool]:
+        """Return the stripped answer, empty if the model gave none, and whether it is cut.
 
-        ``content`` is that of one user's message; ``max_tokens`` (0: the server's maximum) and
-        ``settings`` are further entries of the request. RefusedError: the server does not accept
-        the request. DataError: there is no answer.
+        ``content`` is that of one user's message, ``settings`` are further entries of the request.
+        A failure that may pass is repeated. DataError: the server does not accept this request.
+        ValueError: it gives no answer.
         """
-        settings = {"temperature": 0, **settings} | (
-            {"max_tokens": max_tokens} if max_tokens else {}
-        )
         messages = [{"role": "user", "content": content}]
-        body = json.dumps({"model": self.name, "messages": messages, **settings}).encode()
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        url = f"{self.address}/chat/completions"
+        body = {"model": self.name, "messages": messages, "temperature": 0, **settings}
+        url, data = f"{self.address}/chat/completions", json.dumps(body).encode()
+        timeout_s = _TIMEOUT_S + settings.get("max_tokens", 0) / _SLOWEST
         for attempt in count(1):
             try:
-                timeout_s = _TIMEOUT_S + max_tokens / _SLOWEST
-                with self._opener.open(Request(url, body, headers), timeout=timeout_s) as reply:
-                    data = reply.read()
-                self._has_replied = True
-                return self._read(data)
-            except (HTTPError, URLError, OSError, HTTPException) as error:
+                request = Request(url, data, self._headers)
+                with self._opener.open(request, timeout=timeout_s) as reply:
+                    self._has_replied = True
+                    return _read(url, reply.read())
+            except (OSError, HTTPException) as error:
                 code = error.code if isinstance(error, HTTPError) else None
                 self._has_replied |= code is not None
                 # An address that has never replied is more likely wrong than starting again.
                 passes = self._has_replied if code is None else code >= 500 or code in (408, 429)
                 if not passes or attempt == _ATTEMPTS or self._stopped.is_set():
                     problem = f"{self.name} gave no answer, attempt {attempt}: {_explain(error)}"
-                    if code in _REFUSED:
-                        raise RefusedError(url, problem, _ACCEPTED) from error
-                    raise DataError(url, problem, _REMEDY) from error
+                    if code in (400, 413, 422):
+                        raise DataError(url, problem, _ACCEPTED) from error
+                    raise ValueError(f"{url}: {problem} -> {_REMEDY}") from error
             self._stopped.wait(min(_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
         raise AssertionError("unreachable")
-
-    def _read(self, data: bytes) -> Reply:
-        try:
-            choice = json.loads(data)["choices"][0]
-            text = choice["message"].get("content")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            problem = f"the reply is not a chat completion: {data[:80]!r}"
-            raise DataError(self.address, problem, _REMEDY) from error
-        is_cut = choice.get("finish_reason") == "length"
-        return Reply(text if isinstance(text, str) else "", is_cut)
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -151,8 +114,8 @@ class _NoRedirect(HTTPRedirectHandler):
         """Return nothing: the redirect becomes an HTTPError."""
 
 
-def connect(option: str, address: str, model: str | None, key: str | None) -> ChatClient:
-    """Make the client of an option, such as ``--judge``, of the model's name and of the key's.
+def connect(option: str, address: str, model: str, key: str | None) -> ChatClient:
+    """Make the client of the address in an option, such as ``--judge``.
 
     ``key`` is the environment variable of the option's ``-key``. ValueError: one cannot be used.
     """
@@ -164,15 +127,22 @@ def connect(option: str, address: str, model: str | None, key: str | None) -> Ch
         )
     if "@" in parts.netloc or parts.query:
         raise ValueError(
-            f"{option} {address} has a password or a query, which every report would show; put the "
-            f"key into an environment variable and name that: {option}-key VARIABLE"
+            f"{option} {address} has a password or a query, which reports would show; put the key "
+            f"into an environment variable and name that: {option}-key VARIABLE"
         )
-    if not model:
-        name = "--model" if option == "--server" else f"{option}-model"
-        raise ValueError(f"{option} {address} needs the name of the model there: {name} NAME")
     if key is not None and not os.environ.get(key):
         raise ValueError(f"{option}-key {key}: the environment variable {key} is not set")
     return ChatClient(address, model, os.environ[key] if key else "")
+
+
+def _read(url: str, data: bytes) -> tuple[str, bool]:
+    try:
+        choice = json.loads(data)["choices"][0]
+        text = (choice["message"].get("content") or "").strip()
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"the reply is not a chat completion: {data[:80]!r}"
+        raise ValueError(f"{url}: {problem} -> {_REMEDY}") from error
+    return text, choice.get("finish_reason") == "length"
 
 
 def _explain(error: Exception) -> str:
@@ -183,5 +153,5 @@ def _explain(error: Exception) -> str:
         found = json.loads(error.read())
         found = found.get("error", found)
         said = found if isinstance(found, str) else found.get("message") or found.get("detail")
-        return f"{error}: {str(said)[:300]}" if said else str(error)
+        return f"{error}: {str(said)[:300]}"
     return str(error)

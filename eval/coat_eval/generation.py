@@ -24,7 +24,7 @@ from tqdm import tqdm
 from coat_data.load.workers import in_workers
 from coat_data.sample import DataError
 from coat_data.saved_files import FORMAT_VERSION, check_version
-from coat_eval.adapter import Answered, ModelAdapter, PromptEncoder
+from coat_eval.adapter import ModelAdapter, PromptEncoder
 from coat_eval.benchmark import Prompt
 from coat_eval.files import format_json, read_json, write_json, write_rows
 from coat_eval.served_model import ServedModel
@@ -41,6 +41,8 @@ _BYTES_PER_WORKER = 3 * 64 * 3 * 384 * 384 * 4
 _TIMEOUT = timedelta(days=2)
 """Timeout of collectives: ranks synchronize only before and after a benchmark."""
 
+AnyModel = ModelAdapter | ServedModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -52,10 +54,16 @@ class Generation:
     max_new_tokens: int = 128
     num_workers: int = 0
     """Processes per rank that decode and tokenize ahead; 0: this process."""
+    temperature: float = 0.0
+    """Temperature at which answers are sampled; 0: greedy."""
+    samples: int = 1
+    """Number of answers to each question."""
+    sample: int = 0
+    """Number of this answer, the seed of its sampling."""
 
 
 def answer_all(
-    adapter: ModelAdapter | ServedModel,
+    adapter: AnyModel,
     prompts: Sequence[Prompt],
     done: set[int],
     out_dir: Path,
@@ -68,18 +76,20 @@ def answer_all(
 
     A batch with a missing answer is generated as a whole, and only new answers are written.
     ``done`` are the answered indices; ``check`` is called before answers are written. Returns this
-    rank's questions whose media could not be read, or that a server refused.
+    rank's questions whose media could not be read, or that the server refused.
     """
+    rows = max((len(one.choices) for one in prompts if one.choices), default=1)
+    size = 1 if isinstance(adapter, ServedModel) else max(1, generation.batch_size // rows)
+    batches = make_batches(prompts, size)
+    own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
     if isinstance(adapter, ServedModel):
-        missing = [index for index in range(len(prompts)) if index not in done]
-        own = [missing[world.rank :: world.size]]
-        limits = generation.batch_size, generation.max_new_tokens
-        answered = adapter.answer_prompts(prompts, own[0], *limits)
+        settings: dict[str, Any] = {"max_tokens": generation.max_new_tokens}
+        if generation.temperature:
+            settings |= {"temperature": generation.temperature, "seed": generation.sample}
+        loaded = adapter.answer_all(prompts, own, generation.batch_size, **settings)
     else:
-        rows = max((len(one.choices) for one in prompts if one.choices), default=1)
-        batches = make_batches(prompts, max(1, generation.batch_size // rows))
-        own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
-        answered = _answer_batches(adapter, prompts, own, done, generation)
+        encode = partial(_encode_batch, adapter.encoder, prompts)
+        loaded = in_workers(encode, own, min(generation.num_workers, len(own)))
     share = f" (rank 0 of {world.size})" if world.size > 1 else ""
     bar = tqdm(
         total=sum(map(len, own)),
@@ -90,13 +100,29 @@ def answer_all(
     problems: list[dict[str, Any]] = []
     path = out_dir / f"predictions.rank{world.rank}.jsonl"
     with bar, path.open("a", encoding="utf-8") as file:
-        for answers, found in answered:
-            check()
-            for index, answer in answers.items():
-                if index not in done:
-                    row = {"index": index, **get_key_fields(prompts[index]), **answer}
-                    file.write(format_json(row) + "\n")
-            file.flush()
+        for indices, batch, found in loaded:
+            if not done.issuperset(indices):
+                asked = [prompts[index] for index in indices]
+                answers: Sequence[dict[str, Any]]
+                if isinstance(adapter, ServedModel):
+                    answers = batch
+                elif asked[0].choices:
+                    losses = iter(adapter.compute_losses(batch))
+                    answers = [{"losses": [*islice(losses, len(one.choices))]} for one in asked]
+                else:
+                    sampling = {}
+                    if temperature := generation.temperature:
+                        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+                        # A run that is resumed draws the same numbers.
+                        torch.manual_seed(generation.sample * 1_000_003 + indices[0])
+                    texts = adapter.answer(batch, generation.max_new_tokens, **sampling)
+                    answers = [{"prediction": text} for text in texts]
+                check()
+                for index, answer in zip(indices, answers, strict=True):
+                    if index not in done:
+                        row = {"index": index, **get_key_fields(prompts[index]), **answer}
+                        file.write(format_json(row) + "\n")
+                file.flush()
             problems += [
                 {
                     "index": index,
@@ -109,31 +135,8 @@ def answer_all(
                 for index, error in found.items()
                 if index not in done
             ]
-            bar.update(len(answers) + len(found))
+            bar.update(len(indices) + len(found))
     return problems
-
-
-def _answer_batches(
-    adapter: ModelAdapter,
-    prompts: Sequence[Prompt],
-    batches: Sequence[list[int]],
-    done: set[int],
-    generation: Generation,
-) -> Iterator[Answered]:
-    """Answer batches one after the other, without those of which everything readable is done."""
-    encode = partial(_encode_batch, adapter.encoder, prompts)
-    loaded = in_workers(encode, batches, min(generation.num_workers, len(batches)))
-    for indices, batch, found in loaded:
-        answers: Sequence[Any] = [{}] * len(indices)
-        if not done.issuperset(indices):
-            asked = [prompts[index] for index in indices]
-            if asked[0].choices:
-                losses = iter(adapter.compute_losses(batch))
-                answers = [{"losses": [*islice(losses, len(one.choices))]} for one in asked]
-            else:
-                texts = adapter.answer(batch, generation.max_new_tokens)
-                answers = [{"prediction": text} for text in texts]
-        yield dict(zip(indices, answers, strict=True)), found
 
 
 def choose_num_workers(device: str, num_processes: int = 1) -> int:

@@ -76,13 +76,12 @@ class HubAdapter(ModelAdapter):
         return cls(model.to(device).eval(), processor, name, num_frames)
 
     @torch.inference_mode()
-    def answer(self, batch: dict[str, torch.Tensor], max_new_tokens: int) -> list[str]:
+    def answer(self, batch: Any, max_new_tokens: int, **sampling: Any) -> list[str]:
         """See :class:`ModelAdapter`."""
         inputs = self._copy_to_device(batch)
         tokenizer = self.encoder.tokenizer
-        output = self.model.generate(
-            **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **GREEDY
-        )
+        options = {**GREEDY, **sampling, "pad_token_id": tokenizer.pad_token_id}
+        output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
         answers = output[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [text.strip() for text in texts]
@@ -118,37 +117,28 @@ class HubPrompt:
     """Answer to rank, after the prompt."""
 
 
-class HubEncoder:
-    """Makes inputs with a processor; caches the last decoded video."""
+class ContentReader:
+    """Reads texts and media of prompts; caches the last decoded video."""
 
-    def __init__(self, processor: Any, num_frames: int) -> None:
-        self._processor = processor
-        self.image_processor = getattr(processor, "image_processor", None)
-        self.tokenizer = processor.tokenizer
-        self.tokenizer.padding_side = "left"
-        if self.tokenizer.pad_token_id is None:
-            # Padding is masked, so any token works.
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+    videos_as: Literal["video", "images"] = "images"
+    line_breaks = False
+    """Whether the line break after a medium is text: chat templates of published models have their
+    own separators, and composed models of this project were trained with it."""
+
+    def __init__(self, num_frames: int) -> None:
         self._videos = VideoReader(VideoSettings(num_frames=num_frames))
         self._last_clip: tuple[Media, Clip] | None = None
-        self.videos_as: Literal["video", "images"] = "images"
-        token = getattr(processor, "video_token", None)
-        if getattr(processor, "video_processor", None) is not None and token is not None:
-            # A template that does not support videos omits the token, or raises.
-            with suppress(TemplateError):
-                text = self._apply_template([{"type": "video"}, {"type": "text", "text": ""}])
-                self.videos_as = "video" if text.count(token) == 1 else "images"
 
-    def encode(self, sample: Sample) -> HubPrompt:
-        """Format the first turn of the conversation, and load its images and videos."""
+    def read(self, sample: Sample) -> tuple[list[dict[str, str]], list[Image.Image], list[Clip]]:
+        """Return the parts of the first turn, for a chat template, its images and its videos."""
         content: list[dict[str, str]] = []
         images: list[Image.Image] = []
         videos: list[Clip] = []
         media = iter(sample.media)
         for part in sample.turns[0].parts:
             if part.kind == "text":
-                # The chat template has its own separators around media.
-                content += [] if part.text == IMAGE_LINE else [{"type": "text", "text": part.text}]
+                if part.text != IMAGE_LINE or self.line_breaks:
+                    content.append({"type": "text", "text": part.text})
                 continue
             one = next(media)
             if one.kind == "image":
@@ -161,6 +151,47 @@ class HubEncoder:
                 shown = self._read_clip(one).frames
             images += shown
             content += [{"type": "image"}] * len(shown)
+        return content, images, videos
+
+    def frame_times(self, media: Media) -> Sequence[float] | None:
+        """See :class:`coat_eval.adapter.PromptEncoder`."""
+        return self._videos.plan(media)[1]
+
+    def _read_clip(self, media: Media) -> Clip:
+        """Read the frames of a video; videos get a fixed number of frames so that batches stack."""
+        last = self._last_clip  # several threads may read
+        if last is None or last[0] != media:
+            clip, wanted = self._videos.read(media), self._videos.settings.num_frames
+            if self.videos_as == "video" and len(clip.frames) < wanted:
+                places = [place * len(clip.frames) // wanted for place in range(wanted)]
+                times = clip.times_s and [clip.times_s[place] for place in places]
+                clip = replace(clip, frames=[clip.frames[place] for place in places], times_s=times)
+            last = self._last_clip = (media, clip)
+        return last[1]
+
+
+class HubEncoder(ContentReader):
+    """Makes inputs with a processor."""
+
+    def __init__(self, processor: Any, num_frames: int) -> None:
+        super().__init__(num_frames)
+        self._processor = processor
+        self.image_processor = getattr(processor, "image_processor", None)
+        self.tokenizer = processor.tokenizer
+        self.tokenizer.padding_side = "left"
+        if self.tokenizer.pad_token_id is None:
+            # Padding is masked, so any token works.
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        token = getattr(processor, "video_token", None)
+        if getattr(processor, "video_processor", None) is not None and token is not None:
+            # A template that does not support videos omits the token, or raises.
+            with suppress(TemplateError):
+                text = self._apply_template([{"type": "video"}, {"type": "text", "text": ""}])
+                self.videos_as = "video" if text.count(token) == 1 else "images"
+
+    def encode(self, sample: Sample) -> HubPrompt:
+        """Format the first turn of the conversation, and load its images and videos."""
+        content, images, videos = self.read(sample)
         return HubPrompt(text=self._apply_template(content), images=images, videos=videos)
 
     def encode_choices(self, sample: Sample, answers: Sequence[str]) -> list[HubPrompt]:
@@ -185,10 +216,6 @@ class HubEncoder:
             span = slice(end - self._count_new_tokens(prompt.text, text), end)
             labels[row, span] = inputs["input_ids"][row, span]
         return {**inputs, "labels": labels}
-
-    def frame_times(self, media: Media) -> Sequence[float] | None:
-        """See :class:`coat_eval.adapter.PromptEncoder`."""
-        return self._videos.plan(media)[1]
 
     def _apply_template(self, content: Sequence[dict[str, str]]) -> str:
         return self._processor.apply_chat_template(
@@ -231,17 +258,6 @@ class HubEncoder:
         )
         same = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
         return len(ids) - sum(1 for _ in same)
-
-    def _read_clip(self, media: Media) -> Clip:
-        """Read the frames of a video; videos get a fixed number of frames so that batches stack."""
-        if self._last_clip is None or self._last_clip[0] != media:
-            clip, wanted = self._videos.read(media), self._videos.settings.num_frames
-            if self.videos_as == "video" and len(clip.frames) < wanted:
-                places = [place * len(clip.frames) // wanted for place in range(wanted)]
-                times = clip.times_s and [clip.times_s[place] for place in places]
-                clip = replace(clip, frames=[clip.frames[place] for place in places], times_s=times)
-            self._last_clip = (media, clip)
-        return self._last_clip[1]
 
 
 def _make_metadata(clip: Clip) -> dict[str, Any]:

@@ -41,8 +41,10 @@ class Judge:
             return found
         if self.cache is not None:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
-        for prompt, reply in self.model.ask_all(missing, self.model.ask, _REQUESTS):
-            answer = reply.text
+        ask = self.model.ask
+        for prompt, answer in self.model.ask_all(
+            missing, lambda one: (one, ask(one)[0]), _REQUESTS
+        ):
             found[prompt] = self._known[prompt] = answer
             if self.cache is not None:
                 row = {"judge": self.name, "prompt": prompt, "answer": answer}
@@ -60,7 +62,10 @@ def make_judge(
             if value is not None:
                 raise ValueError(f"{name} has no effect without an address as --judge; drop it")
         return Judge(None, cache)
-    return Judge(connect("--judge", address, model, key), cache)
+    client = connect("--judge", address, model or "", key)
+    if not model:
+        raise ValueError(f"--judge {address} needs the name of the model there: --judge-model NAME")
+    return Judge(client, cache)
 
 
 def _read_cache(path: Path) -> dict[str, dict[str, str]]:

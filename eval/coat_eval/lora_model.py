@@ -7,20 +7,19 @@ from typing import Any
 
 from coat_eval.adapter import ModelAdapter
 from coat_eval.files import folder_sha256
-from coat_eval.served_model import ServedModel
 from coat_vlm.config.stage import check_folder_name
 from coat_vlm.model.adapter_folder import merged_adapter, read_adapter_config
 
 
 @contextmanager
 def adapted(
-    base: ModelAdapter | ServedModel, folder: Path | None, name: str, *, own_size: bool = True
-) -> Iterator[ModelAdapter | ServedModel]:
+    base: ModelAdapter, folder: Path | None, name: str, *, own_size: bool = True
+) -> Iterator[ModelAdapter]:
     """Merge the adapter in a folder, if one is given, into a model until the context ends.
 
     ``own_size``: images get the size with which the adapter was trained, if its folder has it.
     """
-    if folder is None or isinstance(base, ServedModel):
+    if folder is None:
         yield base
         return
     images: Any = getattr(base.encoder, "image_processor", None)

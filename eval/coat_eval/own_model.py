@@ -54,9 +54,9 @@ class CoatAdapter(ModelAdapter):
 
         return cls(loaded, processor, identity)
 
-    def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
+    def answer(self, batch: Batch, max_new_tokens: int, **sampling: Any) -> list[str]:
         """See :class:`ModelAdapter`."""
-        return generate_batch(self.model, self.encoder, batch, max_new_tokens)
+        return generate_batch(self.model, self.encoder, batch, max_new_tokens, **sampling)
 
     def compute_losses(self, batch: Batch) -> list[float]:
         """See :class:`ModelAdapter`."""

@@ -24,12 +24,12 @@ from coat_data.saved_files import check_outputs
 from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
-from coat_eval.chat_client import connect
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
 from coat_eval.files import REPORT_FILE, Table, folder_sha256, read_json, write_json, write_rows
 from coat_eval.generation import (
     PREDICTIONS_FILE,
     RUN_FILE,
+    AnyModel,
     Generation,
     answer_all,
     get_key_fields,
@@ -39,6 +39,7 @@ from coat_eval.generation import (
 from coat_eval.hub_model import HubAdapter
 from coat_eval.judge import Judge
 from coat_eval.own_model import CoatAdapter
+from coat_eval.samples import add_pass_rates, choose_majority
 from coat_eval.scoring import score_tables
 from coat_eval.served_model import ServedModel
 from coat_eval.tasks import BENCHMARKS, get_task
@@ -64,7 +65,7 @@ def load_adapter(
     model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
 ) -> ModelAdapter:
     """Load what a folder names (:func:`find_model`), or a model of Hugging Face, also by name."""
-    if _is_own(Path(model)):
+    if is_own(Path(model)):
         return CoatAdapter.load(model, device, precision)
     if precision is not None:
         raise ValueError(
@@ -73,16 +74,7 @@ def load_adapter(
     return HubAdapter.load(model, device, num_frames)
 
 
-def connect_model(address: str, model: str, key: str | None, num_frames: int = 8) -> ServedModel:
-    """Make a model of a server; ``key`` is the environment variable of the address's key.
-
-    The server's name of a model that it read from a folder is the folder.
-    """
-    client = connect("--server", address, model, key)
-    return ServedModel(client, num_frames=num_frames, line_breaks=_is_own(Path(model)))
-
-
-def _is_own(folder: Path) -> bool:
+def is_own(folder: Path) -> bool:
     """Return whether a folder names a model of this project, or an adapter of any."""
     config = read_json(folder / "config.json", "copy the model again")
     return config.get("model_type") == "coat_vlm" or find_model(folder).folder != folder
@@ -150,7 +142,7 @@ def find_folder(data: Path, benchmark: Benchmark) -> Path:
 
 
 def run_benchmark(
-    adapter: ModelAdapter | ServedModel,
+    adapter: AnyModel,
     eval_task: EvalTask,
     data: Path,
     out_dir: Path,
@@ -163,13 +155,13 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Generate answers to all questions, and score them; all ranks call this.
 
+    Several samples are answered in ``out_dir/sample_N``; those of the majority are then scored.
     ``data`` is the benchmark's folder, or one with a folder per benchmark. ``check`` raises an
     error if the caller's lock on ``out_dir`` is lost. Returns the report on rank 0, ``{}`` on
     others. ValueError: the folder has answers of another model or other prompts. DataError: all
     questions had to be skipped.
     """
     start = time.monotonic()
-    served = isinstance(adapter, ServedModel)
     benchmark, folder = eval_task.benchmark, eval_task.open(data)
     read = [getattr(judge, "cache", None), *(table.path for table in folder.tables)]
     check_outputs(map(out_dir.joinpath, OUTPUTS), read)
@@ -177,12 +169,28 @@ def run_benchmark(
     asked = prompts[: eval_task.limit]
     identity: dict[str, Any] = {}
     answers: dict[int, dict[str, Any]] = {}
+    references = list(filter(benchmark.is_reference, folder.tables))
+    known = benchmark.questions(references, [])
+    options: dict[str, Any] = {"world": world, "model_name": model_name, "judge": judge}
+    numbers = range(generation.samples if generation.samples > 1 else 0)
+    samples = {out_dir / f"sample_{n}": replace(generation, samples=1, sample=n) for n in numbers}
 
     def prepare() -> set[int]:
         identity.update(_make_identity(adapter, eval_task, prompts, generation))
         return _prepare_output(out_dir, identity, eval_task, asked)
 
+    def vote() -> set[int]:
+        rows = choose_majority(benchmark, known, [*map(merge, samples)], eval_task.settings)
+        write_rows(out_dir / PREDICTIONS_FILE, rows)
+        return {row["index"] for row in rows}
+
     done = world.run_on_rank0(prepare)
+    runs = [
+        run_benchmark(adapter, eval_task, data, own, sample, check=check, **options)
+        for own, sample in samples.items()
+    ]
+    if runs:
+        done = world.run_on_rank0(vote)
     skipped = answer_all(adapter, asked, done, out_dir, generation, world=world, check=check)
     problems = sorted(chain.from_iterable(world.gather(skipped)), key=lambda row: row["index"])
     check()
@@ -197,27 +205,21 @@ def run_benchmark(
             str(folder.path),
             f"none of the {len(asked)} questions of {eval_task.name} could be asked; the first: "
             f"{problems[0]['media']}: {problems[0]['problem']}",
-            f"{problems[0]['remedy'] if served else 'put the images and videos there'}; "
-            f"{out_dir / PROBLEMS_FILE} lists what is missing",
+            f"{problems[0]['remedy']}; {out_dir / PROBLEMS_FILE} lists them",
         )
     if not world.is_main:
         return {}
-    references = [table for table in folder.tables if benchmark.is_reference(table)]
-    known = benchmark.questions(references, [])
     submits = type(benchmark).submission is not Benchmark.submission
     to_submit = submits and all(one.answer is None for one in known)
     warnings = []
     if problems:
         warnings.append(
-            f"{len(problems)} questions were skipped and count as wrong, because an image or video "
-            f"cannot be read{' or the server refused them' if served else ''}; "
-            f"{out_dir / PROBLEMS_FILE} lists them"
+            f"{len(problems)} questions were skipped and count as wrong, the first because "
+            f"{problems[0]['problem']}; {out_dir / PROBLEMS_FILE} lists them"
         )
     if cut := sum("cut" in row for row in answers.values()):
-        warnings.append(
-            f"{cut} of {len(answers)} answers are cut after --max-new-tokens "
-            f"{generation.max_new_tokens}"
-        )
+        limit = f"--max-new-tokens {generation.max_new_tokens}"
+        warnings.append(f"{cut} of {len(answers)} answers are cut after {limit}")
     report = score_tables(
         benchmark,
         [Table(path=out_dir / PREDICTIONS_FILE, rows=list(answers.values()))],
@@ -241,17 +243,15 @@ def run_benchmark(
         "num_ranks": world.size,
         "seconds": round(time.monotonic() - start, 2),
     }
+    add_pass_rates(benchmark, report, runs)
     write_json(out_dir / REPORT_FILE, report)
     return report
 
 
-def _make_prompts(
-    adapter: ModelAdapter | ServedModel, eval_task: EvalTask, folder: DataFolder
-) -> list[Prompt]:
+def _make_prompts(adapter: AnyModel, eval_task: EvalTask, folder: DataFolder) -> list[Prompt]:
     """Make the prompts of all questions; DataError if the folder's tables have none."""
     benchmark = eval_task.benchmark
-    encoder = adapter if isinstance(adapter, ServedModel) else adapter.encoder
-    options = PromptOptions(variant=eval_task.variant, frame_times=encoder.frame_times)
+    options = PromptOptions(variant=eval_task.variant, frame_times=adapter.encoder.frame_times)
     known = any(map(benchmark.is_reference, folder.tables))
     prompts = list(benchmark.prompts(folder, options)) if known else []
     if not prompts:
@@ -261,19 +261,21 @@ def _make_prompts(
 
 
 def _make_identity(
-    adapter: ModelAdapter | ServedModel,
-    eval_task: EvalTask,
-    prompts: Sequence[Prompt],
-    generation: Generation,
+    adapter: AnyModel, eval_task: EvalTask, prompts: Sequence[Prompt], generation: Generation
 ) -> dict[str, Any]:
-    """Return what the answers depend on."""
-    identity = {
-        "task": eval_task.name,
-        "prompts_sha256": _hash_prompts(prompts),
-        **({} if prompts[0].choices else {"max_new_tokens": generation.max_new_tokens}),
-        **adapter.identity,
-    }
-    if identity.get("scales_shared_by_batch"):
+    """Return what the answers depend on; ValueError for options without effect on a ranking."""
+    served = isinstance(adapter, ServedModel)
+    identity: dict[str, Any] = {"task": eval_task.name, "prompts_sha256": _hash_prompts(prompts)}
+    if not prompts[0].choices:
+        identity["max_new_tokens"] = generation.max_new_tokens
+    elif served or generation.temperature:
+        raise ValueError(
+            f"{eval_task.name} ranks given answers by their loss, which no server returns and no "
+            f"--temperature changes; generate letters: --tasks {eval_task.benchmark.name}"
+        )
+    sampled = ("temperature", "sample", "samples") if generation.temperature else ()
+    identity |= {name: getattr(generation, name) for name in sampled} | adapter.identity
+    if identity.get("scales_shared_by_batch") or (sampled and not served):
         identity["batch_size"] = generation.batch_size
         # Batches contain only questions within the limit.
         cut = eval_task.limit is not None and eval_task.limit < len(prompts)

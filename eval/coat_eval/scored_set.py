@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_data.sample import DataError
+from coat_eval.benchmark import PASS
 from coat_eval.files import REPORT_FILE, read_json, read_json_lines
 from coat_eval.tasks import TASKS, get_benchmark
 from coat_eval.tasks.pope import SPLITS
@@ -19,6 +20,8 @@ RULE_ONLY_MARK = "rule only"
 _AGAIN = "score the predictions again"
 _SETTINGS = ("task", "profile", "follows", "scorer_version", "raw", "fallback", "seed", "judge")
 """Entries of a report that are equal if scores are comparable."""
+_CONDITIONS = ("variant", "num_frames", "max_new_tokens", "server", "temperature", "samples")
+"""Entries of a report about how answers were made, in which compared models may differ."""
 _TOLERANCE = 0.0051
 """Reports of question sets are rounded to two decimals."""
 
@@ -105,7 +108,7 @@ def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
     size = ", ".join(f"{key} {value}" for key, value in report.get("image_size", {}).items())
     precision = precision or report.get("precision") or report.get("dtype")
     conditions = {"precision": precision, "image size": size or None}
-    conditions |= {key: report.get(key) for key in ("variant", "num_frames", "max_new_tokens")}
+    conditions |= {key: report.get(key) for key in _CONDITIONS}
     return ScoredSet(
         path=path,
         task=report["task"],
@@ -128,7 +131,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Return metrics and estimates of items; DataError if the report ``said`` other metrics."""
     benchmark, metrics, estimates = get_benchmark(task), {}, {}
-    for metric in benchmark.headline:
+    for metric in (*benchmark.headline, *(key for key in rows[0] if key.startswith(PASS))):
         found, value = benchmark.estimate(metric, rows, profile), said.get(metric)
         if found is not None and value is not None and abs(value - found.value) > _TOLERANCE:
             problem = f"{metric} is {value:.4f} in the report and {found.value:.4f} over its items"
@@ -141,7 +144,8 @@ def _measure(
 
 def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the differences of a report from the complete official benchmark."""
-    found = [f"{name} {report[name]}" for name in ("limit", "variant", "raw") if report.get(name)]
+    names = ("limit", "variant", "raw", "temperature", "samples")
+    found = [f"{name} {report[name]}" for name in names if report.get(name)]
     if report.get("rule_only"):
         found.append(RULE_ONLY_MARK)
     if report["profile"] != "official":

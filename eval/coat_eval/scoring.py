@@ -13,6 +13,7 @@ from typing import Any, Literal
 from coat_data.sample import DataError, Sample
 from coat_data.saved_files import check_outputs, hash_file
 from coat_eval.benchmark import (
+    PASS,
     Benchmark,
     Prediction,
     Question,
@@ -170,7 +171,8 @@ def score_tables(
 
 def format_headline(report: Mapping[str, Any]) -> str:
     """Format the headline metrics and counts of an official report as aligned lines."""
-    shown, metrics = get_benchmark(report["task"]).headline, report["metrics"]
+    metrics = report["metrics"]
+    shown = [*get_benchmark(report["task"]).headline, *(k for k in metrics if k.startswith(PASS))]
     width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
     lines = []
     for name in (one for one in shown if one in metrics):

@@ -1,8 +1,8 @@
 """A model that an OpenAI-compatible server runs: vLLM, SGLang, ``transformers serve``.
 
-Prompts and frames are those of :class:`coat_eval.hub_model.HubAdapter`, which the server formats
-with the model's chat template; only videos always become images. Images are sent as PNG, so that
-the server sees the pixels that our own generation would.
+Prompts and frames are those of :class:`coat_eval.hub_model.HubAdapter`; the server formats them
+with the model's chat template. Videos always become images. Images are sent as PNG, so that the
+server sees the pixels that our own generation would.
 """
 
 import base64
@@ -12,83 +12,48 @@ from typing import Any
 
 from PIL import Image
 
-from coat_data.media.image import open_image
-from coat_data.media.sampling import VideoSettings
-from coat_data.media.video import VideoReader
-from coat_data.sample import DataError, Media, Sample
-from coat_eval.adapter import Answered
-from coat_eval.benchmark import IMAGE_LINE, Prompt
-from coat_eval.chat_client import ChatClient, RefusedError
+from coat_data.sample import DataError
+from coat_eval.benchmark import Prompt
+from coat_eval.chat_client import ChatClient
+from coat_eval.hub_model import ContentReader
 
 
-class ServedModel:
+class ServedModel(ContentReader):
     """A model behind an address, which is asked with many requests at a time."""
 
     def __init__(self, client: ChatClient, *, num_frames: int, line_breaks: bool) -> None:
-        """Wrap a client; ``line_breaks``: prompts have a line break after each image.
-
-        Composed models of this project were trained with it; the chat templates of published
-        models have their own separators.
-        """
-        self._client, self._line_breaks = client, line_breaks
-        self._videos = VideoReader(VideoSettings(num_frames=num_frames))
-        self.device = f"server {client.address}"
+        super().__init__(num_frames)
+        self._client, self.line_breaks = client, line_breaks
+        self.encoder, self.device = self, f"server {client.address}"
         self.identity = {
             "server": client.address,
             "model": client.name,
             "num_frames": num_frames,
-            "videos_as": "images",
+            "videos_as": self.videos_as,
             "line_breaks": line_breaks,
         }
 
-    def frame_times(self, media: Media) -> Sequence[float] | None:
-        """See :class:`coat_eval.adapter.PromptEncoder`."""
-        return self._videos.plan(media)[1]
+    def answer_all(
+        self, prompts: Sequence[Prompt], batches: Sequence[list[int]], at_once: int, **settings: Any
+    ) -> Iterator[Any]:
+        """Answer batches of one prompt, ``at_once`` at a time, in the order of the replies.
 
-    def answer_prompts(
-        self, prompts: Sequence[Prompt], indices: Sequence[int], num_requests: int, max_tokens: int
-    ) -> Iterator[Answered]:
-        """Answer the prompts at ``indices``, in the order in which replies arrive.
-
-        DataError if the server gives no answer; ValueError for prompts with choices to rank.
+        Yields lists of indices and of entries of their rows, and the errors of questions that could
+        not be asked, by index. ``settings`` are entries of the requests. ValueError if the server
+        gives no answer.
         """
-        if any(prompts[index].choices for index in indices):
-            raise ValueError(
-                "a server does not return the losses of given answers, which this task ranks; "
-                "generate letters instead: --tasks seedbench"
-            )
 
-        def ask(index: int) -> Answered:
+        def ask(batch: list[int]) -> Any:
             try:
-                content = self._make_content(prompts[index].load())
+                parts, images, _ = self.read(prompts[batch[0]].load())
+                urls = ({"type": "image_url", "image_url": {"url": _encode(one)}} for one in images)
+                content = [part if part["type"] == "text" else next(urls) for part in parts]
+                text, is_cut = self._client.ask(content, **settings)
             except DataError as error:
-                return {}, {index: error}
-            try:
-                reply = self._client.ask(content, max_tokens)
-            except RefusedError as error:
-                return {}, {index: error}
-            cut = {"cut": True} if reply.is_cut else {}
-            return {index: {"prediction": reply.text.strip(), **cut}}, {}
+                return [], [], {batch[0]: error}
+            return batch, [{"prediction": text} | ({"cut": True} if is_cut else {})], {}
 
-        return (answered for _, answered in self._client.ask_all(indices, ask, num_requests))
-
-    def _make_content(self, sample: Sample) -> list[dict[str, Any]]:
-        """Return the first turn of the conversation as parts of a message, with its media."""
-        content: list[dict[str, Any]] = []
-        media = iter(sample.media)
-        for part in sample.turns[0].parts:
-            if part.kind != "text":
-                one = next(media)
-                frames = [open_image(one)] if one.kind == "image" else self._videos.read(one).frames
-                content += [
-                    {"type": "image_url", "image_url": {"url": _encode(frame)}} for frame in frames
-                ]
-            elif part.text != IMAGE_LINE or self._line_breaks:
-                if content and content[-1]["type"] == "text":  # servers may put blanks between two
-                    content[-1]["text"] += part.text
-                else:
-                    content.append({"type": "text", "text": part.text})
-        return content
+        return self._client.ask_all(batches, ask, at_once)
 
 
 def _encode(image: Image.Image) -> str:

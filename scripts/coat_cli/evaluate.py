@@ -21,12 +21,8 @@ from coat_cli.command import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from coat_eval.adapter import ModelAdapter
     from coat_eval.judge import Judge
     from coat_eval.runner import EvalTask
-    from coat_eval.served_model import ServedModel
 
 _PROFILES = (
     "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
@@ -34,7 +30,7 @@ _PROFILES = (
 )
 """The commits are those of ``coat_eval.benchmark.UPSTREAM``."""
 _KIND = "KIND=FOLDER for your own question set: KIND is yes_no, multiple_choice or short_answer"
-_LOADING = ("precision", "max_pixels")
+_LOADED = ("precision", "max_pixels", "adapters", "num_workers")
 _JUDGE = ("judge", "judge_model", "judge_key", "judge_cache")
 _SET_TOKENS, _BENCHMARK_TOKENS = 16, 128
 """Longest answers in tokens; to a question set as in ``coat_vlm.train.evaluation``."""
@@ -61,8 +57,6 @@ def _add_eval(commands: Commands) -> None:
       --data benchmarks --to out/limited --limit 100
   coat-vlm eval --model runs/my_lora/align/model --tasks pope --data benchmarks --to out/lora \\
       --adapters first=runs/my_lora/sft/model/adapter second=runs/my_lora_1/sft/model/adapter
-  coat-vlm eval --server http://localhost:8000/v1 --model Qwen/Qwen3-VL-8B-Instruct --tasks mmmu \\
-      --data benchmarks --to out/served
   coat-vlm eval --model runs/my_vlm/sft/model --text wiki.txt
   coat-vlm eval --model Qwen/Qwen2.5-1.5B-Instruct --text wiki.txt --window 1024 --to out/text
   torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
@@ -85,11 +79,7 @@ recipe started from; the difference between the two results is the effect of tra
     add = parser.add_argument
     add("--list-tasks", action="store_true", help="list the benchmarks and kinds of question sets")
     add("--model", help="run folder, model folder, or a Hugging Face model; name at the --server")
-    add(
-        "--server",
-        metavar="ADDRESS",
-        help="an OpenAI-compatible address, e.g. http://localhost:8000/v1, whose --model answers",
-    )
+    add("--server", metavar="ADDRESS", help="OpenAI-compatible address at which --model is asked")
     add("--server-key", metavar="VARIABLE", help="environment variable with the key of the address")
     add(
         "--tasks",
@@ -102,12 +92,7 @@ recipe started from; the difference between the two results is the effect of tra
     add("--data", type=Path, metavar="DIR", help="folder with one folder per benchmark")
     add("--to", type=Path, metavar="DIR", help="folder to write, with one folder per task")
     add("--limit", type=at_least(1), metavar="N", help="only the first N questions of each task")
-    add(
-        "--batch-size",
-        type=at_least(1),
-        metavar="N",
-        help="default 32 questions (to a server: at a time); with --text 4 windows",
-    )
+    add("--batch-size", type=at_least(1), metavar="N", help="default 32; with --text 4 windows")
     add_loading(parser)
     add = parser.add_argument_group("with --tasks").add_argument
     add(
@@ -116,6 +101,8 @@ recipe started from; the difference between the two results is the effect of tra
         metavar="N",
         help=f"default {_BENCHMARK_TOKENS}, for question sets {_SET_TOKENS}",
     )
+    add("--temperature", type=float, metavar="T", help="sample the answers; default: greedy")
+    add("--samples", type=at_least(2), metavar="N", help="answers per question: majority, pass@k")
     add("--media-root", metavar="DIR", help="folder or address of the images of question sets")
     add("--split", help="split of benchmarks, such as test; default: the one with answers")
     add("--profile", help=_PROFILES)
@@ -148,7 +135,7 @@ recipe started from; the difference between the two results is the effect of tra
 
 _WITH_TASKS = (
     *("data", "media_root", "split", "profile", "adapters", "num_frames", "num_workers"),
-    *("overwrite", "server", "server_key", *_JUDGE),
+    *("overwrite", "server", "server_key", "temperature", "samples", *_JUDGE),
 )
 _WITH_TEXT = ("text_field", "window")
 
@@ -157,12 +144,13 @@ def _eval(args: argparse.Namespace) -> int:
     if args.list_tasks:
         return _list_tasks()
     if args.model is None:
-        raise ValueError(
-            "--model is missing; give a run folder, a model folder, a Hub name, or the "
-            "model's name at the --server"
-        )
+        raise ValueError("--model is missing; give a run folder, a model folder or a Hub name")
+    if args.samples and not (args.temperature or 0) > 0:
+        raise ValueError("--samples needs --temperature above 0: greedy answers are all equal")
     if args.server is None:
         check_effects(args, {"server_key": "is for the address --server"})
+    else:
+        check_effects(args, dict.fromkeys(_LOADED, "is for a model that this command loads"))
     if args.text and args.tasks:
         raise ValueError("--text and --tasks are two evaluations; give one of them")
     if not args.text:
@@ -268,22 +256,18 @@ def _make_task(word: str, args: argparse.Namespace) -> "tuple[str, EvalTask, Pat
     return task.name, task, args.data
 
 
-def _connect(args: argparse.Namespace) -> "ServedModel | None":
-    """Return the model of ``--server``, if it is given."""
-    from coat_eval.runner import connect_model
-
-    if args.server is None:
-        return None
-    names = ("adapters", "num_workers", *_LOADING)
-    check_effects(args, dict.fromkeys(names, "is for a model that this command loads"))
-    return connect_model(args.server, args.model, args.server_key, args.num_frames or 8)
-
-
-def _load(args: argparse.Namespace, device: "torch.device") -> "ModelAdapter":
-    from coat_eval.runner import load_adapter
+def _load(args: argparse.Namespace, device: Any) -> Any:
+    """Load the model, or connect to that of ``--server``."""
+    from coat_eval.chat_client import connect
+    from coat_eval.runner import is_own, load_adapter
+    from coat_eval.served_model import ServedModel
     from coat_vlm.model.family_processor import limit_pixels
 
-    model = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+    frames = args.num_frames or 8
+    if args.server is not None:
+        client = connect("--server", args.server, args.model, args.server_key)
+        return ServedModel(client, num_frames=frames, line_breaks=is_own(Path(args.model)))
+    model = load_adapter(args.model, device, args.precision, frames)
     kind = model.model.config.model_type
     limit_pixels("--max-pixels", model.encoder, kind, args.max_pixels)
     return model
@@ -311,8 +295,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
     judge = _make_judge(args)
     if judge is not None and not any(task.benchmark.judged for _, task, _ in tasks):
         raise ValueError("--judge has no effect: none of the --tasks asks a judge; drop it")
-    served = _connect(args)
-    device = select_device("cpu" if served else None)
+    device = select_device()
     workers = args.num_workers
     if workers is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -321,6 +304,8 @@ def _eval_tasks(args: argparse.Namespace) -> int:
         batch_size=args.batch_size or 32,
         max_new_tokens=args.max_new_tokens or _BENCHMARK_TOKENS,
         num_workers=workers,
+        temperature=args.temperature or 0.0,
+        samples=args.samples or 1,
     )
     of_sets = replace(generation, max_new_tokens=args.max_new_tokens or _SET_TOKENS)
     adapters: dict[str, Path | None] = {**name_adapters(args.adapters)} or {"": None}
@@ -332,7 +317,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
             for adapter in adapters
             for name, *_ in tasks
         }
-        base = served or _load(args, device)
+        base = _load(args, device)
         for adapter, folder in adapters.items():
             with adapted(base, folder, args.model, own_size=args.max_pixels is None) as model:
                 for (name, task, data), own_set in zip(tasks, own_sets, strict=True):

@@ -14,7 +14,7 @@ from scoring_helpers import write
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval import chat_client
-from coat_eval.chat_client import ChatClient, Reply
+from coat_eval.chat_client import ChatClient
 from coat_eval.compare_models import compare_items
 from coat_eval.judge import Judge, make_judge
 from coat_eval.scoring import score_official
@@ -177,7 +177,7 @@ def test_an_address_without_answers(
     server: Server, failures: list[int], problem: str, requests: int
 ):
     server.failures = failures
-    with pytest.raises(DataError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         ChatClient(server.address, "m").ask("?")
     assert len(server.requests) == requests
 
@@ -189,8 +189,8 @@ def test_answers_before_a_failure_are_in_the_cache(tmp_path: Path):
         def ask(self, prompt: str) -> None:
             """Not called."""
 
-        def ask_all(self, prompts: Any, _ask: Any, _num: int) -> Iterator[tuple[str, Reply]]:
-            yield prompts[0], Reply("yes")
+        def ask_all(self, prompts: Any, _ask: Any, _num: int) -> Iterator[tuple[str, str]]:
+            yield prompts[0], "yes"
             raise DataError("address", "went away", "wait")
 
     cache = tmp_path / "c.jsonl"

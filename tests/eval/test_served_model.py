@@ -18,6 +18,9 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_data.media.image import open_image
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.video import VideoReader
+from coat_data.sample import Media
 from coat_eval import chat_client
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -190,6 +193,10 @@ FAILURES: dict[str, tuple[Any, str]] = {
     ),
     "model": ((404, {"object": "error", "message": "no model small"}), "404: .*: no model small"),
     "html": ((200, b"<html>"), "the reply is not a chat completion: b'<html>' -> check the server"),
+    "parts": (
+        (200, [{"type": "text", "text": "yes"}]),
+        "the reply is not a chat completion: .*choices.*' -> check the server",
+    ),
     "length": (
         (400, {"error": {"message": "maximum context length is 64", "code": 400}}),
         "none of the 20 questions of yes_no could be asked; .*400: .*: maximum context length is "
@@ -232,15 +239,16 @@ def test_empty_cut_and_refused_answers_are_counted(
     assert evaluate(server, questions(tmp_path / "odd", 8), tmp_path / "out") == 0
     report = json.loads((tmp_path / "out/odd/report.json").read_text())
     assert report["warnings"][:3] == [
-        "1 questions were skipped and count as wrong, because an image or video cannot be read or "
-        f"the server refused them; {tmp_path}/out/odd/media_problems.jsonl lists them",
+        "1 questions were skipped and count as wrong, the first because small gave no answer, "
+        "attempt 1: HTTP Error 400: Bad Request: too long; "
+        f"{tmp_path}/out/odd/media_problems.jsonl lists them",
         "1 of 7 answers are cut after --max-new-tokens 16",
         "2 of 8 answers are empty and the rule reads them as 'yes'",
     ]
     (problem,) = lines(tmp_path / "out/odd/media_problems.jsonl")
     assert problem["question_id"] == "3"
     assert "HTTP Error 400: Bad Request: too long" in problem["problem"]
-    assert "the server refused them" in capsys.readouterr().err
+    assert "1 questions were skipped" in capsys.readouterr().err
     # Only the refused question is asked again.
     asked = len(server.requests)
     replies.clear()
@@ -261,18 +269,30 @@ def test_images_and_frames_are_the_pixels_of_the_own_generation(
     body = next(one for one in server.requests if len(one["messages"][0]["content"]) == 2)
     assert (body["path"], body["model"]) == ("/v1/chat/completions", "small")
     assert (body["temperature"], body["max_tokens"]) == (0, 128)
+    videos = VideoReader(VideoSettings(num_frames=3))
     asked = {text_of(one): one["messages"][0]["content"] for one in server.requests}
     for task, number in (("gqa", 1), ("videomme", 3)):
         for row in lines(tmp_path / task / "prompts.jsonl"):
-            if row["prompt"] not in asked:  # of a video that is missing
+            if not Path(row["media"][0]["path"]).exists():  # a video is missing
                 continue
             *images, text = asked[row["prompt"]]
             assert text == {"type": "text", "text": row["prompt"]}
             assert len(images) == number
             seen = [decode(one["image_url"]["url"]) for one in images]
-            if task == "gqa":
-                original = np.asarray(open_image(row["media"][0]["path"]))
-                assert np.array_equal(seen[0], original)
+            media = Media(**row["media"][0])
+            frames = [open_image(media)] if task == "gqa" else videos.read(media).frames
+            assert all(map(np.array_equal, seen, map(np.asarray, frames)))
+
+
+def test_prompts_of_a_composed_model_have_its_line_break(
+    server: Server, benchmarks: Path, speaking_model: Path, tmp_path: Path
+):
+    words = ["eval", "--server", server.address, "--data", str(benchmarks), "--tasks", "gqa"]
+    for model in (str(speaking_model), "served"):
+        assert main([*words, "--model", model, "--to", str(tmp_path / Path(model).name)]) == 0
+    texts = [text_of(body) for body in server.requests]
+    composed, published = texts[: len(texts) // 2], texts[len(texts) // 2 :]
+    assert sorted(composed) == sorted(f"\n{text}" for text in published)
 
 
 def decode(url: str) -> np.ndarray:
@@ -315,7 +335,7 @@ def test_options_without_effect(
     words = ["eval", "--model", "small", "--to", str(tmp_path / "out"), "--data", str(benchmarks)]
     ranked = [*words, "--server", server.address, "--tasks", "seedbench_likelihood"]
     assert main(ranked) == 2
-    assert "a server does not return the losses of given answers" in capsys.readouterr().err
+    assert "ranks given answers by their loss, which no server returns" in capsys.readouterr().err
     assert main([*words, "--tasks", "gqa", "--server-key", "X"]) == 2
     assert "--server-key has no effect: it is for the address" in capsys.readouterr().err
     assert main(["eval", "--model", "small", "--server", server.address, "--text", "x"]) == 2
