@@ -23,13 +23,13 @@ from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.manifest import read_manifest
 from coat_vlm.checkpoint.metadata import (
     Progress,
-    describe_contents,
     read_contents,
     read_progress,
     restore_random_state,
 )
 from coat_vlm.checkpoint.partitions import (
     Partition,
+    describe_contents,
     finish_load,
     get_frozen_fragment,
     get_persistent_buffers,

@@ -1,4 +1,7 @@
-"""Checkpoint metadata: progress, parameters and parameter groups, states of random generators."""
+"""Checkpoint metadata: progress, parameters and parameter groups, states of random generators.
+
+It does not import DeepSpeed: models are read and recipes are checked without it.
+"""
 
 import random
 from collections.abc import Mapping
@@ -8,11 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from deepspeed import DeepSpeedEngine
 from pydantic import TypeAdapter
 
 from coat_vlm.checkpoint.atomic_folder import read_json
-from coat_vlm.checkpoint.partitions import get_persistent_buffers, map_parameter_groups
 
 CONTENTS = "contents.json"
 TRAINER = "trainer.json"
@@ -115,31 +116,6 @@ def _moments(states: str) -> str:
 def read_contents(checkpoint: Path) -> Contents:
     """Read contents.json of a checkpoint."""
     return TypeAdapter(Contents).validate_python(read_json(checkpoint / CONTENTS))
-
-
-def describe_contents(engine: DeepSpeedEngine) -> Contents:
-    """Describe the parameters and parameter groups of an engine."""
-    model: Any = engine.module
-    optimizer: Any = engine.basic_optimizer
-    groups = map_parameter_groups(engine)
-    parameters = {
-        name: SavedParameter(
-            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),  # stage 3: partitioned
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            group=groups.get(name),
-        )
-        for name, parameter in model.named_parameters()
-    }
-    buffers = get_persistent_buffers(model)
-    settings = []
-    for group in optimizer.param_groups:
-        states = " ".join(filter(None, [type(optimizer).__name__, group.get("master")]))
-        settings.append({"states": states, "lr": float(group["lr"])})
-    return Contents(
-        parameters=parameters,
-        buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
-        groups=settings,
-    )
 
 
 def capture_random_state() -> dict[str, Any]:

@@ -4,11 +4,12 @@ DeepSpeed (0.19) passes to the optimizer: at stage 0 the parameters or, in BF16,
 weights; at stages 1 and 2 one flat tensor per parameter group, which is this rank's part of the
 concatenated parameters and may begin and end inside a parameter; at stage 3 one flat tensor per
 sub-group, with this rank's part of each parameter. This module describes each of these tensors by a
-list of :class:`Fragment`: a range of elements of one parameter and its offset in the flat tensor.
+list of :class:`~coat_vlm.checkpoint.shards.Fragment`: a range of elements of one parameter and its
+offset in the flat tensor.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -17,16 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-
-class Fragment(NamedTuple):
-    """Elements ``start`` to ``start + size`` of a flattened parameter."""
-
-    name: str
-    """Name of the parameter."""
-    start: int
-    size: int
-    offset: int
-    """Index of the first element in the flat tensor of the partition."""
+from coat_vlm.checkpoint.metadata import Contents, SavedParameter
+from coat_vlm.checkpoint.shards import Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +143,28 @@ def _own_part(parameter: Any) -> tuple[int, int]:
     length = parameter.partition_numel()
     start = length * torch.distributed.get_rank(parameter.ds_process_group)
     return start, max(0, min(length, parameter.ds_numel - start))
+
+
+def describe_contents(engine: DeepSpeedEngine) -> Contents:
+    """Describe the parameters and parameter groups of an engine."""
+    model: Any = engine.module
+    optimizer: Any = engine.basic_optimizer
+    groups = map_parameter_groups(engine)
+    parameters = {
+        name: SavedParameter(
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),  # stage 3: partitioned
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            group=groups.get(name),
+        )
+        for name, parameter in model.named_parameters()
+    }
+    buffers = get_persistent_buffers(model)
+    settings = []
+    for group in optimizer.param_groups:
+        states = " ".join(filter(None, [type(optimizer).__name__, group.get("master")]))
+        settings.append({"states": states, "lr": float(group["lr"])})
+    return Contents(
+        parameters=parameters,
+        buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
+        groups=settings,
+    )

@@ -32,16 +32,15 @@ from coat_vlm.checkpoint.metadata import (
     TRAINER,
     Progress,
     capture_random_state,
-    describe_contents,
     is_spike,
 )
 from coat_vlm.checkpoint.partitions import (
-    Fragment,
+    describe_contents,
     get_frozen_fragment,
     get_persistent_buffers,
     list_partitions,
 )
-from coat_vlm.checkpoint.shards import ShardWriter
+from coat_vlm.checkpoint.shards import Fragment, ShardWriter
 from coat_vlm.distributed import World
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from coat_kernels import join_master
 from coat_vlm.checkpoint.manifest import FolderFiles, read_manifest
-from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.optim.state import LOW_BITS, by_element
 
 WEIGHT = "weight"
@@ -28,6 +27,19 @@ SHARD_BYTES = 1 << 31
 """Size from which the next tensors are written to another file."""
 
 _INDEX = re.compile(r"rank-\d+\.json")
+
+
+class Fragment(NamedTuple):
+    """Elements ``start`` to ``start + size`` of a flattened parameter."""
+
+    name: str
+    """Name of the parameter."""
+    start: int
+    size: int
+    offset: int
+    """Index of the first element in the flat tensor of the partition."""
+
+
 _Tensors = dict[str, Tensor]
 
 

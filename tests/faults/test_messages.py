@@ -65,8 +65,11 @@ def test_too_little_for_workers(
 
 
 IMPATIENT = """
-import atexit, sys, time
+import atexit, os, sys, time
 from coat_cli import main, train
+
+def say(moment):  # at once with its line end: messages to stderr cannot come between
+    os.write(1, f"{moment}\\n".encode())
 
 def wait(seconds):
     end = time.monotonic() + seconds
@@ -75,17 +78,17 @@ def wait(seconds):
 
 def train_until_signal(_):
     try:
-        print("trains", flush=True)
+        say("trains")
         time.sleep(60)
     finally:
-        print("cleans", flush=True)
+        say("cleans")
         wait(CLEANUP_S)
-        print("cleaned", flush=True)
+        say("cleaned")
 
 def at_exit():
-    print("exits", flush=True)
+    say("exits")
     wait(0.5)
-    print("exited", flush=True)
+    say("exited")
 
 atexit.register(at_exit)
 train._run = train_until_signal

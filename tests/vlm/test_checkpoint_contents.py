@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.manifest import FolderFiles, write_manifest
 from coat_vlm.checkpoint.metadata import Contents, SavedParameter
-from coat_vlm.checkpoint.partitions import Fragment
-from coat_vlm.checkpoint.shards import Shards, ShardWriter
+from coat_vlm.checkpoint.shards import Fragment, Shards, ShardWriter
 
 
 def contents(**changes: object) -> Contents:
