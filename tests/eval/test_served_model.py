@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 import threading
@@ -216,6 +217,17 @@ def test_failures_are_one_sentence(
     assert re.search(message, error)
     assert max(Counter(map(text_of, server.requests)).values()) == 1  # nothing was asked again
     assert not (tmp_path / "out/odd/report.json").exists()
+
+
+def test_after_a_failure_only_answers_in_flight_are_awaited_and_saved(
+    server: Server, tmp_path: Path
+):
+    numbers = itertools.count()
+    server.answer = lambda body: (401, {}) if next(numbers) == 10 else odd(body)
+    assert evaluate(server, questions(tmp_path / "odd", 900), tmp_path / "out") == 2
+    assert len(server.requests) < 400
+    saved = lines(tmp_path / "out/odd/predictions.rank0.jsonl")
+    assert len(saved) == sum(server.replies.values())
 
 
 def test_an_address_without_a_server_is_an_error_at_once(
