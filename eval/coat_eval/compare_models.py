@@ -18,7 +18,7 @@ import yaml
 
 from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, match, read_sets
 from coat_eval.tasks import get_benchmark, get_task
-from coat_eval.uncertainty import average, compare, subtract
+from coat_eval.uncertainty import average, compare
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.train.tracking import read_entries
 
@@ -33,7 +33,32 @@ RIGHT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Chance:
+    """What :func:`coat_eval.uncertainty.compare` finds; None for a metric that is not a mean."""
+
+    standard_error: float | None = None
+    """Of the difference, in the metric's unit."""
+    interval: tuple[float, float] | None = None
+    """95%."""
+    test: str | None = None
+    """``McNemar`` or ``permutation``."""
+    p_value: float | None = None
+    detectable: float | None = None
+    """Smallest true difference that is seen with 80% power at the 5% level."""
+    size: str = "-"
+    """What the metric counts and the units, such as ``12578 in 398 images``."""
+
+    def format_test(self) -> list[str]:
+        """Format p, the detectable difference and the size."""
+        return [
+            "-" if self.p_value is None else f"{self.p_value:.3g} ({self.test})",
+            "-" if self.detectable is None else f"{self.detectable:.2f}",
+            self.size,
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(Chance):
     """One metric of two models, in percent."""
 
     first_name: str
@@ -46,22 +71,9 @@ class Difference:
     """second - first."""
     items: int
     """Number of items, or figures, that the metric counts."""
-    size: str
-    """The same with the units, such as ``12578 in 398 images``."""
     only_first: int
     """Items that only the first model gets right (figures if the metric is over figures)."""
     only_second: int
-    standard_error: float | None = None
-    """Standard error of the difference. This and all below are None unless the metric is a mean."""
-    interval: tuple[float, float] | None = None
-    """95%."""
-    test: str | None = None
-    """``McNemar`` (exact, on the two numbers above) if units are right or wrong, or
-    ``permutation`` (of the models' answers by unit)."""
-    p_value: float | None = None
-    detectable: float | None = None
-    """Smallest true difference that these units show with 80% power at the 5% level: 2.80 standard
-    errors (Miller 2024, arXiv:2411.00640, section 5); None if too few units differ for any."""
     mark: str = ""
     """"rule only" for a benchmark without published predictions to check its rule against."""
 
@@ -129,9 +141,7 @@ def format_differences(comparison: Comparison) -> str:
                 _format_interval(row.interval),
                 str(row.only_first),
                 str(row.only_second),
-                "-" if row.p_value is None else f"{row.p_value:.3g} ({row.test})",
-                "-" if row.detectable is None else f"{row.detectable:.2f}",
-                row.size,
+                *row.format_test(),
             ]
             for row in rows
         ]
@@ -246,7 +256,7 @@ def _shorten_names(paths: Sequence[Path]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class SetComparison:
+class SetComparison(Chance):
     """One metric of both groups, in percent (losses: in nats per token)."""
 
     name: str
@@ -256,13 +266,8 @@ class SetComparison:
     """One value per run of the first group."""
     second: list[float]
     """One value per run of the second group; empty with one group only."""
-    interval: tuple[float, float] | None = None
-    """95% interval of mean(second) - mean(first), paired by unit."""
-    size: str = "-"
-    """What the metric counts and the units."""
     not_comparable: Sequence[str] = ()
     """What differs between the runs' sets, which then have only the items in common."""
-    p_value: None = None
 
     @property
     def difference(self) -> float | None:
@@ -293,9 +298,11 @@ def compare_runs(
         read, told = match(name, [own[name] for own in scored.values()], anyway=anyway)
         runs = [one.estimates[metric] for one in read]
         pair = runs[: len(first)], runs[len(first) :]
-        interval = subtract(*map(average, pair))[1] if second else None
+        tested = compare(*map(average, pair)) if second else {}
+        tested.pop("discordant", None)
         ours, theirs = ([run.value for run in group] for group in pair)
-        rows.append(SetComparison(name, metric, ours, theirs, interval, runs[0].size, told))
+        size = runs[0].size
+        rows.append(SetComparison(name, metric, ours, theirs, told, size=size, **tested))
     losses = [_read_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -329,7 +336,16 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
     both = any(row.second for row in rows)
     header = ["metric", "first: mean", "sd", "runs"]
     if both:
-        header += ["second: mean", "sd", "runs", "difference", "95% interval, paired", "n"]
+        header += [
+            "second: mean",
+            "sd",
+            "runs",
+            "difference",
+            "95% interval",
+            "p",
+            "detectable",
+            "n",
+        ]
     lines, tested = [], [row for row in rows if row.interval is not None]
     told = [text for row in rows for text in row.not_comparable]
     head = ["A = first group, B = second group"] * bool(tested)
@@ -343,7 +359,8 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
             cells.append(f"{np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "-")
             cells.append(", ".join(f"{value:.{digits}f}" for value in values))
         if both:
-            cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval), row.size]
+            cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval)]
+            cells += row.format_test()
         lines.append(cells)
     return "\n".join([*head, "", _format_table(header, lines)])
 

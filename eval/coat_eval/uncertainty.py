@@ -110,7 +110,11 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
     """Average a metric over models that answered the same terms."""
     share = fmean(one.share for one in estimates)
     errors = [fmean(one) for one in zip(*(one.errors for one in estimates), strict=True)]
-    return replace(estimates[0], share=share, errors=errors)
+    terms = [
+        replace(column[0], numerator=fmean(term.numerator for term in column))
+        for column in zip(*(one.terms for one in estimates), strict=True)
+    ]
+    return replace(estimates[0], terms=terms, share=share, errors=errors)
 
 
 def compare(first: Estimate, second: Estimate) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Mmmu(Benchmark):
     )
     headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
     profiles = ("official", "lmms", _LMMS_WRONG, *LETTER_RULES)
+    unit = "questions"
     sizes: ClassVar[Mapping[str, int]] = {"validation": 900, "dev": 150, "test": 10500}
     constants = tuple("ABCD")
     id_fields = ("question_id", "id")
@@ -266,6 +267,7 @@ class MmmuPro(Benchmark):
     name = "mmmupro"
     source = "MMMU-Benchmark/MMMU mmmu-pro/evaluate.py, infer/infer_transformers.py @40b550c"
     headline = Mmmu.headline
+    unit = Mmmu.unit
     sizes: ClassVar[Mapping[str, int]] = {"each split": 1730}
     id_fields = Mmmu.id_fields
     text_fields = Mmmu.text_fields

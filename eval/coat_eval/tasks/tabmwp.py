@@ -38,6 +38,7 @@ class TabMwp(Benchmark):
     name = "tabmwp"
     source = "lupantech/PromptPG run_gpt3/utilities.py (T5's results: run_t5/eval.py) @7cf61b1"
     headline = ("overall", "ques_type.free_text", "ques_type.multi_choice")
+    unit = "questions"
     sizes: ClassVar[Mapping[str, int]] = {"test": 7686, "test1k": 1000}
     text_fields = ("output", "prediction", "text")
     layouts: ClassVar[Layouts] = {
