@@ -130,6 +130,26 @@ class ScoredItem:
     reasoning: Literal["", "removed", "unfinished", "kept"] = ""
     """What became of the reasoning; an unfinished one is no answer (``text`` is None)."""
 
+    def to_item(self) -> dict[str, Any]:
+        """Return an entry of a report's ``items``, without what fields do not have."""
+        question, extracted = self.question, self.extracted
+        optional = {
+            "category": question.category,
+            "random_fallback": self.random_fallback,
+            "tables": dict(question.tables),
+            "unit": question.cluster,
+            **{key: question.details.get(key) for key in ("kind", "groups")},
+        }
+        return {
+            "question_id": question.question_id,
+            "prediction": self.prediction or self.text,
+            "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
+            "reference": question.answer,
+            "score": self.score,
+            **({} if question.counted else {"counted": False}),
+            **{name: value for name, value in optional.items() if value},
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt(KeyedRow):
@@ -249,9 +269,17 @@ class Benchmark(ABC):
         return float(extracted == question.answer)
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute percentages of the counted questions; default: overall and by sub-table."""
+        """Compute percentages of the counted questions; default: headline and sub-tables."""
         tables = dict(sorted(to_table_percents(scored).items()))
-        return {"overall": to_percent([one.score for one in scored]), **tables}
+        return self.compute_headline(scored, settings) | tables
+
+    def compute_headline(
+        self, scored: Sequence[ScoredItem], settings: Settings
+    ) -> dict[str, float]:
+        """Compute the headline metrics that are means and have items."""
+        items = [one.to_item() for one in scored]
+        found = {name: self.estimate(name, items, settings.profile) for name in self.headline}
+        return {name: one.value for name, one in found.items() if one is not None}
 
     def estimate(
         self, metric: str, items: Sequence[Mapping[str, Any]], profile: str

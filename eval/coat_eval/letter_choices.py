@@ -7,7 +7,6 @@ vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval``, ``mcq_circular_e
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from string import ascii_uppercase
 from typing import Any, ClassVar
 
@@ -23,7 +22,6 @@ from coat_eval.benchmark import (
     Settings,
     UnusableVerdictError,
     pick,
-    to_percent,
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
 from coat_eval.extract import LETTER_RULES, declines, infer_letter_c03bc048, letter_choices
@@ -293,19 +291,6 @@ class CircularBenchmark(LetterBenchmark):
         if metric == "first_rotation":
             return float(right[:1] == [True]), 1.0
         return (sum(right), len(gold)) if metric == "rows" else (item["score"], 1.0)
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``overall`` over groups, ``first_rotation``, ``rows``, and the sub-tables."""
-        right = []
-        for item in scored:
-            gold = item.question.answer
-            said = item.extracted or [None] * len(gold)
-            right.append([float(a == b) for a, b in zip(said, gold, strict=True)])
-        return {
-            "first_rotation": to_percent([group[0] for group in right]),
-            "rows": to_percent(list(chain.from_iterable(right))),
-            **super().aggregate(scored, settings),
-        }
 
 
 def _get_group(one: Question | Prompt) -> int:

@@ -125,7 +125,7 @@ def score_tables(
     counted = [one for one in answered if one.question.counted]
     known = [one for one in counted if not one.needs_judge]
     metrics = benchmark.aggregate(answered, settings) if known else {}
-    items = [_format_item(one) for one in counted]
+    items = [one.to_item() for one in counted]
     estimates = {
         name: made
         for name in benchmark.headline
@@ -350,26 +350,9 @@ def _check_ids(
 
 
 def _format_item(one: ScoredItem) -> dict[str, Any]:
-    extracted, sample = one.extracted, one.question.details.get("sample")
-    shown: dict[str, Any] = {}
-    if isinstance(sample, Sample):
-        media = [{"kind": own.kind, "path": own.path} for own in sample.media]
-        shown = {"question": get_text(sample), "media": media}
-    return {
-        "question_id": one.question.question_id,
-        **({"category": one.question.category} if one.question.category else {}),
-        **shown,
-        "prediction": one.prediction or one.text,
-        "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
-        "reference": one.question.answer,
-        "score": one.score,
-        **({"random_fallback": True} if one.random_fallback else {}),
-        **({} if one.question.counted else {"counted": False}),
-        **({"tables": dict(one.question.tables)} if one.question.tables else {}),
-        **({"unit": one.question.cluster} if one.question.cluster else {}),
-        **{
-            key: one.question.details[key]
-            for key in ("kind", "groups")
-            if key in one.question.details
-        },
-    }
+    """Return an entry of the report's items, with the question and media of a question set."""
+    sample = one.question.details.get("sample")
+    if not isinstance(sample, Sample):
+        return one.to_item()
+    media = [{"kind": own.kind, "path": own.path} for own in sample.media]
+    return {**one.to_item(), "question": get_text(sample), "media": media}

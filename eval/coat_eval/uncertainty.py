@@ -41,8 +41,8 @@ class Estimate:
     """A metric with what its uncertainty is computed from."""
 
     terms: Sequence[Term]
-    share: float
-    """The metric as a share of its maximum, 0 to 1."""
+    value: float
+    """The metric, mostly in percent."""
     errors: Sequence[float]
     """Derivative of ``share`` with respect to the weight of each term, [terms]: of a mean of n
     scores (score - mean) / n; of a ratio its linearization (delta method)."""
@@ -51,9 +51,9 @@ class Estimate:
     """What a unit is, in the plural."""
 
     @property
-    def value(self) -> float:
-        """The metric, mostly in percent."""
-        return self.maximum * self.share
+    def share(self) -> float:
+        """The metric as a share of its maximum, 0 to 1."""
+        return self.value / self.maximum
 
     @property
     def standard_error(self) -> float:
@@ -102,19 +102,20 @@ def estimate(terms: Sequence[Term], unit: str = "questions", maximum: float = 10
         / len(ratios)
         for term in terms
     ]
+    values = [maximum * above[part] / (below[part] or 1.0) for part in sorted(below)]
     named = unit if any(term.unit for term in terms) else "questions"
-    return Estimate(terms, fmean(ratios.values()), errors, maximum, named)
+    return Estimate(terms, sum(values) / len(values), errors, maximum, named)
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
     """Average a metric over models that answered the same terms."""
-    share = fmean(one.share for one in estimates)
+    value = fmean(one.value for one in estimates)
     errors = [fmean(one) for one in zip(*(one.errors for one in estimates), strict=True)]
     terms = [
         replace(column[0], numerator=fmean(term.numerator for term in column))
         for column in zip(*(one.terms for one in estimates), strict=True)
     ]
-    return replace(estimates[0], terms=terms, share=share, errors=errors)
+    return replace(estimates[0], terms=terms, value=value, errors=errors)
 
 
 def compare(first: Estimate, second: Estimate) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from coat_eval.benchmark import (
     Settings,
     get_table,
     pick,
-    to_percent,
     to_table_percents,
 )
 from coat_eval.data_folder import Layouts, MediaFile, ParquetImage, Row
@@ -102,11 +101,7 @@ class Gqa(Benchmark):
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute percentages; ``distribution`` is the official statistic, lower is better."""
         counted = [one for one in scored if one.question.counted]
-        metrics = {"accuracy": to_percent([one.score for one in counted])}
-        kinds = [(one.question.tables.get("structural"), one.score) for one in counted]
-        binary = [score for kind, score in kinds if kind not in (None, "query")]
-        parts = {"binary": binary, "open": [score for kind, score in kinds if kind == "query"]}
-        metrics |= {name: to_percent(part) for name, part in parts.items() if part}
+        metrics = self.compute_headline(counted, settings)
         distribution = compute_distribution(counted)
         metrics |= {} if distribution is None else {"distribution": distribution}
         return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, read_word, to_percent
+from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, read_word
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
 from coat_eval.files import Table
@@ -111,19 +111,8 @@ class HallusionBench(Benchmark):
         return {
             f"{name}{metric}": value
             for name, rows in groups.items()
-            for metric, value in _compute_metrics(rows).items()
+            for metric, value in self.compute_headline(rows, settings).items()
         }
-
-
-def _compute_metrics(rows: Sequence[ScoredItem]) -> dict[str, float]:
-    """Compute the percentages of right questions, and of groups with all questions right."""
-    metrics = {"aAcc": to_percent([one.score for one in rows])}
-    for metric in ("fAcc", "qAcc"):
-        groups: dict[str, list[float]] = {}
-        for one in rows:
-            groups.setdefault(one.question.details["groups"][metric], []).append(one.score)
-        metrics[metric] = to_percent([float(min(scores) == 1) for scores in groups.values()])
-    return metrics
 
 
 def _make_id(row: Mapping[str, Any]) -> str:

@@ -237,9 +237,7 @@ class Mmmu(Benchmark):
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``."""
         wrong = to_percent([0.0 if one.random_fallback else one.score for one in scored])
-        overall = to_percent([one.score for one in scored])
-        found = {"overall": overall, "overall_fallback_wrong": wrong}
-        return found | super().aggregate(scored, settings)
+        return {"overall_fallback_wrong": wrong} | super().aggregate(scored, settings)
 
     def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, str]:
         """Return EvalAI's {id: answer}: letters, and the text itself for open questions."""

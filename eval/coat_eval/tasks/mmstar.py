@@ -6,10 +6,10 @@ lmms-eval: lmms_eval/tasks/mmstar/utils.py.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import LETTER_ANSWER, Question, ScoredItem, Settings, get_table
+from coat_eval.benchmark import LETTER_ANSWER, Question, Settings, get_table
 from coat_eval.data_folder import Layouts, Row
 from coat_eval.extract import extract_ranked_letter
 from coat_eval.files import Table
@@ -63,14 +63,6 @@ class MmStar(LetterBenchmark):
     def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
         """The average is over the items with a second-level category."""
         return metric == "overall" or get_table(item, "l2_category") is not None
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Add ``average``, lmms-eval's headline: the mean over the second-level categories."""
-        metrics = super().aggregate(scored, settings)
-        means = [value for name, value in metrics.items() if name.startswith("l2_category.")]
-        if means:
-            metrics["average"] = sum(means) / len(means)
-        return metrics
 
 
 def _split_options(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, pick
+from coat_eval.benchmark import Benchmark, Question, Settings, pick
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row, VideoClip
 from coat_eval.extract import letter_choices
 from coat_eval.files import Table
@@ -202,9 +202,3 @@ class Mlvu(MvBench):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """Return 1 for exactly the letter: "A." is wrong."""
         return float(extracted == question.answer)
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``m_avg``, ``overall`` (``Avg`` of the official script) and ``task.*``."""
-        found = super().aggregate(scored, settings)
-        tasks = [value for name, value in found.items() if name.startswith("task.")]
-        return {"m_avg": sum(tasks) / len(tasks), **found}

@@ -111,8 +111,7 @@ class OcrBench(Benchmark):
             for part in PARTS
             if f"part.{part}" in tables
         }
-        total = sum(one.score for one in scored)
-        return {"final_score": total, **counts, **super().aggregate(scored, settings)}
+        return counts | super().aggregate(scored, settings)
 
 
 def _normalize(text: str, question: Question, settings: Settings) -> str:

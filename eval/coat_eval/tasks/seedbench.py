@@ -23,7 +23,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     pick,
-    to_percent,
     to_table_percents,
 )
 from coat_eval.data_folder import Layouts, MediaFile, Row, VideoFrame
@@ -146,16 +145,9 @@ class SeedBench(Benchmark):
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``image``, ``video``, ``all``, ``macro`` over types (also per kind), ``type``."""
-        types = to_table_percents(scored)
-        metrics = {"all": to_percent([one.score for one in scored]), "macro": _mean(types.values())}
+        metrics = self.compute_headline(scored, settings)
         for kind in ("image", "video"):
             part = [one for one in scored if one.question.details["kind"] == kind]
             if part:
-                metrics[kind] = to_percent([one.score for one in part])
-                metrics[f"macro_{kind}"] = _mean(to_table_percents(part).values())
-        return metrics | types
-
-
-def _mean(values: Any) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
+                metrics[f"macro_{kind}"] = self.compute_headline(part, settings)["macro"]
+        return metrics | to_table_percents(scored)

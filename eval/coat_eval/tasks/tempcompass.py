@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 from coat_eval.benchmark import (
     Benchmark,
     Question,
-    ScoredItem,
     Settings,
     pick,
     read_word,
-    to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
@@ -118,10 +116,6 @@ class TempCompass(Benchmark):
         """Return the gold answer for "correct", else "incorrect"."""
         word = read_word(verdict, ("correct", "incorrect"))
         return question.answer if word == "correct" else word
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``type.<kind>`` (avg) and ``<kind>.<aspect>``; both kinds have no common mean."""
-        return to_table_percents(scored)
 
 
 def _iterate_questions(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any], int]]:

@@ -22,7 +22,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     pick,
-    to_percent,
 )
 from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.files import Table
@@ -164,10 +163,6 @@ class TextVqa(Benchmark):
         """Return 0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
         answers = [_process(answer, settings) for answer in question.answer]
         return vqa_text.score_leave_one_out(extracted, answers)
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``accuracy``."""
-        return {"accuracy": to_percent([one.score for one in scored])}
 
     def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
         """Return EvalAI's list of {question_id, answer}."""

@@ -244,11 +244,6 @@ class VideoMmeV2(Benchmark):
         groups = {item["unit"]: item["score"] for item in items if self.counts(metric, item)}
         return [Term(score, unit=name) for name, score in groups.items()]
 
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute the mean scores of groups, and the accuracy over questions."""
-        accuracy = to_percent([float(one.extracted == one.question.answer) for one in scored])
-        return {"average_accuracy": accuracy, **super().aggregate(scored, settings)}
-
 
 def rate_group(right: Collection[int], structure: str) -> float:
     """Return the score of a group, 0 to 1, by the places (from 0) of its right answers."""

@@ -21,8 +21,6 @@ from coat_eval.benchmark import (
     ScoredItem,
     Settings,
     pick,
-    to_percent,
-    to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
@@ -145,15 +143,6 @@ class VizWiz(Benchmark):
         if metric != "unanswerable_rate":
             return super().rate_item(metric, item, profile)
         return float(item["extracted"] == "unanswerable"), 1.0
-
-    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
-        """Compute ``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
-        said = [float(one.extracted == "unanswerable") for one in scored]
-        return {
-            "overall": to_percent([one.score for one in scored]),
-            **to_table_percents(scored),
-            "unanswerable_rate": to_percent(said),
-        }
 
     def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
         """Return EvalAI's list of {image, answer}."""
