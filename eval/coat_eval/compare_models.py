@@ -37,9 +37,9 @@ class Chance:
     """What :func:`coat_eval.uncertainty.compare` finds; None for a metric that is not a mean."""
 
     standard_error: float | None = None
-    """Of the difference, in the metric's unit."""
+    """Standard error of the difference, in the metric's unit."""
     interval: tuple[float, float] | None = None
-    """95%."""
+    """95% interval of the difference."""
     test: str | None = None
     """``McNemar`` or ``permutation``."""
     p_value: float | None = None
