@@ -145,13 +145,15 @@ def format_differences(comparison: Comparison) -> str:
             ]
             for row in rows
         ]
+        header = ("metric", "A", "B", "B - A", "95% interval", "only A right", "only B right")
+        table = _format_table((*header, "p", "detectable", "n"), cells)
         sets = (comparison.sets[first], comparison.sets[second])
         leading = (next(own) for _, own in groupby(rows, lambda row: row.set_name))
         lines += [
             f"A = {first}, B = {second}",
             _describe_comparability(comparison.not_comparable, *sets),
             *_describe_winner((f"{row.set_name} {row.metric}", row) for row in leading),
-            *("", _format_table(_COLUMNS, cells), ""),
+            *("", table, ""),
         ]
     if lines:
         lines.append(
@@ -204,12 +206,6 @@ def find_disagreements(first: ScoredSet, second: ScoredSet) -> tuple[list[int], 
     """Return the indices of the items that only the first, and only the second, gets right."""
     a, b = (np.array([item["score"] for item in one.items]) >= RIGHT for one in (first, second))
     return np.flatnonzero(a & ~b).tolist(), np.flatnonzero(b & ~a).tolist()
-
-
-_COLUMNS = (
-    *("metric", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p"),
-    *("detectable", "n"),
-)
 
 
 def _compare_set(

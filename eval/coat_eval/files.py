@@ -160,8 +160,8 @@ def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
 def _read_workbook(path: Path, file: _File) -> Table:
     """Read the first sheet of an XLSX file; every cell becomes a text.
 
-    A formula becomes its value, or its own text where no program has computed one: openpyxl and
-    XlsxWriter write a text that begins with "=" as a formula, without a value or with 0.
+    A formula becomes its value, or its own text where it has none: a text that begins with "=" is
+    written as a formula without a value by openpyxl, with 0 by XlsxWriter, as an error by Excel.
     """
     try:
         from openpyxl import load_workbook
@@ -177,7 +177,8 @@ def _read_workbook(path: Path, file: _File) -> Table:
     except (zipfile.BadZipFile, KeyError, ValueError, OSError, IndexError, SyntaxError) as error:
         raise DataError(str(path), f"not an XLSX workbook: {error}", _REWRITE) from error
     cells = [list(zip(*rows, strict=True)) for rows in zip(*sheets, strict=True)]
-    computed = any(one.value for row in cells for own, one in row if own.data_type == "f")
+    formulas = [one for row in cells for own, one in row if own.data_type == "f"]
+    computed = any(one.value and one.data_type != "e" for one in formulas)
     names = [str(own.value or "") for own, _ in cells[0]] if cells else []
     _check_names(names, str(path))
     texts = {own.column for row in cells[1:] for own, _ in row if isinstance(own.value, str)}
@@ -185,7 +186,8 @@ def _read_workbook(path: Path, file: _File) -> Table:
     for line, row in enumerate(cells[1:], 2):
         found[line] = dict.fromkeys(filter(None, names), "")
         for name, (own, one) in zip(names, row, strict=False):
-            value = one.value if computed and one.value is not None else own.value
+            known = computed and one.value is not None and one.data_type != "e"
+            value = one.value if known else own.value
             if name and value is not None:
                 value = int(value) if isinstance(value, float) and value.is_integer() else value
                 found[line][name] = text = str(getattr(value, "text", value))  # of an array formula

@@ -123,11 +123,7 @@ def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
 
 
 def _measure(
-    task: str,
-    profile: str,
-    rows: Sequence[Mapping[str, Any]],
-    said: Mapping[str, float],
-    path: Path,
+    task: str, profile: str, rows: Sequence[Any], said: Mapping[str, float], path: Path
 ) -> dict[str, Any]:
     """Return metrics and estimates of items; DataError if the report ``said`` other metrics."""
     benchmark, metrics, estimates = get_benchmark(task), {}, {}

@@ -293,9 +293,7 @@ def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "refe
 
 
 def _check_references(
-    benchmark: Benchmark,
-    references: Sequence[Table],
-    predictions: Sequence[Table],
+    benchmark: Benchmark, references: Sequence[Table], predictions: Sequence[Table]
 ) -> None:
     if not any(table.rows for table in predictions):
         raise DataError(str(predictions[0].path), "has no prediction", "finish the run")

@@ -293,8 +293,8 @@ def _overlap(args: argparse.Namespace) -> int:
     from coat_data.saved_files import check_outputs
     from coat_data.tools.overlap import Benchmarks, as_table, find_overlap
 
-    data = [args.data / name for name in args.against] if args.data else []
-    check_outputs([args.out], [*args.against, *data])
+    folders = (Path(args.data or "") / name for name in args.against)
+    check_outputs([args.out], [*args.against, *folders])
     benchmarks = Benchmarks()
     for name in args.against:
         benchmarks.add(name, _read_questions(name, args.data))

@@ -138,13 +138,17 @@ def workbook(path: Path, rows: Sequence[Sequence[Any]], value: str = "", **forma
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in parts.items():
+            if "#" in value:  # the type of the cell
+                data = re.sub(rb'(<c r="\w+")(><f>)', rb'\1 t="e"\2', data)
             archive.writestr(
                 name, re.sub(b"</f><v ?/>|</f><v></v>", b"</f>" + value.encode(), data)
             )
     return path
 
 
-@pytest.mark.parametrize("value", ["", "<v>0</v>"], ids=["openpyxl", "XlsxWriter"])
+@pytest.mark.parametrize(
+    "value", ["", "<v>0</v>", "<v>#NAME?</v>"], ids=["openpyxl", "XlsxWriter", "Excel"]
+)
 def test_a_text_that_a_workbook_has_as_a_formula_is_that_text(tmp_path: Path, value: str):
     rows = [["index", "A", "prediction"], [1, "=A", "x"], [2, "b", "=1+1"], [3, "#N/A", None]]
     table = read_table(workbook(tmp_path / "t.xlsx", rows, value))
