@@ -42,7 +42,11 @@ class ImageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class VideoConfig:
-    """Sampling and decoding of video frames; each sampled frame is one tile."""
+    """Sampling and decoding of video frames; each sampled frame is one tile.
+
+    With ``model.pretrained`` they change the settings of the family's video processor
+    (guides/long_video.md), whose defaults are its own.
+    """
 
     backend: Literal["pyav", "decord"] = "pyav"
     """``decord`` needs the decord extra and runs in a child process with a time limit, with PyAV
@@ -137,7 +141,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Hub id or local folder of a published vision-language model, which is trained with its own
     processor and chat template (guides/huggingface.md has the families). Of the other keys only
-    ``max_length``, ``max_pixels`` and ``attn_implementation`` may be set with it."""
+    ``max_length``, ``max_pixels``, ``video`` and ``attn_implementation`` may be set with it."""
     vision: VisionConfig | None = field(default_factory=VisionConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
@@ -150,18 +154,23 @@ class ModelConfig:
     max_length: Positive = 2048
     """Maximum tokens of a sample, with image tokens; a longer one is a bad sample."""
     max_pixels: Positive | None = None
-    """Pixels to which larger images are shrunk, for Qwen2.5-VL and Qwen3-VL, whose tokens show 28 x
-    28 and 32 x 32 pixels; the processor's when absent."""
+    """Pixels to which larger images and frames are shrunk, for Qwen2.5-VL and Qwen3-VL, whose
+    tokens show 28 x 28 and 32 x 32 pixels; the processor's when absent."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 
     def __post_init__(self) -> None:
         if self.pretrained is not None:
             self._check_unset(
-                ("vision", "language", "projector", "tokenizer", "image", "video", "template"),
+                ("vision", "language", "projector", "tokenizer", "image", "template"),
                 "has no effect with model.pretrained, whose model and processor determine it; "
                 "remove it, or name the parts of a new model instead of model.pretrained",
             )
+            video, why = self.video, "the family's processor reads frames in its own way; remove it"
+            refused = {"sampling: all": video.sampling == "all", "time_tokens": video.time_tokens}
+            refused |= {"pool_frames": video.pool_frames is not None}
+            given = {f"model.video.{key}": (is_set, why) for key, is_set in refused.items()}
+            refuse("model.pretrained", given)
             return
         if self.max_pixels is not None:
             raise ValueError(

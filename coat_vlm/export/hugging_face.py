@@ -281,8 +281,10 @@ def _save_adapter(
         tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
         seen.add(id(tensor))
     write_tensors(folder / ADAPTER_WEIGHTS, tensors)
-    if isinstance(processor, FamilyProcessor):  # the image size, for an evaluation with the base
+    if isinstance(processor, FamilyProcessor):  # what is shown, for an evaluation with the base
         processor.image_processor.save_pretrained(folder)
+        if processor.video_processor is not None:
+            processor.video_processor.save_pretrained(folder)
 
 
 def _check_folders(source: Path, target: Path) -> Path:

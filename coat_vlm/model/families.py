@@ -15,6 +15,8 @@ from coat_vlm.model.pretrained import read_config
 
 _GRIDS = ("pixel_values", "image_grid_thw")
 _VIDEO_GRIDS = ("pixel_values_videos", "video_grid_thw")
+_RATE = {"fps": "fps", "max_frames": "max_frames", "num_frames": "max_frames"}
+_NUMBER = {"num_frames": "num_frames"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,10 @@ class Videos:
     """Inputs of the model for videos; empty if frames are inputs, and have tokens, as images do."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Frames that the publishers sample, if the files of the video processor do not say it."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of the processor's settings by keys of ``model.video``."""
+    limits_frames: bool = True
+    """Whether ``size.longest_edge`` is that of a frame, not of a whole video (Qwen3-VL)."""
     timed: bool = True
     """Whether the model gets the times of frames."""
 
@@ -73,7 +79,9 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         name="InternVL3",
         model_class="InternVLForConditionalGeneration",
-        videos=Videos(sampling={"num_frames": 8}, timed=False),  # as its model card
+        videos=Videos(  # as its model card
+            sampling={"num_frames": 8}, settings=_NUMBER, timed=False
+        ),
         boxes="tagged thousandths",  # internvl.readthedocs.io, get_started/chat_data_format
     ),
     "llava": Family(
@@ -87,6 +95,7 @@ FAMILIES: dict[str, Family] = {
         videos=Videos(  # LLaVA-VL/LLaVA-NeXT, scripts/train/finetune_onevision.sh
             inputs=("pixel_values_videos", "video_frames"),
             sampling={"num_frames": 32},
+            settings=_NUMBER,
             timed=False,
         ),
     ),
@@ -97,7 +106,9 @@ FAMILIES: dict[str, Family] = {
         projector=("model.visual.merger",),
         inputs=_GRIDS,
         videos=Videos(  # QwenLM/Qwen2.5-VL, qwen-vl-utils/src/qwen_vl_utils/vision_process.py
-            inputs=(*_VIDEO_GRIDS, "second_per_grid_ts"), sampling={"fps": 2.0}
+            inputs=(*_VIDEO_GRIDS, "second_per_grid_ts"),
+            sampling={"fps": 2.0},
+            settings=_RATE,
         ),
         token_types="mm_token_type_ids",
         limits_pixels=True,
@@ -109,7 +120,9 @@ FAMILIES: dict[str, Family] = {
         vision=("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
         projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
         inputs=_GRIDS,
-        videos=Videos(inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}),
+        videos=Videos(
+            inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}, settings=_RATE, limits_frames=False
+        ),
         token_types="mm_token_type_ids",
         limits_pixels=True,
         boxes="thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb

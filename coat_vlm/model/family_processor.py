@@ -11,12 +11,11 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +28,10 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.media.sampling import VideoSettings
 from coat_data.readers.boxes import TAG, rewrite_boxes
-from coat_data.sample import DataError, Media, Part, Sample, Turn, UnsupportedError, errors_within
+from coat_data.sample import DataError, Media, Part, Sample, Turn, errors_within
 from coat_data.text.jinja import JinjaTemplate
 from coat_data.text.tokens import Segment, TokenizerLike
+from coat_vlm.config.model import VideoConfig
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
 from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
@@ -59,17 +59,23 @@ class FamilyProcessor:
         self._family = family
         self.tokenizer = processor.tokenizer
         self.image_processor = processor.image_processor
+        self.video_processor = getattr(processor, "video_processor", None)
         self.max_length = max_length
         self.pad_token_id = find_pad_id(self.tokenizer, vocab_size, processor.image_token)
 
     @classmethod
     def load(
-        cls, where: str, path: str, max_length: int | None = None, max_pixels: int | None = None
+        cls,
+        where: str,
+        path: str,
+        max_length: int | None = None,
+        max_pixels: int | None = None,
+        video: VideoConfig | None = None,
     ) -> "FamilyProcessor":
         """Load the processor of a folder or of a model on the Hub; ``where`` is the recipe key.
 
         The default of ``max_length`` is the length that the model supports. Raises ValueError if
-        the processor cannot be used, or ``max_pixels`` has no effect on it.
+        the processor cannot be used, or ``max_pixels`` or ``video`` have no effect on it.
         """
         family, config = find_family(where, path)
         try:
@@ -93,13 +99,19 @@ class FamilyProcessor:
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
             )
+        changes = limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
         if max_pixels is not None:
-            limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
-            _write_size(files, dict(processor.image_processor.size))
+            size = {"size": dict(processor.image_processor.size), "max_pixels": max_pixels}
+            _write_settings(files, size, "image_")  # or transformers 4's name
+        given = {name: value for name, value in asdict(video or VideoConfig()).items() if value}
+        sampling = {name: given.get(name) for name in ("num_frames", "fps", "max_frames")}
+        changes |= sample_videos("model.video.", processor, config.model_type, sampling)
+        _write_settings(files, changes, "video_", "image_")
         text = config.get_text_config()
         longest: int = text.max_position_embeddings if max_length is None else max_length
         found = cls(processor, family, longest, text.vocab_size)
         found._files = files
+        found.video = VideoSettings(**given)
         return found
 
     def adopt_template(self, name: str | None) -> None:
@@ -112,7 +124,7 @@ class FamilyProcessor:
         return FamilyEncoder(self._processor, self._family, self.max_length, self.video)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files of the folder that it is loaded from, with ``max_pixels`` if given."""
+        """Write the files of the folder that it is loaded from, with the settings of a recipe."""
         for name, content in self._files.items():
             (Path(folder) / name).write_bytes(content)
 
@@ -132,20 +144,59 @@ def _count_patches(config: Any) -> int:
     return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
 
 
-def _write_size(files: dict[str, bytes], size: dict[str, int]) -> None:
-    """Write the image processor's size into the file that has it."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        values = json.loads(files.get(name, "{}"))
-        images = values if name.startswith("pre") else values.get("image_processor")
-        if images:
-            images |= {"size": size, "max_pixels": size["longest_edge"]}  # or transformers 4's name
-            files[name] = (json.dumps(values, indent=2) + "\n").encode()
+def _write_settings(files: dict[str, bytes], changes: dict[str, Any], *parts: str) -> None:
+    """Change settings where the files have those of the first of ``parts`` that they have."""
+    whole = json.loads(files.get("processor_config.json", "{}"))
+    for part in parts:
+        name = f"{part}preprocessor_config.json".removeprefix("image_")
+        own = whole.get(f"{part}processor")
+        if own:
+            files["processor_config.json"] = _dump({**whole, f"{part}processor": own | changes})
+        if name in files:
+            files[name] = _dump(json.loads(files[name]) | changes)
+        if own or name in files:
+            return
 
 
-def limit_pixels(key: str, processor: Any, model_type: str, max_pixels: int | None) -> None:
-    """Shrink larger images to ``max_pixels``; ValueError, with ``key``, if that has no effect."""
+def _dump(values: Any) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def sample_videos(
+    key: str, processor: Any, model_type: str, settings: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """Sample the frames of videos as the ``settings`` of ``model.video`` that are not None say.
+
+    Returns what that changes in the video processor. ValueError, with ``key``, without effect.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    family = FAMILIES.get(model_type)
+    known = family.videos.settings if family and family.videos else {}
+    if unknown := given.keys() - known.keys():
+        name = model_type if family is None else family.name
+        allowed = ", ".join(known) or "none"
+        raise ValueError(
+            f"{key}{unknown.pop()} has no effect with {name}; remove it, and change the files of "
+            f"the video processor in a local folder of the model; allowed: {allowed}"
+        )
+    if not given or family is None or family.videos is None:
+        return {}
+    videos, sampling = processor.video_processor, family.videos.sampling
+    changes = {name: getattr(videos, name) or value for name, value in sampling.items()}
+    changes |= {known[name]: value for name, value in given.items()} | {"do_sample_frames": True}
+    vars(videos).update(changes)
+    return changes
+
+
+def limit_pixels(
+    key: str, processor: Any, model_type: str, max_pixels: int | None
+) -> dict[str, Any]:
+    """Shrink larger images, and frames of videos, to ``max_pixels``.
+
+    Returns what that changes in the video processor. ValueError, with ``key``, without effect.
+    """
     if max_pixels is None:
-        return
+        return {}
     family = FAMILIES.get(model_type)
     if family is None or not family.limits_pixels:
         name = model_type if family is None else family.name
@@ -163,6 +214,15 @@ def limit_pixels(key: str, processor: Any, model_type: str, max_pixels: int | No
             "enlarges small images; raise it"
         )
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})
+    videos, factor = processor.video_processor, images.patch_size * images.merge_size
+    if family.videos is None:
+        return {}
+    if not family.videos.limits_frames:  # its size is that of all frames together
+        changes = {"cap_pixels_per_frame": True, "max_video_tokens": max_pixels // factor**2}
+        vars(videos).update(changes)
+        return changes
+    videos.size = type(videos.size)(**{**dict(videos.size), "longest_edge": max_pixels})
+    return {"size": dict(videos.size), "max_pixels": max_pixels}
 
 
 def _image_options(processor: Any) -> dict[str, Any]:
@@ -244,25 +304,18 @@ class FamilyEncoder(Encoder):
             return Size(len(self(sample).input_ids), len(sample.media))
         self.check_kind(sample)
         segments = self.segments(sample)
+        self._check_media(sample, segments)
         with errors_within(sample.where):
             texts, _, tiles = self._read(_in_order(sample, segments), self.media.measure_video)
             ids, _ = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
         return Size(len(ids), tiles)
 
-    def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Return ids and labels, with each medium as one token; see :meth:`Encoder.layout`."""
-        segments = self.segments(sample)
-        tokens = {kind: token for token, kind in self.media_token_ids.items()}
-        names = {kind: self.tokenizer.decode([token]) for kind, token in tokens.items()}
-        media = _in_order(sample, segments)
-        return self._tokens(segments, [names.get(m.kind, self._image_token) for m in media])
-
     def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation, with boxes as the family writes them."""
         if self._family.videos is None and any(one.kind == "video" for one in sample.media):
             names = ", ".join(one.name for one in FAMILIES.values() if one.videos is not None)
-            raise UnsupportedError(
+            raise DataError(
                 sample.where,
                 f"shows a video, and {self._family.name} is trained on images and text",
                 f"remove the row or its source, or train a family with videos: {names}",
@@ -302,23 +355,27 @@ class FamilyEncoder(Encoder):
 
     def describe_pixels(self, encoded: EncodedSample) -> str:
         """Return the sizes of the images and videos that the model gets, for people."""
-        names = {"image_grid_thw": "image_processor", "video_grid_thw": "video_processor"}
-        found = []
-        for name in names.keys() & encoded.extras.keys():
-            part = getattr(self._processor, names[name])
-            for frames, rows, columns in encoded.extras[name].tolist():
-                many = f"{frames * part.temporal_patch_size} x " if "video" in name else ""
-                found.append(f"{many}{columns * part.patch_size} x {rows * part.patch_size}")
-        if found:
-            return ", ".join(sorted(found, key=lambda size: size.count("x")))
-        return super().describe_pixels(encoded)
+        sizes = []
+        for kind, before in (("image", ""), ("video", "{} x ")):
+            for count, rows, columns in encoded.extras.get(
+                f"{kind}_grid_thw", torch.empty(0)
+            ).tolist():
+                side = self._processor.image_processor.patch_size
+                sizes.append(f"{before.format(count)}{columns * side} x {rows * side}")
+        return ", ".join(sizes) or super().describe_pixels(encoded)
+
+    def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
+        ordered = replace(sample, media=tuple(_in_order(sample, segments)))
+        super()._check_media(ordered, segments)
 
     def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
+        self._check_media(sample, segments)
         with errors_within(sample.where):
-            texts, inputs, tiles = self._read(_in_order(sample, segments), self.media.read_video)
+            texts, found, tiles = self._read(_in_order(sample, segments), self.media.read_video)
             ids, labels = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
         counts, self.media.counts = self.media.counts, Counter()
+        inputs = _join(found)
         return EncodedSample(
             as_tensor(ids),
             as_tensor(labels),
@@ -343,8 +400,8 @@ class FamilyEncoder(Encoder):
 
     def _read(
         self, media: Sequence[Media], read_video: Callable[[Media], EncodedVideo]
-    ) -> tuple[list[str], dict[str, Tensor], int]:
-        """Return the text of each medium's tokens, the model's inputs, and images and frames."""
+    ) -> tuple[list[str], list[dict[str, Tensor]], int]:
+        """Return the text of each medium's tokens, inputs of the model, and images and frames."""
         texts: dict[str, list[str]] = {"image": [], "video": []}
         inputs: list[dict[str, Tensor]] = []
         tiles = 0
@@ -364,7 +421,7 @@ class FamilyEncoder(Encoder):
                 tiles += sum(video.frames for video in videos)
             texts[kind] += found
         remaining = {kind: iter(found) for kind, found in texts.items()}
-        return [next(remaining[medium.kind]) for medium in media], _join(inputs), tiles
+        return [next(remaining[medium.kind]) for medium in media], inputs, tiles
 
     def _read_images(self, images: Sequence[Image.Image]) -> tuple[list[str], dict[str, Tensor]]:
         """Return the text of each image's tokens, and the model's inputs for the images."""
@@ -397,18 +454,12 @@ class FamilyEncoder(Encoder):
 
 
 def _in_order(sample: Sample, segments: Sequence[Segment]) -> list[Media]:
-    """Return the media in the order in which the chat template writes them."""
+    """Return the media in the order in which the chat template writes them, if they are those."""
     kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
-    own = [medium.kind for medium in sample.media]
-    if sorted(kinds) != sorted(own):
-        raise DataError(
-            sample.where,
-            f"the conversation shows {kinds} but the files are {own}",
-            "make the <image>/<video> placeholders match the listed files",
-        )
-    media = sorted(sample.media, key=lambda medium: medium.kind)  # stable: in order by kind
-    places = sorted(range(len(kinds)), key=kinds.__getitem__)
-    return [medium for _, medium in sorted(zip(places, media, strict=True), key=itemgetter(0))]
+    if sorted(kinds) != sorted(medium.kind for medium in sample.media):
+        return [*sample.media]
+    own = {kind: iter([one for one in sample.media if one.kind == kind]) for kind in kinds}
+    return [next(own[kind]) for kind in kinds]
 
 
 def _join(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -33,6 +33,16 @@ def is_family(folder: str | Path) -> bool:
     return found.get("model_type") in FAMILIES
 
 
+def takes_videos(name: str) -> bool:
+    """Return whether a folder, or a model of the Hub, is trained on videos and not quantized."""
+    try:
+        found, _ = PretrainedConfig.get_config_dict(name)
+    except (OSError, ValueError):
+        return False  # the loader names what is wrong
+    family = FAMILIES.get(found.get("model_type", ""))
+    return bool(family and family.videos) and "quantization_config" not in found
+
+
 def load_model(
     folder: str | Path,
     dtype: Any,
@@ -101,7 +111,7 @@ def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
     """Load the processor of a stage that starts from a folder, with the recipe's settings."""
     start = str(find_model(Path(start)).folder)
     if recipe.model.pretrained is not None:
-        limits = recipe.model.max_length, recipe.model.max_pixels
-        return FamilyProcessor.load("init_from", start, *limits)
+        own = recipe.model.max_length, recipe.model.max_pixels, recipe.model.video
+        return FamilyProcessor.load("init_from", start, *own)
     saved = load_auto(CoatVlmProcessor, start)
     return continue_processor(recipe.model, saved, CoatVlmConfig.from_pretrained(start))

@@ -217,7 +217,8 @@ def _build_processor(
     if model.pretrained is not None:
         with findings.collect():
             source = ("model.pretrained", model.pretrained)
-            return FamilyProcessor.load(*source, model.max_length, model.max_pixels), 0
+            own = model.max_length, model.max_pixels, model.video
+            return FamilyProcessor.load(*source, *own), 0
         return None, 0
     if _needs_weights(recipe):
         return None, 0

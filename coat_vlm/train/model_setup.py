@@ -236,8 +236,8 @@ def load_initial_model(
     if recipe.model.pretrained is not None:
         source = ("model.pretrained", recipe.model.pretrained)
         model = load_family_model(*source, dtype, recipe.model.attn_implementation)
-        limits = recipe.model.max_length, recipe.model.max_pixels
-        return model, FamilyProcessor.load(*source, *limits)
+        own = recipe.model.max_length, recipe.model.max_pixels, recipe.model.video
+        return model, FamilyProcessor.load(*source, *own)
     vocab_size = recipe.model.tokenizer.train_vocab_size
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:

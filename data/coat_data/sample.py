@@ -76,10 +76,6 @@ def errors_within(where: str) -> Iterator[None]:
         raise error if error.where == where else error.within(where) from error
 
 
-class UnsupportedError(DataError):
-    """The model takes no such rows: training does not start."""
-
-
 class UnreachableError(DataError):
     """A network or server failed (a transient I/O error); the file may exist and be good."""
 

@@ -1,7 +1,7 @@
-"""Model adapter for any image-text-to-text model of Hugging Face with a chat template.
+"""Model adapter for any other image-text-to-text model of Hugging Face with a chat template.
 
-If processor and chat template support videos (Qwen2-VL, LLaVA-OneVision, InternVL, ...), the frames
-of a video are passed as a video with their times. Otherwise each frame is an image.
+If processor and chat template support videos, the frames of a video are passed as a video with
+their times. Otherwise each frame is an image.
 """
 
 from collections.abc import Sequence

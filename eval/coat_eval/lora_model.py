@@ -17,23 +17,26 @@ def adapted(
 ) -> Iterator[ModelAdapter]:
     """Merge the adapter in a folder, if one is given, into a model until the context ends.
 
-    ``own_size``: images get the size with which the adapter was trained, if its folder has it.
+    ``own_size``: images and videos are resized and sampled as the adapter was trained, if its
+    folder says how.
     """
     if folder is None:
         yield base
         return
-    images: Any = getattr(base.encoder, "image_processor", None)
-    before = getattr(images, "size", None)
-    if own_size and before is not None and (folder / "preprocessor_config.json").is_file():
-        images.size = type(images).from_pretrained(folder).size
+    before: list[tuple[Any, dict[str, Any]]] = []
+    for kind, file in (("image", ""), ("video", "video_")):
+        part: Any = getattr(base.encoder, f"{kind}_processor", None)
+        if own_size and part is not None and (folder / f"{file}preprocessor_config.json").is_file():
+            before.append((part, {**vars(part)}))
+            vars(part).update(vars(type(part).from_pretrained(folder)))
     try:
         with merged_adapter(base.model, folder, name):
             yield base.with_identity(
                 lambda: {**base.identity, "adapter_sha256": folder_sha256(folder)}
             )
     finally:
-        if before is not None:
-            images.size = before
+        for part, settings in before:
+            vars(part).update(settings)
 
 
 def name_adapters(given: Sequence[str]) -> Mapping[str, Path]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 
 from coat_data.sample import DataError
 from coat_data.saved_files import check_outputs
@@ -48,6 +49,8 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
+from coat_vlm.model.family_processor import sample_videos
+from coat_vlm.model.folder import takes_videos
 from coat_vlm.model.named_model import find_final_model, find_model
 from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
 from coat_vlm.train.evaluation import EvalSubset
@@ -62,16 +65,25 @@ _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 
 
 def load_adapter(
-    model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
+    model: str, device: torch.device, precision: str | None = None, num_frames: int | None = None
 ) -> ModelAdapter:
-    """Load what a folder names (:func:`find_model`), or a model of Hugging Face, also by name."""
-    if is_own(Path(model)):
-        return CoatAdapter.load(model, device, precision)
+    """Load what a folder names (:func:`find_model`), or a model of Hugging Face, also by name.
+
+    ``num_frames`` of a video are shown to published models. ValueError if it has no effect.
+    """
+    if is_own(Path(model)) or takes_videos(model):
+        folder = model if Path(model).exists() else snapshot_download(model)
+        adapter = CoatAdapter.load(folder, device, precision)
+        if num_frames is None:
+            return adapter
+        key, kind = "--num-frames: model.video.", adapter.model.config.model_type
+        sample_videos(key, adapter.encoder, kind, {"num_frames": num_frames})
+        return adapter.with_identity(lambda: {**adapter.identity, "num_frames": num_frames})
     if precision is not None:
         raise ValueError(
             f"{model} is not a checkpoint of this project: it has its own dtype; drop --precision"
         )
-    return HubAdapter.load(model, device, num_frames)
+    return HubAdapter.load(model, device, num_frames or 8)
 
 
 def is_own(folder: Path) -> bool:

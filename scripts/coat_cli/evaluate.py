@@ -119,7 +119,8 @@ recipe started from; the difference between the two results is the effect of tra
         "--num-frames",
         type=at_least(1),
         metavar="N",
-        help="frames per video for models of other projects; default 8",
+        help="frames per video for published models; default: those of the family's processor "
+        "(guides/huggingface.md), 8 for other models",
     )
     add(
         "--num-workers",
@@ -263,11 +264,11 @@ def _load(args: argparse.Namespace, device: Any) -> Any:
     from coat_eval.served_model import ServedModel
     from coat_vlm.model.family_processor import limit_pixels
 
-    frames = args.num_frames or 8
     if args.server is not None:
         client = connect("--server", args.server, args.model, args.server_key)
+        frames = args.num_frames or 8
         return ServedModel(client, num_frames=frames, line_breaks=is_own(Path(args.model)))
-    model = load_adapter(args.model, device, args.precision, frames)
+    model = load_adapter(args.model, device, args.precision, args.num_frames)
     kind = model.model.config.model_type
     limit_pixels("--max-pixels", model.encoder, kind, args.max_pixels)
     return model

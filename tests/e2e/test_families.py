@@ -261,10 +261,10 @@ def test_one_image_size(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The base and adapters were evaluated at the processor's own limit: 1,024 pixels here."""
+    """Also of videos, and for the base with adapters; the processor's own is 1,024 pixels."""
     source, run = published / FIRST, tmp_path / "run"
     recipe = make_recipe(tiny_data, source, run, questions)
-    recipe["model"]["max_pixels"] = 256
+    recipe["model"] |= {"max_pixels": 256, "video": {"num_frames": 6}}
     stage = recipe["stages"].pop("align") | {"save_steps": 1, "lora": {"rank": 4, "alpha": 8}}
     recipe["stages"]["sft"] = {
         **stage,
@@ -407,6 +407,8 @@ def test_another_family_ends_before_the_engine(
     [
         (["model.template=chatml"], "model.template has no effect with model.pretrained"),
         (["model.image.mode=pad"], "model.image has no effect with model.pretrained"),
+        (["model.video.time_tokens=true"], "model.video.time_tokens is not supported with model.p"),
+        (["model.video.sampling=all"], "model.video.sampling: all is not supported with model.pre"),
         (["model.language.name_or_path=a/b"], "model.language has no effect with model.pret"),
         (["stages.sft.packing=true"], "stages.sft.packing is not supported with model.pret"),
         (["stages.sft.template=plain"], "stages.sft.template is not supported with model.pr"),
@@ -419,8 +421,8 @@ def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -
     path = tiny_run.write_recipe(recipe, tmp_path / "recipe.yaml")
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(str(path), changes)
-    saved = load_recipe(str(path), ["model.max_pixels=200704"])
-    assert saved.model.max_pixels == 200704
+    saved = load_recipe(str(path), ["model.max_pixels=200704", "model.video.num_frames=9"])
+    assert (saved.model.max_pixels, saved.model.video.num_frames) == (200704, 9)
     with pytest.raises(ValueError, match=r"model\.max_pixels has no effect without model\.pretr"):
         load_recipe("vila_sft", ["model.max_pixels=9"], unset_variables=True)
     save_recipe(saved, tmp_path / "saved.yaml")

@@ -1,6 +1,7 @@
 """Published models trained on texts, images and videos in one data set, and asked about videos."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from coat_cli.main import main
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.generate import generate, load
 from coat_vlm.model.families import FAMILIES
+from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
 
 FIRST = "qwen3_vl"
 WITH_VIDEOS = [name for name, family in FAMILIES.items() if family.videos is not None]
@@ -131,3 +133,58 @@ def test_questions_about_videos(
     # Four frames a second apart: of the words, those on screen at 0 and 3 seconds.
     assert "first words\nlast words\n" in prompts[0]["prompt"]
     assert "never shown" not in prompts[0]["prompt"]
+
+
+def test_sampling_of_a_run_its_model_and_its_adapters(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answer as the merged model, from as many frames; the base has its own number."""
+    seen: list[int] = []
+    read = FamilyMedia.read_video
+
+    def read_video(self: FamilyMedia, media: Media) -> EncodedVideo:
+        seen.append((video := read(self, media)).frames)
+        return video
+
+    monkeypatch.setattr(FamilyMedia, "read_video", read_video)
+    source, run = tmp_path / "model", tmp_path / "run"
+    MAKERS[FIRST](source)
+    recipe = make_recipe(mixed, source, run)
+    recipe["model"]["video"] = {"num_frames": 6}
+    stage = recipe["stages"]["sft"] | {"lora": {"rank": 4}, "max_steps": 1}
+    recipe["stages"]["sft"] = {
+        n: own for n, own in stage.items() if n not in ("vision", "projector")
+    }
+    train(recipe, tmp_path)
+    questions = tmp_path / "questions"
+    questions.mkdir()
+    shutil.copy(mixed / "2.mp4", questions)
+    row = {"question_id": "1", "video": "2.mp4", "text": "Is it red?", "answer": "yes"}
+    (questions / "questions.jsonl").write_text(json.dumps(row))
+
+    def ask(name: str, folder: Path, *more: str) -> tuple[str, set[int], int | None]:
+        out = tmp_path / "out" / name
+        words = ["--tasks", f"yes_no={questions}", "--to", str(out), "--max-new-tokens", "4"]
+        seen.clear()
+        assert main(["eval", "--model", str(folder), *words, *more]) == 0
+        (report,) = out.rglob("report.json")
+        prediction = (report.parent / "predictions.jsonl").read_text()
+        return prediction, {*seen}, json.loads(report.read_text()).get("num_frames")
+
+    model = run / "sft" / "model"
+    expected = ask("run", run)
+    assert expected[1:] == ({6}, None)
+    assert ask("model", model) == expected
+    assert ask("own", source, "--adapters", str(model / "adapter")) == expected
+    assert ask("base", source)[1:] == ({10}, None)  # 2 a second of 25 at 5 a second
+    assert ask("limited", source, "--num-frames", "6")[1:] == ({6}, 6)
+
+
+def test_a_video_of_a_family_without_them_ends_before_the_engine(
+    mixed: Path, tmp_path: Path
+) -> None:
+    MAKERS["llava"](tmp_path / "model")
+    done = tiny_run.train(make_recipe(mixed, tmp_path / "model", tmp_path / "run"), tmp_path)
+    assert done.returncode == 2
+    assert "data.json:1: shows a video, and LLaVA-1.5 is trained on images and text" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,6 @@ packets are held up to the next keyframe at most.
 import contextlib
 import gc
 import io
-import math
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -80,12 +79,12 @@ class PyavVideo:
         self._max_pixels = max_pixels
         self._container = _open(media, max_pixels)
         self._stream = _video_stream(self._container)
-        if not all(self.frame_size):  # for some codecs the limit hides the size
+        if not self.frame_pixels:  # for some codecs the limit hides the size
             self._container.close()
             self._container = _open(media, None)
             self._stream = _video_stream(self._container)
         codec = self._stream.codec_context
-        if math.prod(self.frame_size) > max_pixels:
+        if self.frame_pixels > max_pixels:
             self._container.close()
             raise DataError(
                 media.name,
@@ -95,9 +94,9 @@ class PyavVideo:
         codec.options = {"max_pixels": str(max_pixels)}  # the size may change in the stream
 
     @property
-    def frame_size(self) -> tuple[int, int]:
-        """Width and height of a frame in pixels, by the header."""
-        return self._stream.codec_context.width, self._stream.codec_context.height
+    def frame_pixels(self) -> int:
+        """Pixels of a frame, by the header."""
+        return self._stream.codec_context.width * self._stream.codec_context.height
 
     def __enter__(self) -> "PyavVideo":
         return self

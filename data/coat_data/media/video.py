@@ -26,7 +26,7 @@ from PIL import Image
 from coat_data.containers.media_files import image_suffixes, natural_key
 from coat_data.containers.remote_file import is_url
 from coat_data.media.decord_reader import DecordError, DecordReader
-from coat_data.media.image import image_size, is_animated, open_image
+from coat_data.media.image import is_animated, open_image
 from coat_data.media.pyav_reader import PyavVideo, TimeSpan
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings, middles
@@ -60,14 +60,8 @@ class FrameCount:
     """At least 1."""
     fps: float | None
     """Mean frames per second; None for frames and files without times."""
-    size: tuple[int, int]
-    """Width and height in pixels, by the header."""
     first: int = 0
     """Number of the part's first frame in the video."""
-
-
-ChooseFrames = Callable[[FrameCount], Sequence[int]]
-"""Returns the numbers of the frames to read, ascending, counted from the part's first one."""
 
 
 class VideoReader:
@@ -123,39 +117,43 @@ class VideoReader:
         return Clip([image for _, image in frames], starts, duration)
 
     def read_numbers(
-        self, media: Media, choose: ChooseFrames, convert: Convert | None = None
+        self,
+        media: Media,
+        choose: Callable[[FrameCount], Sequence[int]],
+        convert: Convert | None = None,
     ) -> list[Any]:
-        """Read the frames with the numbers that ``choose`` returns; a number may occur twice.
+        """Read the frames with the ascending numbers that ``choose`` returns, also repeatedly.
 
         In a file, frame n is the one on screen at (n + 1/2) / fps: at a constant rate the n-th, and
         otherwise one whose time is the one of its number. DataError as :meth:`read`.
         """
         if (paths := _frames_of(media)) is not None:
             self.counts["video_folder"] += 1
-            count = self.count(media)
-            chosen = [paths[count.first + number] for number in choose(count)]
-            opened = ((0.0, open_image(path)) for path in chosen)
+            opened = ((0.0, open_image(paths[number])) for number in choose(self.count(media)))
             return [frame for _, frame in self._kept(opened, media, convert)]
         media = fetch_media(media)
         with self._opened(media) as video:
-            count, start, rate = _count_frames(media, video)
-            times = [start + (count.first + n + 0.5) / rate for n in choose(count)]
+            span = _count_span(video)
+            step = span.duration_s / (span.num_frames or 1)
+            numbers = choose(_count_part(media, span))
+            times = [span.start_s + (number + 0.5) * step for number in numbers]
             frames = self._kept(self._frames(video, media, times), media, convert)
         if not frames:
             raise _unreadable(media, "no frame could be decoded")
         starts = [time for time, _ in frames]
-        if times[-1] - starts[-1] > 2 * max(1 / rate, *(b - a for a, b in pairwise(starts)), 0.0):
+        if times[-1] - starts[-1] > 2 * max(step, *(b - a for a, b in pairwise(starts)), 0.0):
             self.counts["video_short"] += 1
         return [frames[max(0, bisect_right(starts, time) - 1)][1] for time in times]
 
     def count(self, media: Media) -> FrameCount:
         """Count the frames from the header, or from the packets if it does not have the number."""
-        if (paths := _frames_of(media)) is None:
-            media = fetch_media(media)
-            with self._opened(media) as video:
-                return _count_frames(media, video)[0]
-        span = TimeSpan(0.0, len(paths) / (media.fps or 1.0), len(paths), media.fps is not None)
-        return _count_part(media, span, len(paths), image_size(paths[0]))
+        if (paths := _frames_of(media)) is not None:
+            seconds = len(paths) / (media.fps or 1.0)
+            span = TimeSpan(0.0, seconds, len(paths), timed=media.fps is not None)
+            return _count_part(media, span)
+        media = fetch_media(media)
+        with self._opened(media) as video:
+            return _count_part(media, _count_span(video))
 
     def plan(self, media: Media) -> tuple[int, list[float] | None]:
         """Return the number and times of the frames of :meth:`read`, from the header.
@@ -202,9 +200,7 @@ class VideoReader:
     def _frames(
         self, video: PyavVideo, media: Media, times: list[float]
     ) -> Iterable[tuple[float, Image.Image]]:
-        fits = (
-            math.prod(video.frame_size) * len(times) <= self.settings.max_total_pixels
-        )  # held at once
+        fits = video.frame_pixels * len(times) <= self.settings.max_total_pixels  # held at once
         if self._decord is not None and not (fits and video.suits_decord()):
             self.counts["video_decord_unsuited"] += 1
         elif self._decord is not None:
@@ -308,26 +304,24 @@ def _frames_of(media: Media) -> Sequence[Media] | None:
     return replace(media, frames=tuple(map(str, paths))).frame_images()
 
 
-def _count_frames(media: Media, video: PyavVideo) -> tuple[FrameCount, float, float]:
-    """Return the frames of a file, its first time in seconds, and frames per unit of its times."""
+def _count_span(video: PyavVideo) -> TimeSpan:
+    """Return the span of a file, with its number of frames and a duration above 0."""
     span = video.span()
-    if span.num_frames is None:
-        times = video.packet_times()
-        gap = (times[-1] - times[0]) / max(1, len(times) - 1)
-        duration = gap * len(times) or span.duration_s or 1.0
-        span = replace(span, num_frames=len(times), duration_s=duration)
-    number = span.num_frames or 1
-    count = _count_part(media, span, number, video.frame_size)
-    return count, span.start_s, number / span.duration_s
+    if span.num_frames is not None:
+        return span
+    times = video.packet_times()
+    step = (times[-1] - times[0]) / max(1, len(times) - 1)
+    duration = step * len(times) or span.duration_s or 1.0
+    return replace(span, num_frames=len(times), duration_s=duration)
 
 
-def _count_part(media: Media, span: TimeSpan, number: int, size: tuple[int, int]) -> FrameCount:
-    start, duration = _time_range(media, span)
-    rate = number / span.duration_s
-    first, last = (math.ceil((t - span.start_s) * rate - 1e-6) for t in (start, start + duration))
-    first = min(first, number - 1)
-    number = max(1, min(last, number) - first)
-    return FrameCount(number, rate if span.timed else None, size, first)
+def _count_part(media: Media, span: TimeSpan) -> FrameCount:
+    whole, (start, duration) = span.num_frames or 1, _time_range(media, span)
+    rate, begin = whole / span.duration_s, start - span.start_s
+    first, end = (math.ceil(time * rate - 1e-6) for time in (begin, begin + duration))
+    first = min(first, whole - 1)
+    number = max(1, min(end, whole) - first)
+    return FrameCount(number, rate if span.timed else None, first)
 
 
 def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:

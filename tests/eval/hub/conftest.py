@@ -10,7 +10,6 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from coat_eval.hub_model import HubAdapter
-from coat_eval.runner import load_adapter
 
 SPECIAL = [
     "<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -174,9 +173,7 @@ def load() -> Callable[[Path], HubAdapter]:
     """The function that loads a model, which sees two frames of a video."""
 
     def loaded(folder: Path) -> HubAdapter:
-        adapter = load_adapter(str(folder), torch.device("cpu"), num_frames=2)
-        assert isinstance(adapter, HubAdapter)
-        return adapter
+        return HubAdapter.load(str(folder), torch.device("cpu"), 2)
 
     return loaded
 

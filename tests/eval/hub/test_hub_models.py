@@ -123,14 +123,16 @@ def test_a_video_is_shown_as_its_frames(load: Load, folder: Path, benchmarks: Pa
         encoder.encode(prompt_sample("what ?", [Media(kind="video", path="gone.mp4")]))
 
 
-def test_the_command_takes_it(folder: Path, benchmarks: Path, tmp_path: Path):
+def test_the_command_takes_it(llava: Callable[[Path], None], benchmarks: Path, tmp_path: Path):
+    folder = tmp_path / "model"
+    llava(folder)
     tasks = "pope,videomme_subtitles,seedbench_likelihood"
     words = ["--model", str(folder), "--tasks", *tasks.split(","), "--num-frames", "2"]
-    where = ["--data", str(benchmarks), "--to", str(tmp_path), "--max-new-tokens", "2"]
+    where = ["--data", str(benchmarks), "--to", str(tmp_path / "out"), "--max-new-tokens", "2"]
     assert main(["eval", *words, *where]) == 0
-    lines = (tmp_path / "pope" / "predictions.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "pope" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 18
-    said = json.loads((tmp_path / "videomme_subtitles" / "run.json").read_text())
+    said = json.loads((tmp_path / "out" / "videomme_subtitles" / "run.json").read_text())
     assert (said["num_frames"], said["videos_as"]) == (2, "images")
 
 
