@@ -170,6 +170,9 @@ def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, torch.Tensor
         inputs["pixel_values"] = batch["pixel_values"].to(dtype=model.dtype)
     layout: dict[str, Any] = {**batch}
     inputs |= {name: layout[name] for name in ("image_grids", "frame_groups") if name in layout}
+    make_types = getattr(model, "make_token_types", None)
+    if make_types is not None:
+        inputs |= make_types(batch["input_ids"], batch["labels"])
     return {name: value.to(model.device) for name, value in inputs.items()}
 
 

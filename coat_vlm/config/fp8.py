@@ -30,8 +30,8 @@ class Fp8Config:
     projector: LinearPrecision = "bf16"
     """Linear layers of the projector: there are few, and all image features pass through them."""
     language: BlockPrecision | None = None
-    """Decoder blocks of the language model: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 3, and
-    those of Qwen2.5-VL and Qwen3-VL; the run's precision when absent."""
+    """Decoder blocks of the language model: Llama, Mistral, Qwen, Gemma, and those in the table of
+    docs/guides/huggingface.md; the run's precision when absent."""
     lm_head: HeadPrecision | None = None
     """The output layer. ``fp8_gradients``: logits in BF16, and in this project's loss the
     grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8. When absent,

@@ -1,18 +1,18 @@
 """Forward passes in FP8 for layers of transformers, with the original parameters.
 
-Decoder layers (Llama, Mistral, Qwen, Gemma 3):
+Decoder layers (Llama, Mistral, Qwen, Gemma, GLM-V):
 
     residual -> [RMSNorm -> FP8 -> q, k, v -> rope] -> attention -> FP8 -> o_proj -> +
     residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
-Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Qwen-VL's towers):
+Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Pixtral, Qwen-VL's, GLM-V's towers):
 
     residual -> [norm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
     residual -> [norm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
 A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``). Everything else stays in the
 model's dtype, as in the paper (arXiv 2410.19313, figure 2), also what a family computes between a
-bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
+bracket and its ``+``: Gemma's and GLM-V's second norms, InternVL's layer scale.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -44,8 +44,12 @@ class Fp8Layer:
     """Classes of transformers that this forward pass reproduces."""
     LINEARS: ClassVar[Sequence[str]]
     """The linear layers whose weights the forward pass reads, in its order."""
+    NORMS: ClassVar[Sequence[str]]
+    """The norms before attention and before the MLP, and those behind them, if there are any."""
     ACTIVATIONS: ClassVar[dict[str, str]]
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
+    NOTE: ClassVar[str] = ""
+    """What :func:`coat_vlm.fp8.convert` reports in addition."""
 
     fp8_group_size: int
     """Channels per scale of saved activations."""
@@ -58,13 +62,17 @@ class Fp8DecoderLayer(Fp8Layer):
 
     ORIGINALS = (
         *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
-        *("Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer", "Gemma3DecoderLayer"),
+        *("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"),
+        "GemmaDecoderLayer",
     )
     LINEARS = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
+    NORMS = ("input_layernorm", "post_attention_layernorm")
     ACTIVATIONS = _GATED
+    rotates_halves: ClassVar[bool] = True
+    """Whether rotary channels i and i + D / 2 are a pair, as in the kernel; else the model's."""
 
     def forward(
         self: Any,
@@ -79,21 +87,27 @@ class Fp8DecoderLayer(Fp8Layer):
         """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
         attention = self.self_attn
         assert position_embeddings is not None
+        first, second, *behind = (getattr(self, name) for name in self.NORMS)
+        *into, last = (self.get_submodule(name) for name in self.LINEARS[4:])
         dropout = attention.attention_dropout if attention.training else 0.0
         # A cache saves attention's inputs. The backward pass cannot repeat dropout.
         recompute = self.fp8_recompute_qkv and past_key_values is None and not dropout
         (query, key, value), source, residual = norm_heads(
             hidden_states,
-            self.input_layernorm,
+            first,
             attention,
             self.fp8_group_size,
             recompute,
             position_embeddings,
+            self.rotates_halves,
         )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         # Mistral has its window in the configuration, Qwen in the module, Llama has none.
         window = getattr(attention.config, "sliding_window", None)
+        softcap = getattr(attention, "attn_logit_softcapping", None)  # Gemma 2's
+        if softcap is not None:
+            kwargs["softcap"] = softcap
         delta = attention_output(
             attention,
             (query, key, value),
@@ -108,20 +122,84 @@ class Fp8DecoderLayer(Fp8Layer):
             **kwargs,
         )
         del query, key, value, source  # frees memory before the MLP
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        second_norms = hasattr(self, "pre_feedforward_layernorm")  # Gemma 3's
-        if second_norms:
-            delta, norm = norm(delta), self.pre_feedforward_layernorm
         y, residual = norm_mlp(
             residual,
-            norm,
-            (mlp.gate_proj, mlp.up_proj),
-            mlp.down_proj,
+            second,
+            into,
+            last,
             self.ACTIVATIONS[activation_of(attention)],
             self.fp8_group_size,
-            delta=delta,
+            delta=behind[0](delta) if behind else delta,
         )
-        return residual + (self.post_feedforward_layernorm(y) if second_norms else y)
+        return residual + (behind[1](y) if behind else y)
+
+
+class Fp8GemmaDecoderLayer(Fp8DecoderLayer):
+    """Mixin for decoder layers with norms behind attention and MLP: those of Gemma 2 and 3."""
+
+    ORIGINALS = ("Gemma2DecoderLayer", "Gemma3DecoderLayer")
+    NORMS = (
+        *("input_layernorm", "pre_feedforward_layernorm"),
+        *("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+class Fp8GlmDecoderLayer(Fp8DecoderLayer):
+    """Mixin for GLM-V's decoder layers, which have gate and up in one linear layer."""
+
+    ORIGINALS = ("Glm4vTextDecoderLayer",)
+    LINEARS = (*Fp8DecoderLayer.LINEARS[:4], "mlp.gate_up_proj", "mlp.down_proj")
+    NORMS = (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("post_self_attn_layernorm", "post_mlp_layernorm"),
+    )
+    rotates_halves = False
+
+
+class Fp8MlpLayer(Fp8Layer):
+    """Mixin for decoder layers of which only the norm and MLP are FP8.
+
+    The original's forward pass computes the rest in the model's dtype: linear attention, short
+    convolutions, keys that layers share, inputs per layer.
+    """
+
+    ORIGINALS = ("Qwen3_5DecoderLayer",)
+    LINEARS: ClassVar[Sequence[str]] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    NORMS = ("post_attention_layernorm",)
+    ACTIVATIONS = _GATED
+    NOTE = ", only its MLP"
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the original, whose norm returns its input, which the MLP normalizes itself."""
+        norm = getattr(self, self.NORMS[0])
+        *into, last = (self.get_submodule(name) for name in self.LINEARS)
+        mlp = self.get_submodule(self.LINEARS[0].partition(".")[0])
+        activation = self.ACTIVATIONS[activation_of(mlp)]
+        group_size = self.fp8_group_size
+
+        def compute(x: Tensor) -> Tensor:
+            return norm_mlp(x, norm, into, last, activation, group_size)[0]
+
+        norm.forward, mlp.forward = nn.Identity.forward.__get__(norm), compute
+        try:
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            del norm.forward, mlp.forward
+
+
+class Fp8GemmaMlpLayer(Fp8MlpLayer):
+    """Mixin for Gemma 4's decoder layers."""
+
+    ORIGINALS = ("Gemma4TextDecoderLayer",)
+    NORMS = ("pre_feedforward_layernorm",)
+
+
+class Fp8LfmMlpLayer(Fp8MlpLayer):
+    """Mixin for LFM2's decoder layers."""
+
+    ORIGINALS = ("Lfm2DecoderLayer",)
+    LINEARS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
+    NORMS = ("ffn_norm",)
 
 
 class Fp8Encoder(Fp8Layer):
@@ -135,12 +213,13 @@ class Fp8EncoderLayer(Fp8Encoder):
 
     ORIGINALS = (
         *("SiglipEncoderLayer", "CLIPEncoderLayer"),
-        *("SmolVLMEncoderLayer", "Idefics3EncoderLayer"),
+        *("SmolVLMEncoderLayer", "Idefics3EncoderLayer", "Siglip2EncoderLayer"),
     )
     LINEARS = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
         *("mlp.fc1", "mlp.fc2"),
     )
+    NORMS = ("layer_norm1", "layer_norm2")
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -150,11 +229,42 @@ class Fp8EncoderLayer(Fp8Encoder):
         return _encode(
             self,
             hidden_states,
-            (self.layer_norm1, self.layer_norm2),
             attention,
             attention_mask,
             is_causal=attention.is_causal,
             scaling=attention.scale,
+            dropout=attention.dropout if attention.training else 0.0,
+            **kwargs,
+        )
+
+
+class Fp8PixtralEncoderLayer(Fp8Encoder):
+    """Mixin for Pixtral's encoder layers: images packed into one row with a mask, a gated MLP."""
+
+    ORIGINALS = ("PixtralAttentionLayer",)
+    LINEARS = (
+        *("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+        *("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    )
+    NORMS = ("attention_norm", "ffn_norm")
+    ACTIVATIONS = _GATED
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Map [1, T, hidden] to the same shape like the original."""
+        attention = self.attention
+        return _encode(
+            self,
+            hidden_states,
+            attention,
+            attention_mask,
+            position_embeddings,
+            scaling=attention.scaling,
             dropout=attention.dropout if attention.training else 0.0,
             **kwargs,
         )
@@ -168,6 +278,7 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
         *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         *("attention.projection_layer", "mlp.fc1", "mlp.fc2"),
     )
+    NORMS = ("layernorm_before", "layernorm_after")
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Map [B, T, hidden] to the same shape like the original."""
@@ -175,7 +286,6 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
         return _encode(
             self,
             hidden_states,
-            (self.layernorm_before, self.layernorm_after),
             attention,
             scale_branches=(
                 lambda delta: self.lambda_1 * attention.projection_dropout(delta),
@@ -188,10 +298,11 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 
 
 class Fp8PackedEncoderLayer(Fp8Encoder):
-    """Mixin for encoder layers of images packed into one row: Qwen3-VL's."""
+    """Mixin for encoder layers of images packed into one row: those of Qwen3-VL and Qwen3.5."""
 
-    ORIGINALS = ("Qwen3VLVisionBlock",)
-    LINEARS = (*("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),)
+    ORIGINALS = ("Qwen3VLVisionBlock", "Qwen3_5VisionBlock")
+    LINEARS: ClassVar[Sequence[str]] = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    NORMS = ("norm1", "norm2")
 
     def forward(
         self: Any,
@@ -213,7 +324,6 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         out = _encode(
             self,
             hidden_states[None],
-            (self.norm1, self.norm2),
             attention,
             None,
             position_embeddings,
@@ -227,10 +337,17 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         return out[0]
 
 
-class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
-    """Mixin for packed encoder layers with a gated MLP: Qwen2.5-VL's."""
+class Fp8Qwen2EncoderLayer(Fp8PackedEncoderLayer):
+    """Mixin for Qwen2-VL's encoder layers, which differ from Qwen3-VL's in names."""
 
-    ORIGINALS = ("Qwen2_5_VLVisionBlock",)
+    ORIGINALS = ("Qwen2VLVisionBlock",)
+    LINEARS = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+
+
+class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
+    """Mixin for packed encoder layers with a gated MLP: those of Qwen2.5-VL and GLM-V."""
+
+    ORIGINALS = ("Qwen2_5_VLVisionBlock", "Glm4vVisionBlock")
     LINEARS = (*("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),)
     ACTIVATIONS = _GATED
 
@@ -238,24 +355,25 @@ class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
 FP8_LAYERS: dict[str, type[Fp8Layer]] = {
     name: layer
     for layer in (
-        *(Fp8DecoderLayer, Fp8EncoderLayer, Fp8ScaledEncoderLayer),
-        *(Fp8PackedEncoderLayer, Fp8GatedPackedEncoderLayer),
+        *(Fp8DecoderLayer, Fp8GemmaDecoderLayer, Fp8GlmDecoderLayer),
+        *(Fp8MlpLayer, Fp8GemmaMlpLayer, Fp8LfmMlpLayer),
+        *(Fp8EncoderLayer, Fp8PixtralEncoderLayer, Fp8ScaledEncoderLayer),
+        *(Fp8PackedEncoderLayer, Fp8Qwen2EncoderLayer, Fp8GatedPackedEncoderLayer),
     )
     for name in layer.ORIGINALS
 }
 """Name of a class of transformers -> mixin that replaces its forward pass."""
 
 
-def activation_of(attention: Any) -> str:
-    """Return transformers' name of the activation of an attention module's block."""
-    config = attention.config
-    return getattr(config, "hidden_activation", None) or config.hidden_act
+def activation_of(module: Any) -> str:
+    """Return transformers' name of the activation of the block of an attention or MLP module."""
+    config = getattr(module, "config", None)  # LFM2's MLP has none
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
 
 
 def _encode(
     block: Any,
     x: Tensor,
-    norms: tuple[nn.Module, nn.Module],
     attention: Any,
     mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -273,8 +391,9 @@ def _encode(
     number = 1 if hasattr(attention, "qkv") else 3
     out, *into, last = (block.get_submodule(name) for name in names[number:])
     recompute = block.fp8_recompute_qkv and not dropout  # backward cannot repeat dropout
+    first, second = (getattr(block, name) for name in block.NORMS)
     heads, source, residual = norm_heads(
-        x, norms[0], attention, block.fp8_group_size, recompute, position_embeddings
+        x, first, attention, block.fp8_group_size, recompute, position_embeddings
     )
     delta = attention_output(attention, heads, mask, out, source, dropout=dropout, **kwargs)
     del heads, source  # frees memory before the MLP
@@ -282,7 +401,7 @@ def _encode(
         delta = scale_branches[0](delta)
     y, residual = norm_mlp(
         residual,
-        norms[1],
+        second,
         into,
         last,
         block.ACTIVATIONS[activation_of(attention)],

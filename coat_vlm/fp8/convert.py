@@ -40,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 Part = Literal["vision", "language"]
 
-PROJECTORS = {"projector", "multi_modal_projector", "connector", "merger", "deepstack_merger_list"}
+PROJECTORS = {
+    *("projector", "multi_modal_projector", "connector", "merger", "deepstack_merger_list"),
+    "embed_vision",
+}
 """Names of modules between tower and language model: ``fp8.projector`` is for their layers."""
 
 FP8_CAPABILITY = (8, 9)
@@ -145,9 +148,10 @@ def _choose(
             report.skipped[name] = f"fp8.{part} is bf16"
             continue
         precision, bf16_forward = selected, number < bf16_first
+        note = FP8_LAYERS[type(block).__name__].NOTE
         if has_adapters(block) and selected != "fp8_linear" and all(map(is_plain, block.modules())):
             bf16_forward = False
-            text = f"{description}, frozen, with LoRA adapters in BF16"
+            text = f"{description}{note}, frozen, with LoRA adapters in BF16"
         elif has_adapters(block):
             precision = "fp8_linear"
             instead = f", not {selected}: of lora, dropout or dora" if selected != precision else ""
@@ -155,7 +159,7 @@ def _choose(
         elif selected == "fp8_linear":
             text = "linear layers in FP8"
         else:
-            text = description + (", forward GEMMs in BF16" if bf16_forward else "")
+            text = description + note + (", forward GEMMs in BF16" if bf16_forward else "")
         _check_block(name, block, None if precision == "fp8_linear" else config)
         report.converted[name] = text
         if precision == "fp8_linear":
@@ -171,6 +175,14 @@ def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers of a block by name; for LoRA adapters, the frozen base layer."""
     mixin: Any = FP8_LAYERS.get(type(block).__name__, block)  # a converted block also has the names
     return {name: base_layer(block.get_submodule(name)) for name in mixin.LINEARS}
+
+
+def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
+    """Yield what blocks compute themselves: their linear layers, with the adapters of these."""
+    for block in blocks:
+        mixin: Any = FP8_LAYERS.get(type(block).__name__, block)
+        for name in mixin.LINEARS:
+            yield from block.get_submodule(name).modules()
 
 
 def store_frozen_weights(model: nn.Module) -> None:
@@ -228,7 +240,7 @@ def _choose_linears(
 
 def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: ConversionReport) -> None:
     """Add modules with a weight matrix outside of ``blocks`` to ``report.skipped``."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+    inside = set(map(id, _modules_of(blocks)))
     for name, module in model.named_modules():
         known = id(module) in inside or name in report.converted or name in report.skipped
         if known or isinstance(module, nn.Embedding):
@@ -261,6 +273,8 @@ def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
     linears = _linears_of(block)
     first, last = next(iter(linears)), next(reversed(linears))
     some_fit = any(map(_fits_gemm, linears.values()))
+    attention = first.rpartition(".")[0]
+    fused = next((name for name in linears if name.endswith("gate_up_proj")), None)
     for child, layer in linears.items():
         if type(layer) is not nn.Linear:
             raise ValueError(
@@ -271,12 +285,15 @@ def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
         if config is None and some_fit:  # the others stay as they are
             continue
         N, K = layer.out_features, layer.in_features
-        if config is not None and child.startswith("mlp."):  # which pads its width (mlp.py)
+        if child == fused:
+            N //= 2
+        elif config is not None and not child.startswith(f"{attention}.") and fused is None:
+            # mlp.py pads the width of h.
             N, K = (N, pad_length(K)) if child == last else (pad_length(N), K)
         _check_linear(f"{name}.{child}", N, K)
         if config is not None:
             check_group(f"{name}.{child}", K, config.group_size)
-    activation = activation_of(block.get_submodule(first.partition(".")[0]))
+    activation = activation_of(block.get_submodule(attention))
     allowed = FP8_LAYERS[type(block).__name__].ACTIVATIONS
     if config is not None and activation not in allowed:
         raise ValueError(
@@ -364,7 +381,7 @@ class Arithmetic:
         """Convert the model's layers in place; returns the report, or None without FP8."""
         report = None if self.fp8 is None else convert(model, self.fp8)
         if self.round_linears:
-            inside = {id(m) for _, block in fp8_blocks(model) for m in block.modules()}
+            inside = set(map(id, _modules_of([block for _, block in fp8_blocks(model)])))
             for module in model.modules():
                 if type(module) is nn.Linear and id(module) not in inside:
                     module.__class__ = Bf16RoundedLinear

@@ -38,7 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import saturation, weights
-from coat_vlm.fp8.blocks import Fp8PackedEncoderLayer
+from coat_vlm.fp8.blocks import Fp8MlpLayer, Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks
 
 logger = logging.getLogger(__name__)
@@ -168,16 +168,16 @@ def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGra
             del vars(module)[FORWARD]
     of_parent: dict[str, list[nn.Module]] = {}
     blocks = fp8_blocks(model, adapted=False)
-    packed = [name for name, block in blocks if isinstance(block, Fp8PackedEncoderLayer)]
-    if packed and enabled is True:
+    eager = [n for n, block in blocks if isinstance(block, Fp8PackedEncoderLayer | Fp8MlpLayer)]
+    if eager and enabled is True:
         logger.warning(
             "CUDA graphs: the %d blocks from %s on run eagerly; they compute the longest of their "
-            "packed images on the CPU",
-            len(packed),
-            packed[0],
+            "packed images on the CPU, or are FP8 only in their MLP",
+            len(eager),
+            eager[0],
         )
     for name, block in blocks:
-        if name not in packed:
+        if name not in eager:
             of_parent.setdefault(name.rpartition(".")[0], []).append(block)
     most = None if enabled == "auto" else float("inf")
     return [BlockGraphs(blocks, most) for blocks in of_parent.values()] if enabled else []

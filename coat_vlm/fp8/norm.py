@@ -47,11 +47,15 @@ def arguments(norm: Any, group_size: int) -> tuple[Tensor, Tensor | None, NormSe
     return weight, getattr(norm, "bias", None), settings
 
 
+_FROM_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm")
+"""RMSNorms whose parameter is the difference from one."""
+
+
 def read_norm(norm: Any) -> tuple[Tensor, float]:
     """Return the weight that multiplies a norm's result, and its epsilon."""
     weight, eps = norm.weight, getattr(norm, "variance_epsilon", None)
-    if type(norm).__name__ == "Gemma3RMSNorm":
-        weight = 1.0 + weight.float()  # Gemma's parameter is the difference from one
+    if type(norm).__name__ in _FROM_ONE:
+        weight = 1.0 + weight.float()
     return weight, float(norm.eps if eps is None else eps)
 
 

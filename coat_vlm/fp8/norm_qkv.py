@@ -52,13 +52,16 @@ def norm_heads(
     group_size: int,
     recompute: bool,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    rotates_halves: bool = True,
 ) -> tuple[Heads, HeadsSource | None, Tensor]:
     """Compute query, key and value of the normalized residual stream x [B, T, hidden].
 
     ``attention`` has ``q_proj``, ``k_proj`` and ``v_proj``, or one layer ``qkv`` with as many keys
     and values as queries. ``position_embeddings`` are (cos, sin) [..., rotary channels] of T or
-    B * T tokens. Returns the heads; with ``recompute`` what backward computes them from; and x for
-    the residual path, whose gradient is added in the norm's backward kernel.
+    B * T tokens; the kernel rotates pairs of channels i and i + D / 2, and without
+    ``rotates_halves`` the model's own function rotates. Returns the heads; with ``recompute`` what
+    backward computes them from; and x for the residual path, whose gradient is added in the norm's
+    backward kernel.
     """
     if hasattr(attention, "qkv"):
         layers, sizes = (attention.qkv,), [attention.qkv.out_features // 3] * 3
@@ -68,7 +71,7 @@ def norm_heads(
     D, rotation = attention.head_dim, None
     by_model = not isinstance(getattr(attention, "q_norm", None), nn.Identity | None)
     if position_embeddings is not None:
-        by_model = by_model or position_embeddings[0].shape[-1] != D
+        by_model = by_model or position_embeddings[0].shape[-1] != D or not rotates_halves
         if not by_model:
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)

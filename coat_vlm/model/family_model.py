@@ -7,7 +7,7 @@
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +17,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_data.load.encode import EncodedSample
-from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
+from coat_vlm.model.families import Family, find_family, find_parts
 from coat_vlm.model.family_towers import one_pass
-from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
+from coat_vlm.model.loss import (
+    IGNORE_INDEX,
+    loss_for_logits,
+    next_token_loss,
+    why_logits_are_needed,
+)
 from coat_vlm.model.packing import mask_for_loss, skip_packing_search
+from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
 
 
@@ -43,6 +49,24 @@ class FamilyVlm:
         with one_pass(self.base_model, kwargs):
             return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def make_token_types(self: Any, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Make the family's input of token types, if it has one, for ids (B, T).
+
+        ``labels`` (B, T) are those of conversations; None for prompts.
+        """
+        name = self.family.token_types
+        if name is None:
+            return {}
+        if not self.family.has_prefix:
+            types = (ids == self.config.image_token_id).int()
+            if self.family.videos is not None:
+                types += 2 * (ids == self.config.video_token_id).int()
+            return {name: types}
+        if labels is None:
+            return {name: torch.zeros_like(ids)}
+        types = (labels != IGNORE_INDEX).long().cummax(1).values
+        return {name: copy_to_device(types, ids.device)}
+
     @cached_property
     def why_logits_are_needed(self: Any) -> str | None:
         """See :func:`coat_vlm.model.loss.why_logits_are_needed`."""
@@ -50,9 +74,8 @@ class FamilyVlm:
 
 
 @functools.cache
-def trainable_class(model_type: str) -> Any:
+def trainable_class(family: Family) -> Any:
     """Create the subclass of a family's class, with the same name."""
-    family = FAMILIES[model_type]
     original: Any = getattr(transformers, family.model_class)
 
     @functools.wraps(original.forward)  # generate() reads the signature
@@ -95,17 +118,14 @@ def complete_inputs(
     model: Any, inputs: Mapping[str, Any], ids: Tensor | None = None
 ) -> dict[str, Any]:
     """Return the inputs with pixels in the model's dtype, and with the family's token types."""
-    inputs, family, config = dict(inputs), model.family, model.config
+    inputs = dict(inputs)
     for name in ("pixel_values", "pixel_values_videos"):
         pixels = inputs.pop(name, None)
         if pixels is not None and len(pixels):
             inputs[name] = pixels.to(model.dtype)
     ids = inputs.get("input_ids") if ids is None else ids
-    name = family.token_types
-    if ids is not None and name is not None and inputs.get(name) is None:
-        inputs[name] = (ids == config.image_token_id).int()
-        if family.videos is not None:
-            inputs[name] += 2 * (ids == config.video_token_id).int()
+    if ids is not None and inputs.get(model.family.token_types) is None:
+        inputs.update(model.make_token_types(ids, inputs.get("labels")))
     return inputs
 
 
@@ -117,15 +137,19 @@ def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
     """
     inputs: list[Any] = []
 
-    def record(**kwargs: Any) -> BaseModelOutputWithPast:
+    class _ReachedError(Exception):
+        """The language model is called."""
+
+    def record(**kwargs: Any) -> None:
         inputs.extend(leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
-        return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
+        raise _ReachedError
 
     language = model.get_submodule(model.family.language[0])
     language.forward = record
     save_none: Any = {}.get
     try:
-        with torch.enable_grad(), saved_tensors_hooks(save_none, save_none):
+        hooks = saved_tensors_hooks(save_none, save_none)
+        with suppress(_ReachedError), torch.enable_grad(), hooks:
             pixels = {"pixel_values": image.pixel_values, **image.extras}
             model(input_ids=image.input_ids[None], **pixels)
     finally:
@@ -158,17 +182,25 @@ def load_family_model(
 
     ``state`` has the weights, if they are not in the folder.
     """
-    _, config = find_family(where, path)
+    family, config = find_family(where, path)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"{where}={path!r} has quantized weights; take the model from which it was made, in "
             "FP32, BF16 or FP16"
         )
-    kind = trainable_class(config.model_type)
+    kind = trainable_class(family)
     options = {} if state is None else {"config": config, "state_dict": state}
-    model: Any = load_weights(
-        kind, where, path, dtype=dtype, attn_implementation=attention, **options
-    )
+    try:
+        model: Any = load_weights(
+            kind, where, path, dtype=dtype, attn_implementation=attention, **options
+        )
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}={path!r}: transformers' {family.model_class} cannot compute attention with "
+            f"{attention}; set model.attn_implementation: eager"
+        ) from error
     find_parts(model, model.family)
     model.base_files = read_files(path, "config.json", TENSORS)
     return model
@@ -176,9 +208,9 @@ def load_family_model(
 
 def create_meta_family_model(where: str, path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Create the model of a folder's configuration on ``meta``, with tied embeddings if so set."""
-    _, config = find_family(where, path)
+    family, config = find_family(where, path)
     with torch.device("meta"):
-        model = trainable_class(config.model_type)(config)
+        model = trainable_class(family)(config)
     model.to(dtype)
     model.tie_weights()
     model.base_files = read_files(path, "config.json", TENSORS)

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _FILES = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "*processor_config.json")
 _FILES += ("*.model", "LICENSE*", "generation_config.json")
+_OF_TEXT = {"attention_mask", "mm_token_type_ids", "token_type_ids", "labels"}
 _IMAGE_SIZE = "the image size in the preprocessor_config.json of the model's folder"
 _LINE_BREAKS = re.compile(r"^\n+|\n+$")
 
@@ -52,6 +53,8 @@ class FamilyProcessor:
     video = VideoSettings()
     """How videos are decoded."""
 
+    notes = ""
+    """What a user should know of a family that is not in the table."""
     _files: dict[str, bytes]
 
     def __init__(self, processor: Any, family: Family, max_length: int, vocab_size: int) -> None:
@@ -84,7 +87,10 @@ class FamilyProcessor:
             known = inspect.signature(type(processor)).parameters.keys() - json.loads(
                 files.get("processor_config.json", "{}")
             )
-            missing = {name: _SETTINGS[name](config) for name in sorted(known & _SETTINGS.keys())}
+            missing = {}
+            for name in sorted(known & _SETTINGS.keys()):
+                with suppress(AttributeError):  # config.json has no such number either
+                    missing[name] = _SETTINGS[name](config)
             if any(getattr(processor, name) != value for name, value in missing.items()):
                 listed = ", ".join(f"{name}={value}" for name, value in missing.items())
                 logger.warning("%s: processor_config.json lacks %s of config.json", path, listed)
@@ -94,7 +100,14 @@ class FamilyProcessor:
                 f"{where}={path!r} has no processor that transformers can load: {error}; required: "
                 "the files of the published model, with preprocessor_config.json and the tokenizer"
             ) from error
+        if getattr(processor, "image_token", None) is None:
+            raise ValueError(
+                f"{where}={path!r}: {type(processor).__name__} has no image token, so a text has "
+                "no place for an image; take a model whose processor has one"
+            )
         if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+            processor.chat_template = family.template
+        if not (processor.chat_template or processor.tokenizer.chat_template):
             raise ValueError(
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
@@ -112,7 +125,38 @@ class FamilyProcessor:
         found = cls(processor, family, longest, text.vocab_size)
         found._files = files
         found.video = VideoSettings(**given)
+        if family not in FAMILIES.values():
+            try:
+                inputs = found._compare_inputs()
+            except Exception as error:  # an unknown processor may do anything
+                raise ValueError(
+                    f"{where}={path!r}: {type(processor).__name__} does not read an image and "
+                    f"write its tokens as others do ({type(error).__name__}: {error}); known "
+                    f"families: {', '.join(one.name for one in FAMILIES.values())}"
+                ) from error
+            parts = "; ".join(f"{role}: {', '.join(own)}" for role, own in family.parts.items())
+            found.notes = (
+                f"{family.name} is not among the tested families; by the names of transformers' "
+                f"models its parts are {parts}; inputs of an image: {', '.join(inputs)}"
+            )
         return found
+
+    def _compare_inputs(self) -> tuple[str, ...]:
+        """Return the inputs of an image; ValueError if the processor itself makes others."""
+        filler, processor = self.encoder().filler, self._processor
+        own = {"input_ids": filler.input_ids[None], "pixel_values": filler.pixel_values}
+        own |= filler.extras
+        image = Image.new("RGB", (64, 64))
+        found = processor(text=[processor.image_token], images=[[image]], return_tensors="pt")
+        names = (set(found) & {"input_ids", *self._family.inputs}) - _OF_TEXT
+        token = self.tokenizer.convert_tokens_to_ids(processor.image_token)
+        counts = [int((ids == token).sum()) for ids in (own["input_ids"], found["input_ids"])]
+        if names != own.keys() or counts[0] != counts[1] or not counts[0]:
+            raise ValueError(
+                f"its inputs are {', '.join(sorted(names))} with {counts[1]} image tokens, those "
+                f"found are {', '.join(sorted(own))} with {counts[0]}"
+            )
+        return tuple(sorted(own.keys() - {"input_ids"}))
 
     def adopt_template(self, name: str | None) -> None:
         """Keep the model's own chat template; a recipe cannot name another one."""
@@ -135,6 +179,7 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "num_additional_image_tokens": lambda c: int(c.vision_config.model_type == "clip_vision_model"),
     "num_image_tokens": lambda c: _count_patches(c),
     "patch_size": lambda c: c.vision_config.patch_size,
+    "spatial_merge_size": lambda c: c.spatial_merge_size,
     "vision_feature_select_strategy": lambda c: c.vision_feature_select_strategy,
 }
 """Settings of processor_config.json, which older folders lack, by the model's configuration."""
@@ -207,13 +252,15 @@ def limit_pixels(
             f"folder of the model; families with such a limit: {names}"
         )
     images = processor.image_processor
-    least = images.size["shortest_edge"]  # pixels, in spite of its name
+    # Pixels, in spite of their names.
+    least = images.size["shortest_edge"] // family.frames_per_image
     if max_pixels < least:
         raise ValueError(
             f"{key}={max_pixels} is less than the {least} pixels to which the processor "
             "enlarges small images; raise it"
         )
-    images.size = type(images.size)(**{**dict(images.size), "longest_edge": max_pixels})
+    limit = max_pixels * family.frames_per_image
+    images.size = type(images.size)(**{**dict(images.size), "longest_edge": limit})
     videos, factor = processor.video_processor, images.patch_size * images.merge_size
     if family.videos is None:
         return {}
@@ -234,7 +281,10 @@ def _image_options(processor: Any) -> dict[str, Any]:
     if options is None:  # transformers before 5.20
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
         options = defaults.get("images_kwargs", {})
-    return dict(options)
+    # Others are arguments of the method, with the processor's attributes as values (LFM2-VL).
+    _, *others = inspect.signature(processor._process_images).parameters.values()
+    names = [one.name for one in others if one.kind is not one.VAR_KEYWORD]
+    return {**options, **{name: getattr(processor, name) for name in names}}
 
 
 class ProcessorTemplate(JinjaTemplate):
@@ -292,6 +342,7 @@ class FamilyEncoder(Encoder):
         self._processor = processor
         self._family = family
         self.media = FamilyMedia(processor, family, video)
+        self.single_turn = family.has_prefix
 
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`."""

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from coat_vlm.config import Recipe
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.families import FAMILIES, find_family
+from coat_vlm.model.families import FAMILIES, find_family, is_published
 from coat_vlm.model.family_model import create_meta_family_model, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.named_model import NamedModel, find_model
@@ -30,7 +30,7 @@ def is_family(folder: str | Path) -> bool:
         found, _ = PretrainedConfig.get_config_dict(str(folder))
     except OSError:
         return False  # the loader of composed models names what is wrong
-    return found.get("model_type") in FAMILIES
+    return is_published(found.get("model_type"))
 
 
 def takes_videos(name: str) -> bool:
@@ -99,7 +99,7 @@ def check_start(recipe: Recipe, start: str) -> NamedModel:
         return named
     family, _ = find_family("model.pretrained", recipe.model.pretrained)
     found, _ = find_family("init_from", str(named.folder))
-    if found is not family:
+    if found != family:
         raise ValueError(
             f"init_from={start!r} contains a {found.name}, and model.pretrained="
             f"{recipe.model.pretrained!r} is a {family.name}; name a folder of the same family"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -190,7 +190,8 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     try:
         with device:
             composed = isinstance(case.meta_model, CoatVlm)
-            model = CoatVlm(config) if composed else trainable_class(config.model_type)(config)
+            kind = CoatVlm if composed else trainable_class(cast(Any, case.meta_model).family)
+            model = kind(config)
     finally:
         torch.set_default_dtype(before)
     prepare_model(model, recipe, case.stage, arithmetic)

@@ -117,7 +117,8 @@ class Preference:
             (labels != IGNORE_INDEX).long(), inputs["input_ids"].device
         )
         if not isinstance(self._model, CoatVlm):
-            inputs = complete_inputs(self._model, inputs)
+            inputs = complete_inputs(self._model, inputs | {"labels": labels})
+            del inputs["labels"]
         if not self._mask_on_cpu:
             device = inputs["input_ids"].device
             inputs["attention_mask"] = copy_to_device(inputs["attention_mask"], device)

@@ -97,7 +97,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         "--max-pixels",
         type=at_least(1),
         metavar="N",
-        help="shrink larger images of Qwen2.5-VL and Qwen3-VL to N pixels; default: as in training "
+        help="shrink larger images of Qwen-VL and GLM-V to N pixels; default: as in training "
         "(the size in the folder of the model or adapter)",
     )
 

@@ -13,9 +13,12 @@ from PIL import Image
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from coat_vlm.model.families import FAMILIES as PUBLISHED
+
 FAMILIES = sorted([*MAKERS, "internvl_6b"])
 TEXT = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.06}
 TOWER = {"hidden_size": 144, "intermediate_size": 320, "initializer_range": 0.06}
+PARTIAL = {"partial_rotary_factor": 0.5}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_vl": {
@@ -28,9 +31,28 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
         # As 3420 in its 7B model, 300 is no multiple of 16.
         "vision_config": {"out_hidden_size": 128, "intermediate_size": 300},
     },
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}},
+        "vision_config": {"embed_dim": 144, "hidden_size": 128},
+    },
     "internvl": {"vision_config": {"attention_bias": True}},
     # The tower of InternVL3-78B: RMSNorm, also of queries and keys, no biases.
     "internvl_6b": {"vision_config": {"norm_type": "rms_norm", "use_qk_norm": True}},
+    "glm4v": {
+        "text_config": {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]} | PARTIAL},
+        # The MLP of its tower is as wide as the decoder, and the merger as intermediate_size.
+        "vision_config": {"out_hidden_size": 128, "image_size": 16},
+    },
+    "gemma4": {"text_config": {"head_dim": 32, "global_head_dim": 64}},
+    "mistral3": {"text_config": {"head_dim": 32}, "vision_config": {"head_dim": 72}},
+    "paligemma": {"text_config": {"vocab_size": 2048, "head_dim": 48}},
+    "qwen3_5": {
+        "text_config": {
+            "head_dim": 32,
+            "rope_parameters": ROPE | {"mrope_section": [4, 2, 2]} | PARTIAL,
+        },
+        "vision_config": {"out_hidden_size": 128},
+    },
     "gemma3": {"text_config": {"head_dim": 48, "query_pre_attn_scalar": 64}},
 }
 Batch = dict[str, Any]
@@ -41,7 +63,9 @@ def _open(family: str) -> tuple[Any, Any]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         MAKERS[family.removesuffix("_6b")](folder)
-        return AutoConfig.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(folder)
+        processor.chat_template = processor.chat_template or PUBLISHED["paligemma"].template
+        return AutoConfig.from_pretrained(folder), processor
 
 
 def build(family: str) -> tuple[Any, Batch]:
@@ -50,7 +74,7 @@ def build(family: str) -> tuple[Any, Batch]:
     settings, changes = config.to_dict(), CHANGES.get(family, {})
     for part, sizes in (("text_config", TEXT), ("vision_config", TOWER)):
         settings[part] |= sizes | changes.get(part, {}) | {"tie_word_embeddings": False}
-    settings["tie_word_embeddings"] = False
+    settings |= {"tie_word_embeddings": False, "projection_dim": 128}
     model = make(type(config).from_dict(settings))
     text = {"type": "text", "text": "What color is the circle? " * 4}
     asked: list[Any] = [[{"type": "image"}, {"type": "image"}, text], [text]]
@@ -68,9 +92,10 @@ def build(family: str) -> tuple[Any, Batch]:
 
 
 def make(config: Any) -> Any:
-    gemma = config.model_type == "gemma3"
+    gemma = config.model_type.startswith(("gemma", "paligemma"))
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    attention = "eager" if config.model_type == "paligemma" else "sdpa"  # which has no soft cap
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
     randomized(model)
     for name, parameter in model.named_parameters():
         if name.endswith(("embed_tokens.weight", "cls_token")):

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -60,6 +60,35 @@ IDEFICS = (
     + "<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+# As in mistralai/Mistral-Small-3.1-24B-Instruct-2503, which adds a system prompt of its own.
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '[SYSTEM_PROMPT]' + message['content'][0]['text'] + '[/SYSTEM_PROMPT]' }}"
+    "{% elif message['role'] == 'user' %}{{ '[INST]' }}"
+    + PARTS.replace(QWEN_IMAGE, "[IMG]")
+    + "{{ '[/INST]' }}{% else %}{{ message['content'][0]['text'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+# As in zai-org/GLM-4.1V-9B-Thinking and GLM-4.6V-Flash, which write no end token.
+GLM = (
+    "[gMASK]<sop>{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    + PARTS.replace(QWEN_IMAGE, "<|begin_of_image|><|image|><|end_of_image|>")
+    + "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# As in google/gemma-4-31B-it.
+GEMMA4 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|turn>' + message['role'].replace('assistant', 'model') + '\n' }}"
+    + PARTS.replace(QWEN_IMAGE, "<|image|>").replace("['text'] }}", "['text'] | trim }}")
+    + "{{ '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
+)
+# As in LiquidAI/LFM2-VL-1.6B.
+LFM2 = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    + PARTS.replace(QWEN_IMAGE, "<image>")
+    + "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # As in google/gemma-3-4b-it.
 GEMMA = (
     "{{ bos_token }}{% for message in messages %}"
@@ -75,6 +104,16 @@ LLAVA = (
     "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+# As in llava-hf/llava-v1.6-mistral-7b-hf.
+LLAVA_NEXT = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<<SYS>>\n' + message['content'][0]['text'] + '\n<</SYS>>\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
+    "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }}{% endfor %}{{ ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'][0]['text'] + '</s> ' }}{% endif %}{% endfor %}"
 )
 # As in llava-hf/llava-onevision-qwen2-0.5b-ov-hf: all images, all videos, a line break, all texts.
 ONEVISION = (
@@ -118,6 +157,7 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
     }  # fmt: skip
     text = {**TEXT, **find_ids(tokenizer), "rope_parameters": ROPE, **text}
     image = transformers.Qwen2VLImageProcessor(**PIXELS, size=SIZE)
+    video: Any = transformers.Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
     if kind == "qwen3_vl":
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
         config = transformers.Qwen3VLConfig(
@@ -127,10 +167,25 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
         video = transformers.Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
         model = transformers.Qwen3VLForConditionalGeneration(config)
         processor = transformers.Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
+    elif kind == "qwen3_5":
+        vision |= {"num_position_embeddings": 16}
+        rope = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+        text |= {"head_dim": 8, "rope_parameters": rope, "linear_num_key_heads": 2}
+        text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        text |= {"layer_types": ["linear_attention", "full_attention"]}
+        config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+        video = transformers.Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+        processor = transformers.Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
+    elif kind == "qwen2_vl":
+        vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        del vision["intermediate_size"], vision["out_hidden_size"]
+        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+        model = transformers.Qwen2VLForConditionalGeneration(config)
+        processor = transformers.Qwen2VLProcessor(image, tokenizer, video, chat_template=QWEN)
     else:
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
-        video = transformers.Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
         processor = transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=QWEN)
     save(model, processor, folder)
@@ -170,10 +225,11 @@ def save(model: Any, processor: Any, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def make_llava(folder: Path) -> None:
+def make_llava(folder: Path, kind: str = "Llava", **changes: Any) -> None:
     tokenizer = make_tokenizer("<image>", "</s>", bos="<s>")
     tokenizer.eos_token = "</s>"
-    config = transformers.LlavaConfig(
+    config = getattr(transformers, f"{kind}Config")(
+        **changes,
         vision_config=transformers.CLIPVisionConfig(**TOWER),
         text_config=transformers.LlamaConfig(**TEXT, **find_ids(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
@@ -187,7 +243,27 @@ def make_llava(folder: Path) -> None:
         num_additional_image_tokens=1,
         chat_template=LLAVA,
     )
-    save(transformers.LlavaForConditionalGeneration(config), processor, folder)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    save(model, processor, folder)
+
+
+def make_llava_next(folder: Path) -> None:
+    tokenizer = make_tokenizer("<image>", "</s>", bos="<s>")
+    tokenizer.eos_token = "</s>"
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**TOWER),
+        text_config=transformers.MistralConfig(**TEXT, **find_ids(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=PINPOINTS,
+    )
+    size: Any = {"height": 16, "width": 16}
+    image = transformers.LlavaNextImageProcessor(
+        size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=PINPOINTS
+    )
+    processor = transformers.LlavaNextProcessor(
+        image, tokenizer, 4, "default", LLAVA_NEXT, num_additional_image_tokens=1
+    )
+    save(transformers.LlavaNextForConditionalGeneration(config), processor, folder)
 
 
 def make_internvl(folder: Path) -> None:
@@ -279,17 +355,161 @@ def make_gemma(folder: Path) -> None:
     save(transformers.Gemma3ForConditionalGeneration(config), processor, folder)
 
 
+def make_mistral(folder: Path) -> None:
+    tokenizer = make_tokenizer(
+        "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>", bos="<s>"
+    )
+    tokenizer.eos_token = "</s>"
+    config = transformers.Mistral3Config(
+        vision_config=transformers.PixtralVisionConfig(**TOWER, hidden_act="silu"),
+        text_config=transformers.MistralConfig(**TEXT, **find_ids(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        tie_word_embeddings=False,
+    )
+    image = transformers.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4)
+    processor = transformers.PixtralProcessor(image, tokenizer, 4, 2, MISTRAL)
+    save(transformers.Mistral3ForConditionalGeneration(config), processor, folder)
+
+
+def make_paligemma(folder: Path) -> None:
+    tokenizer = make_tokenizer("<image>", "<eos>", bos="<bos>")
+    tokenizer.eos_token = "<eos>"
+    tokenizer.backend_tokenizer.post_processor = None
+    image: Any = transformers.SiglipImageProcessor(size={"height": 16, "width": 16})
+    image.image_seq_length = 16
+    processor = transformers.PaliGemmaProcessor(image, tokenizer)
+    config = transformers.PaliGemmaConfig(
+        text_config=transformers.Gemma2Config(
+            **TEXT, **find_ids(tokenizer), head_dim=8, sliding_window=16
+        ),
+        vision_config=transformers.SiglipVisionConfig(**TOWER, vision_use_head=False),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=32,
+        hidden_size=32,
+    )
+    save(transformers.PaliGemmaForConditionalGeneration(config), processor, folder)
+
+
+def make_glm(kind: str, folder: Path) -> None:
+    ends = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
+    roles = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    tokenizer = make_tokenizer(*ends, "<|image|>", "<|video|>", *roles)
+    names = ("image_start", "image_end", "video_start", "video_end", "image", "video")
+    marks = map(tokenizer.convert_tokens_to_ids, [*ends, "<|image|>", "<|video|>"])
+    ids: Any = {f"{name}_token_id": mark for name, mark in zip(names, marks, strict=True)}
+    vision: Any = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 64, "out_hidden_size": 32,
+        "num_heads": 2, "patch_size": 4, "image_size": 16,
+    }  # fmt: skip
+    rope = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    text = {**TEXT, **find_ids(tokenizer), "rope_parameters": rope}
+    text["model_type"], vision["model_type"] = "glm4v_text", "glm4v_vision"
+    prefix = {"glm4v": "Glm4v", "glm46v": "Glm46V"}[kind]
+
+    def make(name: str, *args: Any, **options: Any) -> Any:
+        return getattr(transformers, prefix + name)(*args, **options)
+
+    config = make("Config", text_config=text, vision_config=vision, **ids)
+    size = {**SIZE, "longest_edge": 2 * SIZE["longest_edge"]}  # an image counts as two frames
+    image = make("ImageProcessor", **PIXELS, size=size)
+    video = make("VideoProcessor", **PIXELS, size=size)
+    processor = make("Processor", image, tokenizer, video, chat_template=GLM)
+    save(make("ForConditionalGeneration", config), processor, folder)
+
+
+def make_gemma4(folder: Path) -> None:
+    names = ("boi", "eoi", "image", "boa", "eoa", "audio")
+    marks = {
+        **{"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"},
+        **{"boa": "<|audio>", "eoa": "<audio|>", "audio": "<|audio|>"},
+    }
+    tokenizer = make_tokenizer("<|turn>", "<turn|>", *marks.values(), "<|video|>", bos="<bos>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        bos_token="<bos>",
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
+    )
+    ids: dict[str, Any] = dict(
+        zip(names, map(tokenizer.convert_tokens_to_ids, marks.values()), strict=True)
+    )
+    text = {**TEXT, **find_ids(tokenizer), "head_dim": 8, "global_head_dim": 16}
+    text |= {"hidden_size_per_layer_input": 0, "sliding_window": 16}
+    text |= {"layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"use_bidirectional_attention": "vision", "final_logit_softcapping": 30.0}
+    text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config={
+            **TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2,
+            "position_embedding_size": 64, "standardize": True,
+        },
+        audio_config=None,
+        boi_token_id=ids["boi"],
+        eoi_token_id=ids["eoi"],
+        image_token_id=ids["image"],
+        audio_token_id=ids["audio"],
+        video_token_id=cast(int, tokenizer.convert_tokens_to_ids("<|video|>")),
+    )  # fmt: skip
+    pixels: Any = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    processor = transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(**pixels),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(**pixels),
+        chat_template=GEMMA4,
+    )
+    save(transformers.Gemma4ForConditionalGeneration(config), processor, folder)
+
+
+def make_lfm2(folder: Path) -> None:
+    rows = [f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3) for column in (1, 2, 3)]
+    marks = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *rows)
+    tokenizer = make_tokenizer(*marks, bos="<|startoftext|>")
+    text = {**TEXT, **find_ids(tokenizer), "block_multiple_of": 16}
+    config = transformers.Lfm2VlConfig(
+        text_config=transformers.Lfm2Config(**text, layer_types=["conv", "full_attention"]),
+        vision_config=transformers.Siglip2VisionConfig(
+            **{**TOWER, "num_patches": 16}, vision_use_head=False
+        ),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        projector_hidden_size=32,
+    )
+    image = transformers.Lfm2VlImageProcessor(
+        encoder_patch_size=4, tile_size=16, min_image_tokens=1, max_image_tokens=4, max_tiles=4
+    )
+    processor = transformers.Lfm2VlProcessor(image, tokenizer, LFM2)
+    save(transformers.Lfm2VlForConditionalGeneration(config), processor, folder)
+
+
 MAKERS = {
     "gemma3": make_gemma,
+    "gemma4": make_gemma4,
+    "glm46v": lambda folder: make_glm("glm46v", folder),
+    "glm4v": lambda folder: make_glm("glm4v", folder),
     "idefics3": lambda folder: make_idefics("idefics3", folder),
     "internvl": make_internvl,
+    "lfm2_vl": make_lfm2,
     "llava": make_llava,
+    "llava_next": make_llava_next,
     "llava_onevision": make_onevision,
+    "mistral3": make_mistral,
+    "paligemma": make_paligemma,
     "qwen2_5_vl": lambda folder: make_qwen("qwen2_5_vl", folder),
+    "qwen2_vl": lambda folder: make_qwen("qwen2_vl", folder),
+    "qwen3_5": lambda folder: make_qwen("qwen3_5", folder),
     "qwen3_vl": lambda folder: make_qwen("qwen3_vl", folder),
     "smolvlm": lambda folder: make_idefics("smolvlm", folder),
 }
 """Function that writes a checkpoint of a family into a folder, by ``model_type``."""
+
+
+def settings_of(source: Path) -> dict[str, Any]:
+    """Keys of ``model`` that train a checkpoint or run in a folder with the family's name."""
+    # PaliGemma 2's language model has a soft cap of attention, which SDPA has not.
+    attention = "eager" if "paligemma" in str(source) else "sdpa"
+    return {"pretrained": str(source), "max_length": 1024, "attn_implementation": attention}
 
 
 def publish(kind: str, folder: Path) -> None:
@@ -303,7 +523,7 @@ def publish(kind: str, folder: Path) -> None:
     text = config["text_config"]
     text |= {"rope_theta": 5e5, "tie_word_embeddings": config["tie_word_embeddings"]}
     config |= {"torch_dtype": config.pop("dtype"), "transformers_version": "4.57.1"}
-    if kind == "qwen2_5_vl":  # flat, as Qwen/Qwen2.5-VL-7B-Instruct
+    if kind in ("qwen2_vl", "qwen2_5_vl"):  # flat, as Qwen/Qwen2.5-VL-7B-Instruct
         config |= {name: text[name] for name in text if name != "model_type"}
         del config["text_config"]
     ends = [text["eos_token_id"], 5]
@@ -325,7 +545,7 @@ def publish(kind: str, folder: Path) -> None:
     write(folder / "generation_config.json", generation)
     write(folder / "config.json", config)
     weights = load_file(folder / "model.safetensors")
-    if kind in ("gemma3", "llava", "llava_onevision"):
+    if kind in ("gemma3", "llava", "llava_next", "llava_onevision"):
         tower = "vision_tower."
         weights = {name.replace(tower, f"{tower}vision_model."): w for name, w in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -343,7 +563,9 @@ def _with_old_names(config: dict[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters", {}))
     if "sliding_attention" in rope:
         found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    elif "mrope_section" in rope:
+    elif "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if "mrope_section" in rope:
         kind = {"type": "mrope"} if "qwen2" in config["model_type"] else {"rope_type": "default"}
         found["rope_scaling"] = kind | {"mrope_section": rope["mrope_section"]}
     return found

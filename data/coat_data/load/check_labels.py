@@ -52,7 +52,7 @@ def verify_template(encoder: Encoder) -> None:
             Turn("assistant", (Part("text", after),)),
             Turn("user", (Part("text", ""),)),
             Turn("assistant", (Part("text", answer),)),
-        )
+        )[: 2 if encoder.single_turn else None]
         source = "conversation made for the check"
         sample = Sample(id="", turns=turns, media=media, source=source, row=number)
         encoder.template.render(turns)  # an error of the template, not of a row

@@ -78,6 +78,8 @@ class Encoder:
 
     preferences: bool | None = None
     reads_images = True
+    single_turn = False
+    """Whether the template writes conversations of one question and one answer only."""
 
     def __init__(
         self,

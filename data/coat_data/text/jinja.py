@@ -388,7 +388,10 @@ class JinjaTemplate:
         """The special tokens behind the answers of a conversation without tools."""
         turns = [Turn(role, (Part("text", "a"),)) for role in ("user", "assistant") * 2]
         marks = [chr(_LAST_MARK - number) for number in range(4)]
-        text = self._write(turns, (), marks, False)
+        try:
+            text = self._write(turns, (), marks, False)
+        except ValueError:  # it has a place for one answer only
+            text = self._write(turns[:2], (), marks[:2], False)
         behind = [text.partition(mark)[2].lstrip() for mark in marks[1::2]]
         found = map(self._special.match, behind)
         return any_of({end[0] for end in found if end})
