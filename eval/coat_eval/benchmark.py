@@ -41,6 +41,19 @@ profile ``NAME@COMMIT`` is another version of the same repository."""
 PASS = "pass@"
 """Beginning of the metrics of several samples: pass@1, pass@2, pass@4, ..."""
 
+ANSWER_FIELDS = (
+    *("prediction", "response", "pred", "predict", "output", "model_answer", "model_output"),
+    *("model_response", "model_prediction", "predicted_answer", "generated", "generated_text"),
+    "completion",
+)
+"""Names of a model's text in the files of other tools."""
+_UNCLEAR = ("text", "answer")
+_OTHER_FIELDS = re.compile(
+    r"(\w*_)?(image|video|file|path|url|type|name|ids?|date|time)(_\w*)?|\w+Id|text|answer|prompt|"
+    "question|model|category|task|split|label|hint|index|source|subject|domain"
+)
+"""Names of texts that are not a model's."""
+
 FrameTimes = Callable[[Media], Sequence[float] | None]
 
 
@@ -103,6 +116,8 @@ class Prediction(KeyedRow):
     """The model's text; any other type is reported as bad input."""
     prompt: str = ""
     """What the row says was asked; empty if it does not."""
+    unread: Sequence[str] = ()
+    """Unknown fields with text, if this text is from ``text`` or ``answer``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -367,15 +382,14 @@ class Benchmark(ABC):
 
     def is_predictions(self, table: Table) -> bool:
         """Return whether a file's first row looks like predictions for this benchmark."""
-        answered = any(map(table.has, self.text_fields))
+        answered = any(map(table.has, (*self.text_fields, *ANSWER_FIELDS)))
         named = any(map(table.has, self.id_fields))
         return answered and (named or (self.carries_answers and self.is_reference(table)))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of one file in order; DataError without id or text."""
-        asked: dict[str, str] = {}
-        if table.has("text", "answer"):
-            asked = {question.question_id: question.text for question in questions}
+        asked = {question.question_id: question.text for question in questions}
+        named = {*self.text_fields, *ANSWER_FIELDS} - {*_UNCLEAR}
         predictions = []
         for row, where in self.prediction_rows(table, questions):
             question_id = self.find_id(row, where)
@@ -386,6 +400,11 @@ class Benchmark(ABC):
                     text=self.pick_text(row, where, asked.get(question_id, "")),
                     category=str(row.get("category") or ""),
                     prompt=next((text for text in prompts if isinstance(text, str)), ""),
+                    unread=[
+                        name
+                        for name, cell in (row.items() if named.isdisjoint(row) else ())
+                        if isinstance(cell, str) and not _OTHER_FIELDS.fullmatch(name)
+                    ],
                     where=where,
                 )
             )
@@ -403,18 +422,23 @@ class Benchmark(ABC):
         return str(pick(row, self.id_fields, where))
 
     def pick_text(self, row: Mapping[str, Any], where: str, asked: str) -> Any:
-        """Return a prediction's text; of ``text`` and ``answer`` the one that is no question."""
-        both = "text" in row and "answer" in row and "answer" in self.text_fields
-        if not both or "prediction" in row or "prompt" in row:
+        """Return a prediction's text, which is not the question; DataError if two may be it."""
+        if any(name in row for name in self.text_fields if name not in _UNCLEAR):
             return pick(row, self.text_fields, where)
-        if contains_question(str(row["text"]), asked):
-            return row["answer"]
-        raise DataError(
-            where,
-            f"has text {str(row['text'])[:40]!r} and answer {str(row['answer'])[:40]!r}; either "
-            "may be the prediction",
-            'name the model\'s answer "prediction"',
-        )
+        names = [name for name in ANSWER_FIELDS if isinstance(row.get(name), str)]
+        is_question = "text" in row and contains_question(str(row["text"]), asked)
+        if not names:
+            names = [name for name in _UNCLEAR if name in row and name in self.text_fields]
+            if len(names) < 2 or "prompt" in row:
+                return pick(row, self.text_fields, where)
+            names = names[is_question:]
+        elif "text" in row and not is_question:
+            names.append("text")
+        if len({str(row[name]) for name in names}) > 1:
+            said = " and ".join(f"{name} {str(row[name])[:40]!r}" for name in names)
+            remedy = 'name the model\'s answer "prediction"'
+            raise DataError(where, f"has {said}; either may be the prediction", remedy)
+        return row[names[0]]
 
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]

@@ -4,12 +4,19 @@ import re
 from collections.abc import Collection, Sequence
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Prediction, Question, contains_question, keep_letters
+from coat_eval.benchmark import (
+    ANSWER_FIELDS,
+    Benchmark,
+    Prediction,
+    Question,
+    contains_question,
+    keep_letters,
+)
 from coat_eval.extract import split_reasoning
 from coat_eval.files import Table
 
 INPUT_PROBLEMS = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
-_ANSWER_FIELDS = frozenset({"prediction", "prompt", "response", "answer_id", "model_id", "losses"})
+_ANSWER_FIELDS = frozenset({*ANSWER_FIELDS, "prompt", "answer_id", "model_id", "losses"})
 _QUESTION_FIELDS = frozenset(
     {"image", "images", "imageId", "image_id", "image_source", "video", "label", "question_type"}
 )
@@ -81,6 +88,7 @@ def join(
         texts[slots[key][place]] = _check_text(one, problems)
         matched.append((one, questions[slots[key][place]]))
     _check_not_questions(matched)
+    _check_not_references(matched)
     _check_prompts(matched, questions, warnings)
     # Files with one row per id, such as those written from a dictionary.
     for key in [key for key, number in used.items() if share_repeated and number == 1]:
@@ -161,6 +169,21 @@ def _check_not_questions(matched: Sequence[tuple[Prediction, Question]]) -> None
             told[0][0].where,
             f"the text is the question {told[0][1].text!r}, as in all rows: these are questions",
             "give the model's answers",
+        )
+
+
+def _check_not_references(matched: Sequence[tuple[Prediction, Question]]) -> None:
+    """Raise DataError if all texts are the references, and other fields may be the predictions."""
+    for one, own in matched:
+        gold = own.answer if isinstance(own.answer, list) else [own.answer]
+        if not one.unread or str(one.text).strip().lower() not in (str(a).lower() for a in gold):
+            return
+    if matched:
+        raise DataError(
+            matched[0][0].where,
+            f"the answer is the reference, as in all {len(matched)} rows, and the rows also have "
+            f"{', '.join(matched[0][0].unread)}: that may be the model's answer",
+            'name the model\'s answer "prediction"',
         )
 
 

@@ -128,7 +128,7 @@ class Pope(Benchmark):
             problem = f"{len(table.rows)} answers without ids for {len(questions)} questions"
             remedy = "give the references of this split only, or add question_id and category"
             raise DataError(str(table.path), problem, remedy)
-        predictions = []
+        rows = []
         for index, (row, question) in enumerate(zip(table.rows, questions, strict=True)):
             if str(row["question"]).split("\n")[0].strip() != question.text:
                 raise DataError(
@@ -137,8 +137,8 @@ class Pope(Benchmark):
                     "give the references in the order of the answers",
                 )
             ids = {"question_id": question.question_id, "category": question.category}
-            predictions.append(Prediction(**ids, text=row["answer"], where=table.where(index)))
-        return predictions
+            rows.append({**row, **ids})
+        return super().predictions(replace(table, rows=rows), questions)
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
         """Return the image, of COCO val2014 or in Parquet."""
