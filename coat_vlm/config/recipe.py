@@ -345,8 +345,12 @@ class Recipe:
         refused = {"memory": self.memory is not None, "fp8.cuda_graphs: true": graphs}
         for name, stage in self.stages.items():
             refused[f"stages.{name}.template"] = stage.template is not None
-            refused[f"stages.{name}.packing"] = stage.packing is not None
             refused[f"stages.{name}.sequence_parallel"] = stage.sequence_parallel > 1
+            if stage.packing is not None and self.model.attn_implementation != "sdpa":
+                raise ValueError(
+                    f"stages.{name}.packing with model.pretrained needs model.attn_implementation: "
+                    f"sdpa, not {self.model.attn_implementation}; remove packing, or set sdpa"
+                )
         why = "remove it, or compose the model of model.vision and model.language"
         refuse("model.pretrained", {key: (given, why) for key, given in refused.items()})
         tower = "bf16"

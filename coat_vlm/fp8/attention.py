@@ -35,7 +35,7 @@ from coat_kernels import TensorScaled, quantize_again, quantize_tensor, transpos
 from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, Saved, matrix
 from coat_vlm.fp8.linear import linear
-from coat_vlm.model.packing import PACKED, UNKNOWN_ARGUMENTS, read_packing
+from coat_vlm.model.packing import PACKED, UNKNOWN_ARGUMENTS, SequenceMasks, read_packing
 from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,7 +57,7 @@ class HeadsSource(NamedTuple):
 def attention_output(
     module: Any,
     heads: Heads,
-    mask: Tensor | None,
+    mask: Tensor | SequenceMasks | None,
     layer: nn.Linear,
     source: HeadsSource | None = None,
     *,
@@ -100,7 +100,7 @@ def modeling_of(module: nn.Module) -> Any:
 def fused_kernel(
     module: Any,
     heads: Heads,
-    mask: Tensor | None,
+    mask: Tensor | SequenceMasks | None,
     implementation: str,
     kwargs: Mapping[str, Any],
 ) -> sdpa.Fused | None:
@@ -111,7 +111,8 @@ def fused_kernel(
     if shard is not None:
         length *= shard.group.size
         mask = None  # an empty one
-    if any(kwargs.get(argument) is not None for argument in UNKNOWN_ARGUMENTS):
+    unknown = any(kwargs.get(argument) is not None for argument in UNKNOWN_ARGUMENTS)
+    if unknown or isinstance(mask, SequenceMasks):
         return None
     if implementation == PACKED:
         packing = read_packing(batch, length, heads[0].device, mask, kwargs)

@@ -26,7 +26,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from coat_vlm.fp8.attention import attention_output
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.norm_qkv import norm_heads
-from coat_vlm.model.packing import PACKED, Packing
+from coat_vlm.model.packing import PACKED, PACKED_IMAGES, Packing
 
 _GELUS = {
     "gelu": "gelu",
@@ -319,7 +319,8 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         per image or window as in the original.
         """
         attention = self.attn
-        implementation = None if is_flash_attention_requested(attention.config) else PACKED
+        flash = is_flash_attention_requested(attention.config)
+        own = flash and attention.config._attn_implementation != PACKED_IMAGES
         longest = _find_longest(cu_seqlens) if max_seqlen is None else max_seqlen
         out = _encode(
             self,
@@ -327,7 +328,7 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
             attention,
             None,
             position_embeddings,
-            implementation=implementation,
+            implementation=None if own else PACKED,
             is_causal=False,
             scaling=attention.scaling,
             dropout=attention.attention_dropout if attention.training else 0.0,

@@ -6,8 +6,8 @@
 """
 
 import functools
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import is_flash_attention_requested
 
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.families import Family, find_family, find_parts
+from coat_vlm.model.family_layout import KINDS, Placeholders, known_placeholders
 from coat_vlm.model.family_towers import one_pass
 from coat_vlm.model.loss import (
     IGNORE_INDEX,
@@ -28,8 +30,16 @@ from coat_vlm.model.loss import (
     next_token_loss,
     why_logits_are_needed,
 )
-from coat_vlm.model.packing import mask_for_loss, skip_packing_search
-from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.model.packing import (
+    PACKED,
+    PACKED_IMAGES,
+    Packing,
+    check_packing,
+    mask_for_loss,
+    read_packing,
+    skip_packing_search,
+)
+from coat_vlm.model.placeholders import copy_to_device, find_placeholders
 from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
 
 
@@ -48,6 +58,19 @@ class FamilyVlm:
         kwargs = kwargs if ids is None else complete_inputs(self, kwargs, ids)
         with one_pass(self.base_model, kwargs):
             return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def language(self: Any) -> PreTrainedModel:
+        """The decoder, without the output layer."""
+        return self.get_submodule(self.family.parts["language"][0])
+
+    def prepare_attention(self: Any, *, packed: bool) -> None:
+        """Have images that share a row attend in one call, and with ``packed`` samples, too."""
+        vision = self.config.vision_config
+        if "image_grid_thw" in self.family.inputs and vision._attn_implementation == "sdpa":
+            vision._attn_implementation = PACKED_IMAGES
+        if packed and self.language.config._attn_implementation == "sdpa":
+            self.language.set_attn_implementation(PACKED)
 
     def make_token_types(self: Any, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Make the family's input of token types, if it has one, for ids (B, T).
@@ -86,18 +109,18 @@ def trainable_class(family: Family) -> Any:
         labels = kwargs.pop("labels", None)
         if not skip or labels is None:
             kwargs |= {} if labels is None else {"labels": labels}
-            with one_pass(self.base_model, kwargs):
+            with _known_layout(self, kwargs):
                 return original.forward(self, *args, **kwargs)
         divisor = kwargs.pop("num_items_in_batch", None)
-        language = self.get_submodule(family.parts["language"][0])
-        kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), language)
+        kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), self.language)
         kwargs.setdefault("use_cache", False)
+        packing = _read_packing(self, kwargs)
+        labels = labels if packing is None else packing.ignore_first_tokens(labels)
         fused = self.why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if fused:
             loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
-        tower = one_pass(self.base_model, kwargs)
-        with loss_inside, skip_packing_search(True), tower:
+        with loss_inside, _known_layout(self, kwargs), skip_packing_search(True, packing):
             logits = original.forward(self, *args, **kwargs, return_dict=True).logits
         loss = logits if fused else next_token_loss(logits, labels, divisor)
         return CausalLMOutputWithPast(loss=loss)
@@ -126,7 +149,54 @@ def complete_inputs(
     ids = inputs.get("input_ids") if ids is None else ids
     if ids is not None and inputs.get(model.family.token_types) is None:
         inputs.update(model.make_token_types(ids, inputs.get("labels")))
+    bounds = [n for n in inputs if n.endswith(("_cu_seqlens", "_cu_window_seqlens"))]
+    grids = [n for n in inputs if n.endswith("_grid_thw") and inputs[n] is not None]
+    if not bounds:  # the tower reads the grids on its device
+        inputs |= {name: inputs[name].to(model.device) for name in grids}
+    elif is_flash_attention_requested(model.config.vision_config):
+        inputs |= {name: copy_to_device(inputs[name], model.device) for name in bounds}
     return inputs
+
+
+def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
+    """Return the packing of the inputs, which are completed.
+
+    Raises ValueError if the attention would ignore it, or the positions of images are missing.
+    """
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    batch, tokens = ids.shape
+    packing = read_packing(batch, tokens, ids.device, mask, inputs)
+    if packing is None:
+        return None
+    check_packing(model.language)
+    inputs |= packing.to_kwargs() | {"use_cache": False}
+    config = model.language.config
+    if config._attn_implementation != PACKED and not is_flash_attention_requested(config):
+        raise ValueError(
+            f"attention {config._attn_implementation} would mix packed samples; load the model "
+            "with attention sdpa and call prepare_attention(packed=True)"
+        )
+    if inputs.get("position_ids") is None:
+        if hasattr(model.base_model, "get_rope_index"):
+            raise ValueError(
+                f"a packed row of {model.family.name} needs the positions of its images; pass the "
+                "batch through the encoder's complete"
+            )
+        inputs["position_ids"] = packing.positions(tokens)
+    return packing
+
+
+@contextmanager
+def _known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """Run the tower once, and place features where the batch says; reads that from ``inputs``."""
+    places: dict[str, Placeholders] = {}
+    for kind in KINDS:
+        if (given := inputs.pop(f"{kind}_positions", None)) is not None:
+            is_placeholder = inputs["input_ids"] == getattr(model.config, f"{kind}_token_id")
+            places[kind] = Placeholders(find_placeholders(is_placeholder, given))
+    core = model.base_model
+    with known_placeholders(core, model.language, places), one_pass(core, inputs):
+        yield
 
 
 def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:

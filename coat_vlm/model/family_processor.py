@@ -13,8 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
 
+from coat_data.load.collate import Batch
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.media.sampling import VideoSettings
@@ -34,6 +36,7 @@ from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.config.model import VideoConfig
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
+from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
 from coat_vlm.model.pretrained import load_auto, read_files
 
@@ -57,13 +60,15 @@ class FamilyProcessor:
     """What a user should know of a family that is not in the table."""
     _files: dict[str, bytes]
 
-    def __init__(self, processor: Any, family: Family, max_length: int, vocab_size: int) -> None:
+    def __init__(self, processor: Any, family: Family, config: Any, max_length: int) -> None:
         self._processor = processor
         self._family = family
+        self._config = config
         self.tokenizer = processor.tokenizer
         self.image_processor = processor.image_processor
         self.video_processor = getattr(processor, "video_processor", None)
         self.max_length = max_length
+        vocab_size: int = config.get_text_config().vocab_size
         self.pad_token_id = find_pad_id(self.tokenizer, vocab_size, processor.image_token)
 
     @classmethod
@@ -120,9 +125,8 @@ class FamilyProcessor:
         sampling = {name: given.get(name) for name in ("num_frames", "fps", "max_frames")}
         changes |= sample_videos("model.video.", processor, config.model_type, sampling)
         _write_settings(files, changes, "video_", "image_")
-        text = config.get_text_config()
-        longest: int = text.max_position_embeddings if max_length is None else max_length
-        found = cls(processor, family, longest, text.vocab_size)
+        supported: int = config.get_text_config().max_position_embeddings
+        found = cls(processor, family, config, supported if max_length is None else max_length)
         found._files = files
         found.video = VideoSettings(**given)
         if family not in FAMILIES.values():
@@ -165,7 +169,8 @@ class FamilyProcessor:
     def encoder(self, *, template: str | None = None) -> "FamilyEncoder":
         """Create the encoder of samples."""
         assert template in (None, self.template)
-        return FamilyEncoder(self._processor, self._family, self.max_length, self.video)
+        settings = (self._config, self.max_length, self.video)
+        return FamilyEncoder(self._processor, self._family, *settings)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of the folder that it is loaded from, with the settings of a recipe."""
@@ -326,7 +331,7 @@ class FamilyEncoder(Encoder):
     reads_images = False
 
     def __init__(
-        self, processor: Any, family: Family, max_length: int, video: VideoSettings
+        self, processor: Any, family: Family, config: Any, max_length: int, video: VideoSettings
     ) -> None:
         find_id = processor.tokenizer.convert_tokens_to_ids
         own_videos = family.videos is not None and family.videos.inputs
@@ -342,22 +347,25 @@ class FamilyEncoder(Encoder):
         self._processor = processor
         self._family = family
         self.media = FamilyMedia(processor, family, video)
+        self._config = config
         self.single_turn = family.has_prefix
+
+    @property
+    def complete(self) -> Callable[[Batch], Batch]:
+        """See :func:`~coat_vlm.model.family_layout.describe_batch`."""
+        return partial(describe_batch, config=self._config)
 
     def __call__(self, sample: Sample) -> EncodedSample:
         """Encode the whole conversation; see :class:`Encoder`."""
         encoded = super().__call__(self.written(sample))
         return encoded if sample.media else replace(encoded, filler=self.filler)
 
-    def measure(self, sample: Sample) -> Size:
-        """Return the size of a sample: images are encoded, videos are measured by their headers."""
-        if all(medium.kind == "image" for medium in sample.media):
-            return Size(len(self(sample).input_ids), len(sample.media))
-        self.check_kind(sample)
+    def _size(self, sample: Sample) -> Size:
         segments = self.segments(sample)
         self._check_media(sample, segments)
         with errors_within(sample.where):
-            texts, _, tiles = self._read(_in_order(sample, segments), self.media.measure_video)
+            media = _in_order(sample, segments)
+            texts, _, tiles = self._read(media, _empty_image, self.media.measure_video)
             ids, _ = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
         return Size(len(ids), tiles)
@@ -422,7 +430,8 @@ class FamilyEncoder(Encoder):
     def _encode(self, sample: Sample, segments: list[Segment]) -> EncodedSample:
         self._check_media(sample, segments)
         with errors_within(sample.where):
-            texts, found, tiles = self._read(_in_order(sample, segments), self.media.read_video)
+            media = _in_order(sample, segments)
+            texts, found, tiles = self._read(media, open_image, self.media.read_video)
             ids, labels = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
         counts, self.media.counts = self.media.counts, Counter()
@@ -450,7 +459,10 @@ class FamilyEncoder(Encoder):
         raise self._too_long(sample, length, f", with those of {of}," if of else "", remedy)
 
     def _read(
-        self, media: Sequence[Media], read_video: Callable[[Media], EncodedVideo]
+        self,
+        media: Sequence[Media],
+        read_image: Callable[[Media], Image.Image | Tensor],
+        read_video: Callable[[Media], EncodedVideo],
     ) -> tuple[list[str], list[dict[str, Tensor]], int]:
         """Return the text of each medium's tokens, inputs of the model, and images and frames."""
         texts: dict[str, list[str]] = {"image": [], "video": []}
@@ -462,7 +474,7 @@ class FamilyEncoder(Encoder):
         runs = media if shared else sorted(media, key=lambda medium: medium.kind)
         for kind, run in groupby(runs, lambda medium: medium.kind):
             if kind == "image":
-                found, own = self._read_images([open_image(medium) for medium in run])
+                found, own = self._read_images([read_image(medium) for medium in run])
                 inputs.append(own)
                 tiles += len(found)
             else:
@@ -474,17 +486,22 @@ class FamilyEncoder(Encoder):
         remaining = {kind: iter(found) for kind, found in texts.items()}
         return [next(remaining[medium.kind]) for medium in media], inputs, tiles
 
-    def _read_images(self, images: Sequence[Image.Image]) -> tuple[list[str], dict[str, Tensor]]:
+    def _read_images(
+        self, images: Sequence[Image.Image | Tensor]
+    ) -> tuple[list[str], dict[str, Tensor]]:
         """Return the text of each image's tokens, and the model's inputs for the images."""
         processor, family = self._processor, self._family
+        if isinstance(images[0], Tensor):
+            processor = copy(processor)
+            processor.image_processor = _ShapesOnly(processor.image_processor)
         # One list per conversation: some processors treat several images of one differently.
         try:
             found, texts = processor._process_images(
                 [list(images)], **{**_image_options(processor), "return_tensors": "pt"}
             )
-        except ValueError as error:  # such as a side 200 times as long as the other (Qwen)
+        except (ValueError, RuntimeError) as error:  # such as a side 200 times as long (Qwen)
             raise DataError(
-                f"images of {', '.join('{} x {}'.format(*image.size) for image in images)} pixels",
+                f"images of {', '.join('{} x {}'.format(*_size(one)) for one in images)} pixels",
                 f"{family.name}'s image processor refuses them: {error}",
                 "crop them, or remove the row",
             ) from error
@@ -502,6 +519,33 @@ class FamilyEncoder(Encoder):
         ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)
         return EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
+
+
+class _ShapesOnly:
+    """An image processor whose results on ``meta`` become tensors of any values."""
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._image_processor, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._image_processor(*args, **kwargs)
+        for name, value in {**found}.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                found[name] = torch.empty_like(value, device="cpu")  # LLaVA's becomes an array
+        return found
+
+
+def _empty_image(medium: Media) -> Tensor:
+    """Return an image (3, H, W) without values, of which a processor computes only shapes."""
+    width, height = image_size(medium)
+    return torch.empty((3, height, width), dtype=torch.uint8, device="meta")
+
+
+def _size(image: Image.Image | Tensor) -> tuple[int, int]:
+    return (image.shape[2], image.shape[1]) if isinstance(image, Tensor) else image.size
 
 
 def _in_order(sample: Sample, segments: Sequence[Segment]) -> list[Media]:

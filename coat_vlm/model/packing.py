@@ -24,10 +24,14 @@ from transformers.masking_utils import sdpa_mask
 
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.placeholders import copy_to_device
-from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
+from coat_vlm.model.sequence_parallel import SHARD, SequenceShard, why_attention_is_unknown
 
 PACKED = "sdpa_packed"
 """The name of this attention implementation."""
+
+PACKED_IMAGES = "flash_packed_images"
+"""Its name for towers that pack images: transformers gives the bounds of images and windows only to
+attention with ``flash`` in its name, and otherwise calls it for each of them."""
 
 Kernel = Literal["flash", "sdpa"]
 """Torch's variable-length flash attention, or one call of SDPA for each sequence."""
@@ -51,8 +55,8 @@ class Packing:
     """``bounds`` on their original device."""
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return (start, end) of each sequence; synchronizes with a GPU."""
-        return list(pairwise(self.bounds.tolist()))
+        """Return (start, end) of each sequence; synchronizes if all bounds are on a GPU."""
+        return list(pairwise((self.bounds if self.given is None else self.given).tolist()))
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' models."""
@@ -74,14 +78,29 @@ class Packing:
         starts = self.bounds[torch.searchsorted(self.bounds, index, right=True) - 1]
         return (index - starts)[None].long()
 
-    def ignore_first_tokens(self, labels: Tensor | None) -> Tensor | None:
-        """Set the labels (1, T) of first tokens to IGNORE_INDEX; None without labels."""
-        if labels is None:
-            return None
+    def ignore_first_tokens(self, labels: Tensor) -> Tensor:
+        """Set the labels (1, T) of first tokens to IGNORE_INDEX."""
         bounds = self.bounds
         if self.given is not None and self.given.device == labels.device:
             bounds = self.given  # labels on the CPU stay there
         return labels.to(bounds.device).index_fill(1, bounds[:-1].long(), IGNORE_INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMasks:
+    """Masks of the sequences of a row, where attention is not just causal within each."""
+
+    masks: list[Tensor]
+    """[1, 1, t, t] bool of each sequence."""
+
+    def attend(self, module: Any, heads: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute attention [1, T, H, D] of ``heads`` [1, H, T, D], one sequence after another."""
+        parts = [x.split([mask.shape[-1] for mask in self.masks], 2) for x in heads]
+        outs = [
+            sdpa_attention_forward(module, q, k, v, mask, *args, **kwargs)[0]
+            for q, k, v, mask in zip(*parts, self.masks, strict=True)
+        ]
+        return torch.cat(outs, 1)
 
 
 def read_packing(
@@ -129,6 +148,15 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
     if max(lengths) > longest:
         raise ValueError(
             f"max_length_q is {longest}, but a sequence of cu_seq_lens_q has {max(lengths)} tokens"
+        )
+
+
+def check_packing(model: PreTrainedModel) -> None:
+    """Raise ValueError if a decoder reads other tokens of a row outside of its attention."""
+    if (why := why_attention_is_unknown(model)) is not None:
+        raise ValueError(
+            f"packing: {type(model).__name__} {why}, so the samples of a row would read each "
+            "other; remove packing, or use a model with full or sliding-window attention"
         )
 
 
@@ -193,7 +221,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SequenceMasks | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -205,6 +233,9 @@ def packed_attention(
     With ``sequence_shard`` the heads are those of a shard, and ``cu_seq_lens_q`` are boundaries in
     the whole row. Raises ValueError for wrong or missing arguments and unsupported features.
     """
+    if isinstance(attention_mask, SequenceMasks):
+        heads = (query, key, value)
+        return attention_mask.attend(module, heads, dropout, scaling, is_causal, **kwargs), None
     shard: SequenceShard | None = kwargs.pop(SHARD, None)
     if shard is not None:
         query, key, value = shard.gather_tokens(query, key, value)
@@ -226,15 +257,15 @@ def packed_attention(
         )
     if key.shape[2] != tokens:
         raise ValueError("packed sequences do not support a cache; set use_cache=False")
-    unknown = [name for name in UNKNOWN_ARGUMENTS if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = packing.limit_window(sliding_window)
-    if window is not None and not causal:
-        unknown.append("sliding window in both directions")
-    if shard is not None and not causal:
-        unknown.append("sequence_parallel without causal attention")
-    if unknown:
-        raise ValueError(f"packed attention does not support {', '.join(unknown)}; use eager")
+    unknown = {name: kwargs.get(name) is not None for name in UNKNOWN_ARGUMENTS} | {
+        "sliding window in both directions": window is not None and not causal,
+        "sequence_parallel without causal attention": shard is not None and not causal,
+    }
+    if any(unknown.values()):
+        names = ", ".join(name for name, given in unknown.items() if given)
+        raise ValueError(f"packed attention does not support {names}; use eager")
     out = _attend(query, key, value, packing, causal, scaling, dropout, window)
     return (out if shard is None else shard.scatter_tokens(out)), None
 
@@ -282,20 +313,30 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor | SequenceMasks | None:
     """Create the mask, with the signature of transformers' ``AttentionMaskInterface``.
 
-    If positions restart within a row, it is :func:`make_empty_mask`, for :func:`packed_attention`.
+    If positions restart within a row, it is :func:`make_empty_mask`, for :func:`packed_attention`,
+    or where the model adds to causal attention, such as within an image, :class:`SequenceMasks`.
     """
-    other = kwargs.get("allow_is_causal_skip", True) or kwargs.get("use_vmap", False)
-    if attention_mask is None and q_length > 1 and not other:
+    causal, packing = kwargs.get("allow_is_causal_skip", True), getattr(_here, "packing", None)
+    restarts = not (causal or kwargs.get("use_vmap", False) or getattr(_here, "counted", False))
+    if attention_mask is None and q_length > 1 and (restarts if packing is None else causal):
         return make_empty_mask(q_length, torch.device(device))
-    return sdpa_mask(q_length=q_length, attention_mask=attention_mask, device=device, **kwargs)
+    if packing is None:
+        return sdpa_mask(q_length=q_length, attention_mask=attention_mask, device=device, **kwargs)
+    masks: list[Any] = []
+    for start, end in packing.spans():  # the model's mask is a function of positions in the row
+        lengths = {"q_length": end - start, "kv_length": end - start}
+        offsets = {"q_offset": start, "kv_offset": start}
+        masks.append(sdpa_mask(**{**kwargs, **lengths, **offsets, "device": device}))
+    return SequenceMasks(masks)
 
 
 def register() -> None:
     """Register ``sdpa_packed`` in transformers, and patch the search for packed sequences."""
     AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(PACKED_IMAGES, packed_attention)
     AttentionMaskInterface.register(PACKED, packed_mask)
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
@@ -306,17 +347,19 @@ _declared_causal: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @contextmanager
-def skip_packing_search(skip: bool) -> Iterator[None]:
+def skip_packing_search(skip: bool, packing: Packing | None = None) -> Iterator[None]:
     """Skip transformers' search for restarting ``position_ids``, which synchronizes with the GPU.
 
-    Positions that the model itself creates never restart. Applies to this context and thread.
+    Positions that the model itself creates never restart, and those of ``packing`` are known: where
+    the model makes its masks by itself, :func:`packed_mask` makes them of this packing. Applies to
+    this context and thread.
     """
-    before = getattr(_here, "counted", False)
-    _here.counted = skip
+    before = getattr(_here, "counted", False), getattr(_here, "packing", None)
+    _here.counted, _here.packing = skip, packing
     try:
         yield
     finally:
-        _here.counted = before
+        _here.counted, _here.packing = before
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:

@@ -62,24 +62,29 @@ def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
     """Raise ValueError unless a model's attention can be split over ``size`` ranks by heads."""
     if size == 1:
         return
-    config: Any = model.config
-    name, layers = type(model).__name__, set(getattr(config, "layer_types", None) or ())
-    other = sorted(layers - _LAYER_TYPES)
-    if other or model._is_stateful or not model._supports_attention_backend:
-        why = "does not call transformers' attention interface in every layer"
-        if other:
-            why = f"has layers of type {other[0]}"
+    name = type(model).__name__
+    if (why := why_attention_is_unknown(model)) is not None:
         raise ValueError(
             f"sequence_parallel: {name} {why}, so ranks cannot share its tokens; remove the key, "
             "or use a model with full or sliding-window attention, such as Qwen2 or Llama"
         )
-    heads = config.num_attention_heads
+    heads = model.config.num_attention_heads
     if heads % size:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
             f"sequence_parallel: {size} does not divide the {heads} attention heads of {name}; use "
             f"one of {', '.join(map(str, divisors))}"
         )
+
+
+def why_attention_is_unknown(model: PreTrainedModel) -> str | None:
+    """Return why a decoder may read other tokens outside of transformers' attention interface."""
+    layers = set(getattr(model.config, "layer_types", None) or ())
+    if other := sorted(layers - _LAYER_TYPES):
+        return f"has layers of type {other[0]}"
+    if model._is_stateful or not model._supports_attention_backend:
+        return "does not call transformers' attention interface in every layer"
+    return None
 
 
 @dataclass(slots=True)

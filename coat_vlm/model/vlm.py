@@ -124,6 +124,16 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         self.language_model.set_output_embeddings(new_embeddings)
 
     @property
+    def language(self) -> PreTrainedModel:
+        """The decoder with its output layer."""
+        return self.language_model
+
+    def prepare_attention(self, *, packed: bool) -> None:
+        """Prepare attention for training, with ``packed`` for rows of several samples."""
+        if packed and self.language_model.config._attn_implementation == "sdpa":
+            self.language_model.set_attn_implementation(PACKED)
+
+    @property
     def base_model(self) -> "Backbone":  # pyright: ignore[reportIncompatibleMethodOverride]
         """The model without its output layer, as other models of transformers name it."""
         return Backbone(self)
@@ -191,7 +201,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         packing, position_ids, attention_mask = self._read_packing(
             hidden, position_ids, attention_mask, kwargs, sequence_shard
         )
-        if packing is not None and not shifted:
+        if packing is not None and labels is not None and not shifted:
             labels = packing.ignore_first_tokens(labels)
         kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None

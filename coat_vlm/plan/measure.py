@@ -194,7 +194,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
             model = kind(config)
     finally:
         torch.set_default_dtype(before)
-    prepare_model(model, recipe, case.stage, arithmetic)
+    prepare_model(model, case.stage, arithmetic)
     return model
 
 

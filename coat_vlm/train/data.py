@@ -187,6 +187,7 @@ def open_data(
         costs=costs,
         timeout_s=recipe.data_timeout_s,
         unpad=ROW_MULTIPLE if unpad else None,
+        complete=encoder.complete,
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
     val_encoder = processor.encoder(template=stage.template)
@@ -211,6 +212,7 @@ def open_data(
             rank=replica,
             world_size=replicas,
             pad_token_id=pad_token_id,
+            complete=val_encoder.complete,
         ),
     )
 

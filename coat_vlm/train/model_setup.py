@@ -20,7 +20,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, convert, store_frozen_weights
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.build import build_meta_model, extend_context
-from coat_vlm.model.family_model import create_meta_family_model, load_family_model
+from coat_vlm.model.family_model import FamilyVlm, create_meta_family_model, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import (
     AnyProcessor,
@@ -30,7 +30,7 @@ from coat_vlm.model.folder import (
 )
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.named_model import NamedModel
-from coat_vlm.model.packing import PACKED
+from coat_vlm.model.packing import check_packing
 from coat_vlm.model.pretrained import load_auto
 from coat_vlm.model.processor import (
     build_processor,
@@ -44,8 +44,13 @@ from coat_vlm.train.nf4 import check_bitsandbytes
 from coat_vlm.train.open_sources import iterate_texts
 from coat_vlm.train.tracking import print_on_main
 
-_UNPADDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
-"""Language model types whose attention works with packing."""
+AnyVlm = CoatVlm | FamilyVlm
+"""Composed and published models, with their methods for training."""
+
+_UNPADDED = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+)
+"""Decoders (``model_type``) that compute a packed row in one call of attention per layer."""
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
@@ -132,15 +137,13 @@ def avoids_padding(
         and stage.dpo is None
         and stage.sequence_parallel == 1
         and not graphs
-        and isinstance(model, CoatVlm)
         and recipe.model.attn_implementation == "sdpa"
-        and model.language_model.config.model_type in _UNPADDED
+        and cast(AnyVlm, model).language.config.model_type in _UNPADDED
     )
 
 
 def prepare_model(
     model: PreTrainedModel,
-    recipe: Recipe,
     stage: StageConfig,
     arithmetic: Arithmetic,
     *,
@@ -149,15 +152,20 @@ def prepare_model(
     """Prepare a model, in place, for a stage: adapters, frozen modules, attention, precision.
 
     ``packed`` allows packed rows for which the stage does not ask. Raises ValueError if the model
-    does not fit ``lora``, ``sequence_parallel`` or FP8.
+    does not fit ``lora``, ``packing``, ``sequence_parallel`` or FP8.
     """
     set_trainable(model, stage)
-    if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows
-        check_sequence_parallel(model.language_model, stage.sequence_parallel)
-        packed = packed or stage.packing is not None or stage.sequence_parallel > 1
-        if packed and recipe.model.attn_implementation == "sdpa":
-            model.language_model.set_attn_implementation(PACKED)
+    _check_attention(model, stage)
+    packed = packed or stage.packing is not None or stage.sequence_parallel > 1
+    cast(AnyVlm, model).prepare_attention(packed=packed)
     return arithmetic.apply(model)
+
+
+def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
+    language = cast(AnyVlm, model).language
+    check_sequence_parallel(language, stage.sequence_parallel)
+    if stage.packing is not None:
+        check_packing(language)
 
 
 def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName], command: str) -> None:
@@ -194,8 +202,7 @@ def build_planned_model(
     else:
         assert vocab_size is not None
         meta_model = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
-    if isinstance(meta_model, CoatVlm):
-        check_sequence_parallel(meta_model.language_model, stage.sequence_parallel)
+    _check_attention(meta_model, stage)
     set_trainable(meta_model, stage)
     if arithmetic.fp8 is not None:
         convert(meta_model, arithmetic.fp8)

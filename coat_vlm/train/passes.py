@@ -25,6 +25,7 @@ from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, SpareMemory
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.family_layout import KINDS
 from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence_group, shard_batch
 from coat_vlm.model.vlm import module_parameters
@@ -39,6 +40,8 @@ _CPU_INPUTS = frozenset(
     (
         *("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q"),
         *("max_length_q", "image_sizes", "batch_num_images", "video_frames", SHARD),
+        *(f"{kind}_grid_thw" for kind in KINDS),
+        *(f"{kind}_cu{name}_seqlens" for kind in KINDS for name in ("", "_window")),
     )
 )
 """Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""
@@ -251,7 +254,9 @@ def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict
     inputs: dict[str, Any] = {**batch}
     inputs |= inputs.pop("extras", {})
     return {
-        name: value if name in _CPU_INPUTS else copy_to_device(value, device)
+        name: value
+        if name in _CPU_INPUTS or not isinstance(value, Tensor)
+        else copy_to_device(value, device)
         for name, value in inputs.items()
     }
 

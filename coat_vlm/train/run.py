@@ -232,7 +232,7 @@ def _open(stage: _Stage) -> _Opened:
     processor.adopt_template(config.template)
     set_stop_tokens(model, processor)
     unpadded = avoids_padding(model, recipe, config, world.device)
-    conversion = prepare_model(model, recipe, config, arithmetic, packed=unpadded)
+    conversion = prepare_model(model, config, arithmetic, packed=unpadded)
     files = world.run_on_rank0(partial(check_save, stage.folder, model, processor))
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")

@@ -79,13 +79,13 @@ FIRST = "qwen3_vl"
 """The family that is trained in every run of the tests."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name == FIRST else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(FAMILIES)
-    ],
-)
+def as_slow(*kept: str) -> list[Any]:
+    """All families, of which only some are tested in every run."""
+    slow = pytest.mark.slow
+    return [name if name in kept else pytest.param(name, marks=slow) for name in sorted(FAMILIES)]
+
+
+@pytest.fixture(scope="module", params=as_slow(FIRST))
 def run(
     request: pytest.FixtureRequest,
     published: Path,
@@ -315,6 +315,29 @@ def test_one_image_size(
     assert "here the run decides" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family", as_slow("qwen2_5_vl"))
+def test_packing(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Two ranks, of which one may have only texts, train the packed rows of one rank."""
+    if family in ("lfm2_vl", "paligemma", "qwen3_5"):
+        pytest.skip("its samples cannot share a row")
+    recipes = {
+        "one": {"zero_stage": 0, "precision": "fp32"},
+        "two": {"zero_stage": 3, "num_workers": 1},
+    }
+    for ranks, (name, changes) in enumerate(recipes.items(), start=1):
+        recipe = make_recipe(tiny_data, published / family, tmp_path / name) | changes
+        del recipe["stages"]["align"]
+        recipe["model"]["max_length"] = 256
+        recipe["stages"]["sft"] |= {"packing": {"tokens": 512, "images": 5}}
+        assert "rows of 512 tokens" in train(recipe, tmp_path, ranks=ranks)
+    one, two = (tiny_run.steps(tmp_path / name) for name in recipes)
+    for name in ("samples", "tokens", "supervised_tokens", "packing_fill", "tiles"):
+        assert [row[name] for row in two] == [row[name] for row in one]
+    assert [row["loss"] for row in two] == pytest.approx([r["loss"] for r in one], rel=2e-5)
+    assert min(row["samples"] for row in one) > 4
+    assert max(row["tiles"] for row in one) <= 4 * 5
+
+
 @pytest.mark.parametrize(
     ("family", "stage", "vision"),
     [
@@ -416,7 +439,10 @@ def test_another_family_ends_before_the_engine(
         (["model.video.time_tokens=true"], "model.video.time_tokens is not supported with model.p"),
         (["model.video.sampling=all"], "model.video.sampling: all is not supported with model.pre"),
         (["model.language.name_or_path=a/b"], "model.language has no effect with model.pret"),
-        (["stages.sft.packing=true"], "stages.sft.packing is not supported with model.pret"),
+        (
+            ["stages.sft.packing=true", "model.attn_implementation=eager"],
+            "stages.sft.packing with model.pretrained needs model.attn_implementation: sdpa, not",
+        ),
         (["stages.sft.template=plain"], "stages.sft.template is not supported with model.pr"),
         (["memory.gpu_gb=80"], "memory is not supported with model.pretrained"),
         (["zero_stage=3", "precision=coat"], "needs the tower's blocks in BF16; set fp8.vision"),

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from family_folders import MAKERS
+from family_samples import IMAGES, conversation, picture, sample_of
 from one_stage import one_stage
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.collate import collate
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Sample
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.generate import PromptEncoder, generate
 from coat_vlm.model.families import FAMILIES, find_family, find_parts
@@ -51,24 +51,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> FamilyProcessor:
     return FamilyProcessor.load("model.pretrained", str(folder), 1024)
-
-
-def picture(number: int, width: int = 40, height: int = 24) -> Media:
-    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
-
-
-def conversation(*images: Media, answers: tuple[str, ...] = ("red", "yes")) -> Sample:
-    """Questions with all images in the first one, as a LLaVA row writes them."""
-    turns: list[Turn] = []
-    for number, answer in enumerate(answers):
-        shown = (Part("image"),) * len(images) if not number else ()
-        text = ("\n" if shown else "") + f"What color is {number}?"
-        turns += [Turn("user", (*shown, Part("text", text)))]
-        turns += [Turn("assistant", (Part("text", answer),))]
-    return Sample(id="1", turns=tuple(turns), media=images, source="rows.json")
 
 
 def messages(sample: Sample) -> tuple[list[Any], list[Image.Image]]:
@@ -118,19 +100,6 @@ def read(folder: Path, samples: list[Sample], *, prompts: bool = False) -> Any:
     else:  # as apply_chat_template does if the template writes the begin-of-text token
         options["add_special_tokens"] = "bos_token" not in reader.chat_template
     return reader(text=texts, **options, return_tensors="pt", padding=True, padding_side="right")
-
-
-IMAGES = {
-    "one image": (picture(1),),
-    "wide": (picture(2, 90, 20),),
-    "two images": (picture(3), picture(4, 20, 50)),
-    "text": (),
-}
-
-
-def sample_of(folder: Path, name: str) -> Sample:
-    answers = ("red",) if FAMILIES[folder.name].has_prefix else ("red", "yes")
-    return conversation(*IMAGES[name], answers=answers)
 
 
 def mixed(folder: Path) -> list[Sample]:

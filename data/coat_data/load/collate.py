@@ -80,8 +80,7 @@ def collate(
 def _fill(samples: Sequence[EncodedSample]) -> Sequence[EncodedSample]:
     """Append the filler, if there is one, to the first sample of a batch without media."""
     first, *others = samples
-    filler = first.filler
-    if filler is None or any(len(s.pixel_values) or s.extras for s in samples):
+    if (filler := _find_filler(samples)) is None:
         return samples
     filled = replace(
         first,
@@ -91,6 +90,11 @@ def _fill(samples: Sequence[EncodedSample]) -> Sequence[EncodedSample]:
         extras=filler.extras,
     )
     return [filled, *others]
+
+
+def _find_filler(samples: Sequence[EncodedSample]) -> EncodedSample | None:
+    has_media = any(len(sample.pixel_values) or sample.extras for sample in samples)
+    return None if has_media else samples[0].filler
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -109,22 +113,25 @@ def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
     """Concatenate ``samples`` to one row (1, T), T a multiple of ``align``.
 
-    The padding is a separate sequence without labels, and no first token is supervised.
+    The padding is a separate sequence without labels, and no first token is supervised. A filler
+    becomes one as well.
     """
+    if (filler := _find_filler(samples)) is not None:
+        samples = [*samples, filler]
     lengths = [len(sample.input_ids) for sample in samples]
     used = sum(lengths)
     padding = -used % align
     bounds = [0, *accumulate(lengths + [padding] * bool(padding))]
-    filler = torch.full((padding,), pad_token_id)
-    labels = torch.cat([*(s.labels for s in samples), torch.full_like(filler, IGNORE_INDEX)])
+    fill = torch.full((padding,), pad_token_id)
+    labels = torch.cat([*(s.labels for s in samples), torch.full_like(fill, IGNORE_INDEX)])
     labels[bounds[:-1]] = IGNORE_INDEX
     attention_mask = torch.zeros(used + padding, dtype=torch.int64)
     attention_mask[:used] = 1
     batch = Batch(
-        input_ids=torch.cat([*(sample.input_ids for sample in samples), filler])[None],
+        input_ids=torch.cat([*(sample.input_ids for sample in samples), fill])[None],
         attention_mask=attention_mask[None],
         labels=labels[None],
-        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        pixel_values=_join([sample.pixel_values for sample in samples]),
         cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
         max_length_q=max(*lengths, padding),
     )

@@ -56,6 +56,11 @@ class EncodedSample:
     rejected: "EncodedSample | None" = None
     """Preference pairs: the same prompt and media with the rejected answer."""
 
+    @property
+    def num_images(self) -> int:
+        """Tiles of images, and frames; whole images if the processor of a published model cuts."""
+        return self.counts.get("images", len(self.pixel_values))
+
 
 class Size(NamedTuple):
     """Size of an encoded sample, measured without decoding media."""
@@ -151,12 +156,21 @@ class Encoder:
         than the result only if a video is shorter than its header says, or by the digits of time
         tokens. Raises DataError as a call does, as far as headers show it.
         """
-        ids, _, plans = self._planned(sample, self.media.plan)
-        self._check_length(sample, len(ids), plans)
+        size = self._size(sample)
         if sample.rejected:
             worse = Turn("assistant", (Part("text", sample.rejected),))
-            self.measure(replace(sample, turns=(*sample.turns[:-1], worse), rejected=""))
+            self._size(replace(sample, turns=(*sample.turns[:-1], worse), rejected=""))
+        return size
+
+    def _size(self, sample: Sample) -> Size:
+        ids, _, plans = self._planned(sample, self.media.plan)
+        self._check_length(sample, len(ids), plans)
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
+
+    @property
+    def complete(self) -> Callable[[Any], Any] | None:
+        """Adds to a collated batch what the model would compute on its device, if anything."""
+        return None
 
     def written(self, sample: Sample) -> Sample:
         """Return the sample with the texts that are tokenized."""

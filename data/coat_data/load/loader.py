@@ -32,6 +32,9 @@ from coat_data.sample import DataError, Sample, UnreachableError
 Encode = Callable[[Sample], EncodedSample]
 """An :class:`~coat_data.load.encode.Encoder`."""
 
+Complete = Callable[[Batch], Batch]
+"""Adds what a model would compute from values on its device: ``Encoder.complete``."""
+
 MAX_REPLACEMENTS = 16
 """Replacements tried for a bad row before its error is raised."""
 
@@ -74,6 +77,7 @@ class TrainLoader:
         costs: estimated work of the rows of each source, by which rows that are not packed are
             assigned to ranks; None assigns them in order.
         unpad: :func:`coat_data.load.collate.collate_unpadded`'s ``align``; None pads.
+        complete: called with each batch, in the worker process.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class TrainLoader:
         costs: Sequence[np.ndarray] | None = None,
         timeout_s: float = 0.0,
         unpad: int | None = None,
+        complete: Complete | None = None,
     ) -> None:
         check_batch_sizes(batch_size, micro_batch_size, rank, world_size)
         self.sampler: Sampler = packing or PlainSampler(mixture, batch_size, costs)
@@ -111,6 +116,7 @@ class TrainLoader:
         self._packing = packing
         self._timeout_s = timeout_s
         self._unpad = unpad
+        self._complete = complete
 
     def steps(self, start: SamplerState) -> Generator[list[LoadedBatch]]:
         """Yield the micro-batches of each optimizer step from ``start`` on, endlessly.
@@ -147,6 +153,8 @@ class TrainLoader:
         else:
             batch = collate(encoded, pad_token_id=pad_token_id)
         counts = dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
+        if self._complete is not None:
+            batch = self._complete(batch)
         return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
 
     def _encode_row(self, row: BatchRow, bad: list[BadSample]) -> list[EncodedSample]:
@@ -167,7 +175,7 @@ class TrainLoader:
             if found is not None:
                 encoded.append(found)
                 free_tokens -= len(found.input_ids)
-                free_images -= len(found.pixel_values)
+                free_images -= found.num_images
             elif self._max_attempts == 1:
                 raise errors[0]
         if encoded:
@@ -221,7 +229,7 @@ class TrainLoader:
 
 
 def _check_fits(encoded: EncodedSample, where: str, tokens: float, images: float) -> None:
-    own_tokens, own_images = len(encoded.input_ids), len(encoded.pixel_values)
+    own_tokens, own_images = len(encoded.input_ids), encoded.num_images
     if own_tokens > tokens or own_images > images:
         raise DataError(
             where,
@@ -240,6 +248,7 @@ def val_batches(
     rank: int,
     world_size: int,
     pad_token_id: int,
+    complete: Complete | None = None,
 ) -> Generator[Batch]:
     """Yield validation batches: every row once over all ranks, in order.
 
@@ -253,7 +262,8 @@ def val_batches(
         if not encoded:
             filler = encoder(dataset[0])
             encoded = [_without_labels(filler)]
-        yield collate(encoded, pad_token_id=pad_token_id)
+        batch = collate(encoded, pad_token_id=pad_token_id)
+        yield batch if complete is None else complete(batch)
 
 
 def _without_labels(sample: EncodedSample) -> EncodedSample:

@@ -1,0 +1,245 @@
+"""What a published model would read from tensors on a GPU, found on the CPU.
+
+transformers' models search placeholders by masks, and read grids and token types to find positions,
+the bounds of images and the windows of attention: Qwen3-VL waits for the GPU 106 times in a step.
+:func:`describe_batch` calls transformers' own functions in the processes that load the data; the
+models accept the results as arguments. :func:`known_placeholders` replaces the masks.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModel, vision_utils
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from coat_data.load.collate import Batch
+from coat_vlm.model.placeholders import copy_to_device, place_features
+
+KINDS = ("image", "video")
+"""Media with placeholders of their own."""
+
+
+def describe_batch(batch: Batch, config: Any) -> Batch:
+    """Add positions, and the layout of images and videos, to a batch of a published model.
+
+    ``config`` is the whole model's. Adds ``position_ids`` of models with several positions per
+    token; ``image_positions`` and ``video_positions`` of placeholders; and to ``extras``, with
+    grids, what :func:`describe_grids` returns, under names that begin with the kind of media. Tiles
+    (rows, tiles, 3, H, W) become one row without those that fill rows up.
+    """
+    described: Any = {**batch}
+    extras: dict[str, Any] = {**batch.get("extras", {})}
+    flat = batch["input_ids"].flatten()
+    for kind in KINDS:
+        token = getattr(config, f"{kind}_token_id", None)
+        if token is not None:
+            described[f"{kind}_positions"] = (flat == token).nonzero().squeeze(1)
+    grids = {kind: extras[name] for kind in KINDS if (name := f"{kind}_grid_thw") in extras}
+    if grids:  # images and videos pass the tower together, as the first kind
+        found = describe_grids(torch.cat([*grids.values()]), config.vision_config)
+        extras |= {f"{next(iter(grids))}_{name}": value for name, value in found.items()}
+    if extras.get("pixel_attention_mask", flat).ndim == 4:
+        described["pixel_values"] = _drop_missing_tiles(batch["pixel_values"], extras)
+    positions = _find_positions(batch, config)
+    if positions is not None:
+        described["position_ids"] = positions
+    if "extras" in batch:
+        described["extras"] = extras
+    return described
+
+
+def _drop_missing_tiles(tiles: Tensor, extras: dict[str, Any]) -> Tensor:
+    """Return tiles in one row; their mask is dropped if it is 1 everywhere."""
+    mask = extras.pop("pixel_attention_mask")
+    real = mask[:, :, 0, 0].bool()
+    tiles, mask = (x.flatten(0, 1)[None] if real.all() else x[real][None] for x in (tiles, mask))
+    if not mask.all():
+        extras["pixel_attention_mask"] = mask
+    return tiles
+
+
+def _find_positions(batch: Batch, config: Any) -> Tensor | None:
+    """Return positions (3, B, T) in time, height and width, or None for a model without them.
+
+    In a packed row they restart with each sequence.
+    """
+    model_class: Any = AutoModel._model_mapping.get(type(config), None)  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(model_class, "get_rope_index"):
+        return None
+    model = model_class.__new__(model_class)  # which the method only asks for its configuration
+    vars(model)["config"] = config
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    bounds = batch.get("cu_seq_lens_q")
+    if bounds is not None:
+        lengths = bounds.diff().tolist()
+        ids, mask = (
+            pad_sequence([*x[0].split(lengths)], batch_first=True)
+            for x in (ids, ids.new_ones(1, ids.shape[1]))
+        )
+    types = torch.zeros_like(ids)
+    for number, kind in enumerate(KINDS, start=1):
+        types[ids == getattr(config, f"{kind}_token_id", -1)] = number
+    names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    extras: Mapping[str, Tensor] = batch.get("extras", {})
+    grids = {name: extras[name] for name in names if name in extras}
+    positions, _ = model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=mask, **grids)
+    if bounds is None:
+        return positions
+    return positions[:, mask.bool()][:, None]
+
+
+def describe_grids(grids: Tensor, vision: Any) -> dict[str, Any]:
+    """Return what a tower that packs images into a row computes from their ``grids`` (N, 3).
+
+    ``vision`` is the tower's configuration. The names are those of ``transformers.vision_utils``:
+    rotary positions, bounds of images, and where the tower has them windows of attention and the
+    interpolation of its learned positions.
+    """
+    merge = vision.spatial_merge_size
+    found = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    bounds = vision_utils.get_vision_cu_seqlens(grids)
+    found |= {"cu_seqlens": bounds, "max_seqlen": int(bounds.diff().max())}
+    if hasattr(vision, "window_size"):
+        index, bounds = vision_utils.get_vision_window_index(
+            grids, merge, vision.window_size, vision.patch_size
+        )
+        found |= {"window_index": index, "cu_window_seqlens": bounds}
+        found["max_window_seqlen"] = int(bounds.diff().max())
+    if hasattr(vision, "num_position_embeddings"):
+        side = int(vision.num_position_embeddings**0.5)
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, side, align_corners=True, spatial_merge_size=merge
+        )
+        found |= {"interp_indices": indices, "interp_weights": weights}
+    return found
+
+
+class Placeholders:
+    """Positions [P] of one kind of placeholders, in the place of a mask (B, T, 1).
+
+    It supports what transformers' models do with such a mask.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the mask without its last dimension, or the ranks among a union's positions."""
+        if isinstance(index, Placeholders):
+            return torch.searchsorted(index.positions, self.positions)
+        return self
+
+    def __or__(self, other: "Placeholders") -> "Placeholders":
+        return Placeholders(torch.cat([self.positions, other.positions]).sort().values)
+
+    def sum(self) -> int:
+        """Return the number of placeholders."""
+        return len(self.positions)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Tensor:
+        """Place the features; torch calls this for ``embeds.masked_scatter(self, features)``."""
+        assert function is Tensor.masked_scatter
+        embeds, placeholders, features = args
+        return place_features(embeds, placeholders.positions, features)
+
+
+def _encode_tiles(
+    model: Any,
+    pixel_values: Tensor,
+    pixel_attention_mask: Tensor | None = None,
+    **_: Any,
+) -> BaseModelOutputWithPooling:
+    """Return Idefics3's features of tiles (1, N, 3, H, W), of which none fills up a row."""
+    tower, side = model.vision_model, model.vision_model.config.patch_size
+    tiles, mask = pixel_values[0], None
+    shown = tiles[:, 0].isfinite() if pixel_attention_mask is None else pixel_attention_mask[0]
+    patches = shown.unfold(1, side, side).unfold(2, side, side).sum((-1, -2)) > 0
+    hidden = tower.embeddings(pixel_values=tiles, patch_attention_mask=patches)
+    if pixel_attention_mask is not None:
+        mask = create_bidirectional_mask(tower.config, hidden, patches.flatten(1))
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
+    features: Any = [*model.connector(tower.post_layernorm(hidden))]
+    return BaseModelOutputWithPooling(pooler_output=features)
+
+
+def _embed_patches(
+    embeddings: Any, hidden: Tensor, lengths: Tensor, grids: Tensor, *coordinates: Tensor
+) -> Tensor:
+    """Call GLM's module, which takes lengths and grids on the device of the patches."""
+    given = (copy_to_device(value, hidden.device) for value in (lengths, grids))
+    return type(embeddings).forward(embeddings, hidden, *given, *coordinates)
+
+
+@contextmanager
+def known_placeholders(
+    model: Any, language: Any, places: Mapping[str, Placeholders]
+) -> Iterator[None]:
+    """Have the inner ``model``, with the decoder ``language``, place features by positions.
+
+    Its masks would be searched in forward and backward. ValueError, from the model's call, if the
+    features are not as many as the placeholders.
+    """
+
+    def find(kind: str, features: Tensor, inputs_embeds: Tensor) -> Placeholders:
+        rows, placed = features.numel() // inputs_embeds.shape[-1], places[kind].sum()
+        if rows != placed:
+            raise ValueError(
+                f"input_ids contain {placed} {kind} placeholders, but the {kind}s have {rows} "
+                "features; pass both as the processor returns them, and check that no sequence was "
+                "truncated"
+            )
+        return places[kind]
+
+    def get_placeholder_mask(
+        input_ids: Tensor,  # noqa: ARG001 - the signature of transformers
+        inputs_embeds: Tensor,
+        image_features: Tensor | None = None,
+        video_features: Tensor | None = None,
+    ) -> Any:
+        given = zip(KINDS, (image_features, video_features), strict=True)
+        found = [None if own is None else find(kind, own, inputs_embeds) for kind, own in given]
+        return found if both else found[0]
+
+    def inputs_merger(
+        input_ids: Tensor,  # noqa: ARG001
+        inputs_embeds: Tensor,
+        image_hidden_states: Tensor,
+    ) -> Tensor:
+        found = find("image", image_hidden_states, inputs_embeds)
+        return place_features(inputs_embeds, found.positions, image_hidden_states)
+
+    def deepstack(hidden: Tensor, placeholders: Placeholders, features: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        flat = flat.index_add(0, placeholders.positions, features.to(flat.dtype))
+        return flat.view_as(hidden)
+
+    known = inspect.signature(getattr(model, "get_placeholder_mask", find)).parameters
+    both = "video_features" in known
+    masks = model if "image_features" in known else None  # Gemma 4's are of no use here
+    tiles = model if hasattr(model, "connector") else None
+    embeddings = getattr(getattr(model, "visual", None), "embeddings", None)
+    searches = (
+        (masks, "get_placeholder_mask", get_placeholder_mask),
+        (model, "inputs_merger", inputs_merger),  # Idefics3
+        (language, "_deepstack_process", deepstack),  # Qwen3-VL
+        (embeddings, "forward", partial(_embed_patches, embeddings)),  # GLM
+        (tiles, "get_image_features", partial(_encode_tiles, model)),  # Idefics3
+    )
+    replaced = [(owner, name, own) for owner, name, own in searches if hasattr(owner, name)]
+    for owner, name, own in replaced if places else ():
+        setattr(owner, name, own)
+    try:
+        yield
+    finally:
+        for owner, name, _ in replaced if places else ():
+            delattr(owner, name)

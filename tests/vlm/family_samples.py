@@ -1,0 +1,50 @@
+"""Rows with images and text for the tests of published families."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.model.families import FAMILIES
+
+
+def picture(number: int, width: int = 40, height: int = 24) -> Media:
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
+
+
+def clip(folder: Path, number: int) -> Media:
+    """A video of so many frames, as files of a new folder."""
+    folder.mkdir()
+    for frame in range(number):
+        (folder / f"{frame}.png").write_bytes(picture(10 + frame).data or b"")
+    frames = tuple(str(folder / f"{frame}.png") for frame in range(number))
+    return Media(kind="video", path=frames[0], frames=frames, fps=2.0)
+
+
+def conversation(*media: Media, answers: tuple[str, ...] = ("red", "yes")) -> Sample:
+    """Questions with all media in the first one, as a LLaVA row writes them."""
+    turns: list[Turn] = []
+    for number, answer in enumerate(answers):
+        shown = tuple(Part(medium.kind) for medium in media) if not number else ()
+        text = ("\n" if shown else "") + f"What color is {number}?"
+        turns += [Turn("user", (*shown, Part("text", text)))]
+        turns += [Turn("assistant", (Part("text", answer),))]
+    return Sample(id="1", turns=tuple(turns), media=media, source="rows.json")
+
+
+IMAGES = {
+    "one image": (picture(1),),
+    "wide": (picture(2, 90, 20),),
+    "two images": (picture(3), picture(4, 20, 50)),
+    "text": (),
+}
+
+
+def sample_of(folder: Path, name: str) -> Sample:
+    answers = ("red",) if FAMILIES[folder.name].has_prefix else ("red", "yes")
+    return conversation(*IMAGES[name], answers=answers)
