@@ -137,7 +137,9 @@ class ScoredItem:
     """Whether the answer is a randomly drawn choice."""
     needs_judge: bool = False
     """Whether the official scorer asks a judge about the text, whose verdict is not there. Such a
-    text is wrong, but not unparsed."""
+    text is not unparsed."""
+    counted: bool = True
+    """Whether the metrics are over the question."""
     judged: bool = False
     """Whether a judge's verdict decided the score."""
     prediction: str | None = None
@@ -161,7 +163,7 @@ class ScoredItem:
             "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
             "reference": question.answer,
             "score": self.score,
-            **({} if question.counted else {"counted": False}),
+            **({} if self.counted else {"counted": False}),
             **{name: value for name, value in optional.items() if value},
         }
 
@@ -245,6 +247,9 @@ class Benchmark(ABC):
     """Whether one prediction applies to all questions of an id that the references repeat."""
     judged: ClassVar[bool] = False
     """Whether the official scorer asks a judge model about some answers (:meth:`needs_judge`)."""
+    wrong_unjudged: ClassVar[bool] = False
+    """Whether it also runs without a judge, and such answers are then wrong; else the metrics are
+    over the others only."""
     draws: ClassVar[bool] = False
     """Whether unparsable answers are drawn at random, so that ``fallback`` and ``seed`` apply."""
     layouts: ClassVar[Layouts] = {}
@@ -449,7 +454,9 @@ class Benchmark(ABC):
     def score_one(self, question: Question, text: str | None, settings: Settings) -> ScoredItem:
         """Extract and score the answer of one prediction; a missing or unfinished one scores 0."""
         if text is None:
-            return ScoredItem(question=question, text=None, extracted=None, score=0.0)
+            return ScoredItem(
+                question=question, text=None, extracted=None, score=0.0, counted=question.counted
+            )
         verdict, needs, extracted = settings.verdicts.get(question.key), False, None
         reasoning, answer = split_reasoning(text)
         if reasoning and settings.profile.startswith("vlmeval"):
@@ -469,6 +476,7 @@ class Benchmark(ABC):
             score=self.rate(extracted, question, settings),
             parsed=needs or self.is_parsed(extracted, answer or ""),
             needs_judge=needs,
+            counted=question.counted and (self.wrong_unjudged or not needs),
             judged=verdict is not None and not needs,
             prediction=text if reasoning else None,
             reasoning=reasoning,

@@ -180,7 +180,7 @@ class CircularBenchmark(LetterBenchmark):
     """Groups of rows with indices equal modulo :data:`ROTATION`; an item is a group."""
 
     headline = ("overall", "first_rotation", "rows")
-    judged = True
+    judged = wrong_unjudged = True
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]

@@ -82,8 +82,10 @@ def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
         if number := sum(one.reasoning == state for one in scored):
             warnings.append(f"{number} of {len(scored)} texts {remark}")
     if waiting := sum(one.needs_judge for one in scored):
+        unjudged = [one.counted for one in scored if one.needs_judge]
+        count = "count as wrong" if all(unjudged) else "are not in the score"
         warnings.append(
-            f"{waiting} of {len(scored)} answers need a judge and count as wrong: --judge asks one"
+            f"{waiting} of {len(scored)} answers need a judge and {count}: --judge asks one"
         )
     return warnings
 

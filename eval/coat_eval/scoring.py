@@ -113,18 +113,19 @@ def score_tables(
             raise DataError(str(inputs[0]), partial, remedy)
         warnings.append(partial)
     scored = benchmark.score_all(pairs, settings)
-    judges = [SAVED_VERDICTS] if settings.verdicts else []
+    judges, prompt = [SAVED_VERDICTS] if settings.verdicts else [], ""
     if judge is not None:
         judges.append(judge.name)
-        settings = _ask_judge(benchmark, judge, scored, settings)
+        settings, prompt = _ask_judge(benchmark, judge, scored, settings)
         scored = benchmark.score_all(pairs, settings)
         inputs += [judge.cache] if judge.cache is not None and judge.cache.exists() else []
     if submission_path is not None:
         write_json(submission_path, benchmark.submission(scored, settings))
     answered = [one for one in scored if one.question.answer is not None]
-    counted = [one for one in answered if one.question.counted]
-    known = [one for one in counted if not one.needs_judge]
-    metrics = benchmark.aggregate(answered, settings) if known else {}
+    asked_about = [one for one in answered if one.question.counted]
+    counted = [one for one in answered if one.counted]
+    unjudged = sum(one.needs_judge for one in asked_about)
+    metrics = benchmark.aggregate(counted, settings) if unjudged < len(asked_about) else {}
     items = [one.to_item() for one in counted]
     estimates = {
         name: made
@@ -150,20 +151,22 @@ def score_tables(
         "n": len(counted),
         **({"n_official": get_official_size(benchmark, asked)} if benchmark.sizes else {}),
         "n_unparsed": sum(not one.parsed for one in counted),
-        "n_reasoning": sum(bool(one.reasoning) for one in counted),
-        "n_unfinished": sum(one.reasoning == "unfinished" for one in counted),
+        "n_reasoning": sum(bool(one.reasoning) for one in asked_about),
+        "n_unfinished": sum(one.reasoning == "unfinished" for one in asked_about),
         **(
             {
-                "n_needs_judge": len(counted) - len(known),
+                "n_needs_judge": unjudged,
                 "n_judged": sum(one.judged for one in counted),
                 "judge": " and ".join(judges),
+                "judge_prompt": prompt,
+                "judge_cache": str(getattr(judge, "cache", None) or ""),
             }
             if benchmark.judged
             else {}
         ),
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
-        "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
+        "warnings": [*warnings, *describe_answers(asked_about, problems["empty"])],
         "inputs": {str(path): hash_file(path) for path in inputs},
         **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
@@ -189,7 +192,9 @@ def format_headline(report: Mapping[str, Any]) -> str:
             lines.append(f"{name.ljust(width)}  {value:5d}")
     lines.append(f"profile {report['profile']}: rules of {report['follows']}")
     if report.get("judge"):
-        lines.append(f"judge: {report['judge']}")
+        own = "; coat-vlm's prompt, not the authors'" if report["judge_prompt"] else ""
+        cache = f"; cache {report['judge_cache']}" if report["judge_cache"] else ""
+        lines.append(f"judge: {report['judge']}{own}{cache}")
     if report.get("rule_only"):
         lines.append(RULE_ONLY)
     return "\n".join(lines)
@@ -209,8 +214,8 @@ def _check_options(benchmark: Benchmark, settings: Settings, judge: Judge | None
 
 def _ask_judge(
     benchmark: Benchmark, judge: Judge, scored: Sequence[ScoredItem], settings: Settings
-) -> Settings:
-    """Return the settings with the judge's verdicts about the items that need one."""
+) -> tuple[Settings, str]:
+    """Return the settings with verdicts about the items that need one, and the first prompt."""
     rows: list[tuple[Question, str]] = [
         row
         for one in scored
@@ -239,7 +244,7 @@ def _ask_judge(
             else f"has no answer to any of the {len(rows)} prompts for the judge {judge.name}",
             "give another judge, or the cache of these predictions",
         )
-    return settings
+    return settings, next(iter(prompts.values()), "")
 
 
 def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:

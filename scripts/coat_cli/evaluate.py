@@ -462,8 +462,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     add(
         "--judge",
         metavar="ADDRESS",
-        help="an OpenAI-compatible address, e.g. http://localhost:8000/v1; without it such "
-        "answers count as wrong",
+        help="an OpenAI-compatible address, e.g. http://localhost:8000/v1",
     )
     add("--judge-model", metavar="NAME", help="name of the model at the address")
     add("--judge-key", metavar="VARIABLE", help="environment variable with the key of the address")

@@ -84,7 +84,10 @@ def score(name: str, answers: Path, *references: Path, judge: Judge | None = Non
 
 
 def test_an_address_grades_and_its_cache_replays(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     answers, references = mmvet_files(tmp_path)
     server.answers = {"Which dogs": "1.0", "Which cats": " 0.5 | good", "Which mice": "0"}
@@ -102,6 +105,9 @@ def test_an_address_grades_and_its_cache_replays(
     }
     assert (report["judge"], report["n_judged"], report["n_needs_judge"]) == ("grader", 3, 0)
     assert str(cache) in report["inputs"]
+    assert "Question: Which dogs is it?\nReference: a<AND>b\n" in report["judge_prompt"]
+    told = f"judge: grader; coat-vlm's prompt, not the authors'; cache {cache}"
+    assert told in capsys.readouterr().out
     assert len(server.requests) == 5
     first = server.requests[0]
     assert first["path"] == "/v1/chat/completions"
@@ -119,7 +125,11 @@ def test_an_address_grades_and_its_cache_replays(
     assert main(command) == 0
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["n_judged"], report["n_needs_judge"], report["n_unparsed"]) == (2, 1, 0)
-    assert "1 of 3 answers need a judge and count as wrong: --judge asks one" in report["warnings"]
+    assert report["metrics"]["total"] == 75  # of the two that are graded
+    assert (
+        "1 of 3 answers need a judge and are not in the score: --judge asks one"
+        in (report["warnings"])
+    )
     # None of the answers: another file's cache.
     write(answers, dict.fromkeys(("v1_0", "v1_1", "v1_2"), "d"))
     with pytest.raises(DataError, match="no answer to any of the 3 prompts for the judge grader"):
@@ -154,8 +164,8 @@ def test_unusable_verdicts(tmp_path: Path, server: Server):
     answers, references = mmvet_files(tmp_path)
     server.answers = {"Which dogs": "1.0", "Which cats": "1.5", "Which mice": "good"}
     report = score("mmvet", answers, references, judge=Judge(ChatClient(server.address, "m")))
-    assert report["metrics"]["total"] == pytest.approx(100 / 3)
-    assert (report["n_judged"], report["n_needs_judge"]) == (1, 2)
+    counts = [report[name] for name in ("n", "n_judged", "n_needs_judge")]
+    assert (report["metrics"]["total"], counts) == (100, [1, 1, 2])
     server.answers = {"Which": "nan"}
     with pytest.raises(DataError, match=r"none of the 3 answers .* it said 'nan'"):
         score("mmvet", answers, references, judge=Judge(ChatClient(server.address, "m")))

@@ -14,6 +14,7 @@ from scoring_helpers import prompts_of, write
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.benchmark import Settings
+from coat_eval.scored_set import read_sets
 from coat_eval.scoring import SAVED_VERDICTS, format_headline, score_official
 from coat_eval.tasks import get_benchmark, mathvision
 from coat_eval.tasks.mathvision import extract_answer, is_equal, is_same_text
@@ -102,7 +103,15 @@ def test_mathvista_from_responses_alone(tmp_path: Path):
     assert scores == {"1": 1, "2": 1, "3": 0, "4": 1, "5": 0}
     counts = [report[name] for name in ("n_unparsed", "n_needs_judge", "n_judged")]
     assert (counts, report["judge"]) == ([0, 1, 0], "")
-    assert "1 of 5 answers need a judge and count as wrong: --judge asks one" in report["warnings"]
+    assert (
+        "1 of 5 answers need a judge and are not in the score: --judge asks one"
+        in (report["warnings"])
+    )
+    metrics = report["metrics"]
+    assert (metrics["overall"], report["n"], report["units"]["overall"]) == (75, 4, "4 images")
+    assert (metrics["question_type.free_form"], "answer_type.list" in metrics) == (100, False)
+    report_path = write(tmp_path / "r.json", report)  # compare has the same items
+    assert read_sets(report_path)["mathvista"].metrics["overall"] == 75
     broken = write(tmp_path / "b.json", {"1": MATHVISTA["3"] | {"choices": []}})
     with pytest.raises(DataError, match="is multi_choice with 0 choices"):
         score("mathvista", tmp_path / "p.jsonl", references=(broken,))

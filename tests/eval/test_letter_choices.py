@@ -235,6 +235,8 @@ def test_scienceqa_by_llavas_rule(tmp_path: Path):
         "context.none": 100,
     }
     assert (report["n"], report["n_unparsed"]) == (4, 1)
+    more = llava_answers(tmp_path / "p.jsonl", {**texts, "72": "F"})  # wrong, of the train split
+    assert score("scienceqa", more, problems)["metrics"] == report["metrics"]
     texts["71"] = "The answer is D. The answer is D."  # twice
     texts["62"] = "F. no"
     worse = score("scienceqa", llava_answers(tmp_path / "p.jsonl", texts), problems)

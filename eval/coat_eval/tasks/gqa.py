@@ -100,11 +100,10 @@ class Gqa(Benchmark):
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute percentages; ``distribution`` is the official statistic, lower is better."""
-        counted = [one for one in scored if one.question.counted]
-        metrics = self.compute_headline(counted, settings)
-        distribution = compute_distribution(counted)
+        metrics = self.compute_headline(scored, settings)
+        distribution = compute_distribution(scored)
         metrics |= {} if distribution is None else {"distribution": distribution}
-        return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))
+        return metrics | dict(sorted(to_table_percents(scored).items(), key=_table_sort_key))
 
 
 def compute_distribution(scored: Sequence[ScoredItem]) -> float | None:

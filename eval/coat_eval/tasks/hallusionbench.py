@@ -34,7 +34,7 @@ class HallusionBench(Benchmark):
     constants = ("yes", "no")
     text_fields = ("prediction", "model_prediction", "text")
     carries_answers = True
-    judged = True
+    judged = wrong_unjudged = True
     layouts: ClassVar[Layouts] = {"image": (("HallusionBench.json",), ("image-*.parquet",))}
 
     def is_reference(self, table: Table) -> bool:
@@ -103,10 +103,9 @@ class HallusionBench(Benchmark):
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute the three accuracies over all, per category and per part (``VD_ocr.fAcc``)."""
-        counted = [one for one in scored if one.question.counted]
-        groups: dict[str, list[ScoredItem]] = {"": counted}
+        groups: dict[str, list[ScoredItem]] = {"": list(scored)}
         for table in ("category", "part"):
-            for one in counted:
+            for one in scored:
                 groups.setdefault(f"{one.question.tables[table]}.", []).append(one)
         return {
             f"{name}{metric}": value

@@ -133,13 +133,12 @@ class ScienceQa(LetterBenchmark):
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Add ``image`` (SQA-I) and ``modality.{TXT,IMG,NO}``; TXT and IMG overlap."""
         metrics = super().aggregate(scored, settings)
-        counted = [one for one in scored if one.question.counted]
-        shown = [one for one in counted if one.question.details["kind"] == "image"]
+        shown = [one for one in scored if one.question.details["kind"] == "image"]
         parts = {"image": shown}
-        if any("context" in one.question.tables for one in counted):
-            parts["modality.TXT"] = [one for one in counted if one.question.details["hint"]]
+        if any("context" in one.question.tables for one in scored):
+            parts["modality.TXT"] = [one for one in scored if one.question.details["hint"]]
             parts["modality.IMG"] = shown
-            parts["modality.NO"] = group_by_table(counted).get("context.none", [])
+            parts["modality.NO"] = group_by_table(scored).get("context.none", [])
         for name, part in parts.items():
             if part:
                 metrics[name] = to_percent([one.score for one in part])

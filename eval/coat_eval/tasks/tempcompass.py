@@ -37,7 +37,7 @@ class TempCompass(Benchmark):
     sizes: ClassVar[Mapping[str, int]] = {"both": 4033, CHOICE: 1580, YES_NO: 2453}
     text_fields = ("prediction", "response", "text")
     carries_answers = True
-    judged = True
+    judged = wrong_unjudged = True
     layouts: ClassVar[Layouts] = {"test": (_FILES, _PARQUET)}
 
     def is_reference(self, table: Table) -> bool:
