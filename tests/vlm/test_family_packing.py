@@ -8,17 +8,20 @@ import pytest
 import torch
 from family_folders import MAKERS
 from family_samples import clip, conversation, picture, sample_of
+from one_stage import one_stage
 from test_placeholders import META, flash_on_meta
 from torch import Tensor
 
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import EncodedSample
 from coat_data.sample import DataError
+from coat_vlm.config.stage import PackingConfig
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import family_processor
 from coat_vlm.model.families import FAMILIES
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
-from coat_vlm.model.packing import check_packing
+from coat_vlm.train.model_setup import prepare_model
 from coat_vlm.train.passes import copy_batch_to_device
 
 CPU = torch.device("cpu")
@@ -161,8 +164,9 @@ def test_what_would_train_something_else_is_refused(
 ) -> None:
     row = copy_batch_to_device(pack(encoder, encoded), CPU)
     if folder.name in WHY_NOT:
+        stage = one_stage("language", packing=PackingConfig())
         with pytest.raises(ValueError, match=WHY_NOT[folder.name]):
-            check_packing(load(folder).language)
+            prepare_model(load(folder), stage, arithmetic_of("fp32", None, CPU))
         return
     with pytest.raises(ValueError, match="attention eager would mix packed samples"):
         load(folder, "eager")(**row, skip_logits=True)
