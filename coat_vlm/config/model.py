@@ -154,8 +154,8 @@ class ModelConfig:
     max_length: Positive = 2048
     """Maximum tokens of a sample, with image tokens; a longer one is a bad sample."""
     max_pixels: Positive | None = None
-    """Pixels to which larger images and frames are shrunk, for Qwen-VL and GLM-V, whose tokens show
-    28 x 28 or 32 x 32 pixels; the processor's when absent."""
+    """Pixels to which larger images are shrunk, for Qwen-VL, also of frames, and GLM-V; their
+    tokens show 28 x 28 or 32 x 32 pixels. The processor's when absent."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 

@@ -96,6 +96,8 @@ _GLM: dict[str, Any] = {
     ),
     "projector": ("model.visual.downsample", "model.visual.merger"),
     "frames_per_image": 2,
+    # Each two frames are an image with its own grid, between texts with their time.
+    "videos": Videos(sampling={"fps": 2.0}),
 }
 _PALIGEMMA = (
     "{% if messages | length > 2 or messages[0]['role'] != 'user' %}"

@@ -267,7 +267,7 @@ def limit_pixels(
     limit = max_pixels * family.frames_per_image
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": limit})
     videos, factor = processor.video_processor, images.patch_size * images.merge_size
-    if family.videos is None:
+    if family.videos is None or not family.videos.inputs:  # GLM-V limits only a whole video
         return {}
     if not family.videos.limits_frames:  # its size is that of all frames together
         changes = {"cap_pixels_per_frame": True, "max_video_tokens": max_pixels // factor**2}

@@ -125,6 +125,10 @@ class FamilyMedia(MediaLoader):
         numbers: Any = [*range(count.number), *[count.number - 1] * (step - count.number)]
         if count.number >= step:
             numbers = videos.sample_frames(metadata=about, **options)
+        if not len(numbers):  # GLM-4.6V's takes none of a clip of less than a second
+            name = self._family.name
+            problem = f"{name}'s video processor selects none of its {count.number} frames"
+            raise DataError(media.name, problem, "make the clip longer, or remove the row")
         about.frames_indices = [count.first + int(number) for number in numbers]
         return about
 
@@ -157,6 +161,9 @@ class FamilyMedia(MediaLoader):
         if tiles is not None and tiles.ndim == 5:  # 1, frames, 3, height, width
             found |= {"pixel_values_videos": tiles[0], "pixel_values": tiles[0]}
             found |= {"video_frames": torch.tensor([len(pixels)])}
+        elif (grid := found.get("video_grid_thw")) is not None:  # of use if frames are images
+            images = torch.tensor([[1, *grid[0, 1:].tolist()]] * int(grid[0, 0]))
+            found |= {"pixel_values": tiles, "image_grid_thw": images}
         names = (family.videos and family.videos.inputs) or family.inputs
         inputs = {name: torch.as_tensor(found[name]) for name in names if name in found}
         return EncodedVideo(text, len(pixels), inputs)

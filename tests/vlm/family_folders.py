@@ -72,7 +72,9 @@ MISTRAL = (
 # As in zai-org/GLM-4.1V-9B-Thinking and GLM-4.6V-Flash, which write no end token.
 GLM = (
     "[gMASK]<sop>{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    + PARTS.replace(QWEN_IMAGE, "<|begin_of_image|><|image|><|end_of_image|>")
+    + PARTS.replace(QWEN_IMAGE, "<|begin_of_image|><|image|><|end_of_image|>").replace(
+        QWEN_VIDEO, "<|begin_of_video|><|video|><|end_of_video|>"
+    )
     + "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 # As in google/gemma-4-31B-it.
