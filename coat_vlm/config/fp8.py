@@ -31,7 +31,7 @@ class Fp8Config:
     """Linear layers of the projector: there are few, and all image features pass through them."""
     language: BlockPrecision | None = None
     """Decoder blocks of the language model: Llama, Mistral, Qwen, Gemma, and those in the table of
-    docs/guides/huggingface.md; the run's precision when absent."""
+    docs/reference/fp8_blocks.md; the run's precision when absent."""
     lm_head: HeadPrecision | None = None
     """The output layer. ``fp8_gradients``: logits in BF16, and in this project's loss the
     grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8. When absent,

@@ -55,6 +55,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma3": {"text_config": {"head_dim": 48, "query_pre_attn_scalar": 64}},
 }
+CHANGES["glm46v"] = CHANGES["glm4v"]  # the same classes of blocks
 Batch = dict[str, Any]
 
 
