@@ -342,7 +342,7 @@ class Recipe:
         if self.model.pretrained is None:
             return
         graphs = self.fp8 is not None and self.fp8.cuda_graphs is True
-        refused = {"memory": self.memory is not None, "fp8.cuda_graphs: true": graphs}
+        refused = {"fp8.cuda_graphs: true": graphs}
         for name, stage in self.stages.items():
             refused[f"stages.{name}.template"] = stage.template is not None
             refused[f"stages.{name}.sequence_parallel"] = stage.sequence_parallel > 1

@@ -195,7 +195,8 @@ def _known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
             is_placeholder = inputs["input_ids"] == getattr(model.config, f"{kind}_token_id")
             places[kind] = Placeholders(find_placeholders(is_placeholder, given))
     core = model.base_model
-    with known_placeholders(core, model.language, places), one_pass(core, inputs):
+    known = known_placeholders(core, model.language, places) if places else nullcontext()
+    with known, one_pass(core, inputs):
         yield
 
 
@@ -260,10 +261,21 @@ def load_family_model(
         )
     kind = trainable_class(family)
     options = {} if state is None else {"config": config, "state_dict": state}
-    try:
+    with _explain_attention(where, path, family, attention):
         model: Any = load_weights(
             kind, where, path, dtype=dtype, attn_implementation=attention, **options
         )
+    find_parts(model, model.family)
+    model.base_files = read_files(path, "config.json", TENSORS)
+    return model
+
+
+@contextmanager
+def _explain_attention(
+    where: str, path: str, family: Family, attention: str | None
+) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
@@ -271,15 +283,15 @@ def load_family_model(
             f"{where}={path!r}: transformers' {family.model_class} cannot compute attention with "
             f"{attention}; set model.attn_implementation: eager"
         ) from error
-    find_parts(model, model.family)
-    model.base_files = read_files(path, "config.json", TENSORS)
-    return model
 
 
-def create_meta_family_model(where: str, path: str, dtype: torch.dtype) -> PreTrainedModel:
+def create_meta_family_model(
+    where: str, path: str, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
     """Create the model of a folder's configuration on ``meta``, with tied embeddings if so set."""
     family, config = find_family(where, path)
-    with torch.device("meta"):
+    config._attn_implementation = attention
+    with torch.device("meta"), _explain_attention(where, path, family, attention):
         model = trainable_class(family)(config)
     model.to(dtype)
     model.tie_weights()

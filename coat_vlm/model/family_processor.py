@@ -515,8 +515,12 @@ class FamilyEncoder(Encoder):
     @cached_property
     def filler(self) -> EncodedSample:
         """The tokens and pixels of a small image, without labels."""
-        texts, inputs = self._read_images([Image.new("RGB", (64, 64))])
-        ids = torch.tensor(self.tokenizer.encode([Segment("literal", texts[0])])[0])
+        return self.show_blank((64, 64), 1)
+
+    def show_blank(self, size: tuple[int, int], number: int) -> EncodedSample:
+        """Encode so many black images of a size (width, height), a line each, without labels."""
+        texts, inputs = self._read_images([Image.new("RGB", size)] * number)
+        ids = torch.tensor(self.tokenizer.encode([Segment("literal", "\n".join(texts))])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)
         return EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
 

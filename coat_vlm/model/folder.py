@@ -79,7 +79,7 @@ def create_meta_copy(
 ) -> PreTrainedModel:
     """Create the model that the configuration of a folder describes, on ``meta``."""
     if is_family(folder):
-        return create_meta_family_model("the model", str(folder), dtype)
+        return create_meta_family_model("the model", str(folder), dtype, attention)
     config = CoatVlmConfig.from_pretrained(folder)
     if attention is not None:
         config._attn_implementation = attention
@@ -107,11 +107,16 @@ def check_start(recipe: Recipe, start: str) -> NamedModel:
     return named
 
 
-def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
-    """Load the processor of a stage that starts from a folder, with the recipe's settings."""
-    start = str(find_model(Path(start)).folder)
-    if recipe.model.pretrained is not None:
+def start_processor(recipe: Recipe, start: str | None) -> AnyProcessor:
+    """Load the processor of a stage that starts from a folder, with the recipe's settings.
+
+    Without a folder it is that of ``model.pretrained``.
+    """
+    source = ("model.pretrained", str(recipe.model.pretrained))
+    if start is not None:
+        source = ("init_from", start := str(find_model(Path(start)).folder))
+    if start is None or recipe.model.pretrained is not None:
         own = recipe.model.max_length, recipe.model.max_pixels, recipe.model.video
-        return FamilyProcessor.load("init_from", start, *own)
+        return FamilyProcessor.load(*source, *own)
     saved = load_auto(CoatVlmProcessor, start)
     return continue_processor(recipe.model, saved, CoatVlmConfig.from_pretrained(start))

@@ -163,7 +163,9 @@ def check_packing(model: PreTrainedModel) -> None:
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float
 ) -> Kernel:
-    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D]."""
+    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D]; on ``meta`` that of a GPU."""
+    if query.is_meta:
+        return "flash"
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:
         grouped = query.shape[1] != key.shape[1]
         parameters = torch.backends.cuda.SDPAParams(

@@ -6,7 +6,7 @@ same order, within seconds.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -176,11 +176,10 @@ class Activations:
 def trace(
     model: CoatVlm, batch: int, length: int, images: int, *, pool_frames: int = 1
 ) -> Activations:
-    """Run one micro-batch of ``batch`` full rows on ``meta`` and record its memory.
+    """Trace a composed model with ``batch`` full rows; see :func:`trace_inputs`.
 
-    ``model`` is converted, with ``requires_grad`` and train mode set; ``images`` are tiles per row,
-    of which ``pool_frames`` share the tokens of one. All text tokens but the first are supervised.
-    Raises ValueError as :func:`image_groups` does.
+    ``images`` are tiles per row, of which ``pool_frames`` share the tokens of one. All text tokens
+    but the first are supervised. Raises ValueError as :func:`image_groups` does.
     """
     groups = image_groups(model, length, images, pool_frames)
     tower = model.vision_tower
@@ -199,23 +198,27 @@ def trace(
             inputs["frame_groups"] = torch.tensor(groups * batch)
         if model.config.s2_scales is not None:
             inputs["image_grids"] = torch.tensor(_image_grids(model, images) * batch)
+    return trace_inputs(model, inputs)
+
+
+def trace_inputs(model: Any, inputs: Mapping[str, Any]) -> Activations:
+    """Run both passes of a micro-batch on ``meta`` and record their memory.
+
+    ``model`` is converted, with ``requires_grad`` and train mode set.
+    """
     stored = [tensor for weight in list_stored(model) for tensor in weight]
     own = [*model.parameters(), *model.buffers(), *stored]
     memory = LiveMemory("meta", own)
     backward: list[tuple[int, float]] = []
-    with (
-        use_flash_attention(),
-        memory,
-        _measure_parts(model, memory) as saved,
-        _free_gradients(model, memory, backward),
-    ):
-        loss = model(**inputs, skip_logits=True).loss
+    with use_flash_attention(), memory, _free_gradients(model, memory, backward):
+        with _measure_parts(model, memory) as saved:
+            loss = model(**inputs, skip_logits=True).loss
         forward_peak = memory.peak
         memory.peak = memory.live
         loss.backward()
     backward.append((backward[-1][0] if backward else 0, memory.peak))
     return Activations(
-        {part: float(saved.get(part, 0)) for part in PARTS},
+        {part: float(size) for part, size in saved.items()},
         forward_peak,
         tuple(backward),
     )
@@ -253,24 +256,34 @@ def _image_grids(model: CoatVlm, tiles: int) -> list[Grid]:
 
 
 @contextmanager
-def _measure_parts(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
+def _measure_parts(model: Any, memory: LiveMemory) -> Iterator[dict[str, int]]:
     """Yield the bytes by which the forward pass of each part raises the live memory."""
-    parts: dict[str, nn.Module] = {**module_parameters(model)}
-    parts["output"] = model.get_output_embeddings()
-    saved = dict.fromkeys(parts, 0)
+    output: nn.Module = model.get_output_embeddings()
+    saved: dict[str, int] = dict.fromkeys(PARTS, 0)
+    running: list[str] = []
+    before = 0
+
+    def count() -> None:
+        nonlocal before
+        if running:
+            saved[running[-1]] += memory.live - before
+        before = memory.live
 
     def enter(name: str, *_: object) -> None:
-        saved[name] -= memory.live
+        count()
+        running.append(name)
 
-    def leave(name: str, *_: object) -> None:
-        saved[name] += memory.live
-        if name == "output":
-            saved["language"] -= saved["output"]
+    def leave(*_: object) -> None:
+        count()
+        running.pop()
 
     with ExitStack() as hooks:
-        for name, module in parts.items():
+        called = [("output", output)]
+        for name, part in module_parameters(model).items():
+            called += [(name, module) for module in part.modules() if module is not output]
+        for name, module in called:
             hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
-            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
+            hooks.enter_context(module.register_forward_hook(leave))
         yield saved
 
 

@@ -131,7 +131,7 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
             stage, gradient_checkpointing=recompute, micro_batch_size=sizes[-1]
         )
         estimated = plan(smallest)
-        images = estimated.images
+        images = estimated.row.images
         for size in sizes[:-1]:
             peak = estimated.estimate_memory(recipe.zero_stage, size).peak
             if peak <= MARGIN * limit:

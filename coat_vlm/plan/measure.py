@@ -22,18 +22,18 @@ from deepspeed.runtime.zero import parameter_offload
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
-from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
+from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
-from coat_vlm.plan.stage import StagePlan, add_graphs, count_images_per_row, row_tokens
+from coat_vlm.plan.rows import PublishedRow, collate_rows, count_images_per_row, row_tokens
+from coat_vlm.plan.stage import StagePlan, add_graphs
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.model_setup import build_planned_model, prepare_model
 from coat_vlm.train.passes import build_passes
@@ -69,7 +69,7 @@ class StageCase:
     recipe: Recipe  # with shapes in place of names of published models
     stage: StageConfig  # with the batch size of this number of ranks
     meta_model: Any
-    row: RowShape
+    row: RowShape | PublishedRow
     accumulation: int  # micro-batches of a step
 
 
@@ -83,7 +83,8 @@ class Timing(NamedTuple):
 
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     """Measure a planned stage on all processes of ``world``, and describe it next to the plan."""
-    case = open_case(recipe, plan.name, world, images=plan.images, tokens=plan.tokens)
+    row = plan.row if isinstance(plan.row, PublishedRow) else None
+    case = open_case(recipe, plan.name, world, images=plan.row.images, row=row)
     stage = case.stage
     model = build_stage_model(case, world.device)
     first = case.recipe.seed + world.rank // stage.sequence_parallel * case.accumulation
@@ -129,14 +130,15 @@ def open_case(
     images: int | None = None,
     tokens: int | None = None,
     accumulation: int | None = None,
+    row: PublishedRow | None = None,
 ) -> StageCase:
     """Build a stage's model on ``meta`` and the shape of its rows, by default those of a plan.
 
-    ``accumulation``: micro-batches of a step; by default the recipe's, at most two.
+    ``accumulation``: micro-batches of a step; by default the recipe's, at most two. ``row``: that
+    of a plan, for a published model.
     """
     recipe = use_published_shapes(recipe)
-    given = recipe.init_from is not None or recipe.model.pretrained is not None
-    vocab_size = None if given else find_vocab_size(recipe)
+    vocab_size = find_vocab_size(recipe)
     stage = recipe.stages[name]
     replicas = stage.count_replicas(world.size)
     per_pass = stage.micro_batch_size * replicas
@@ -167,7 +169,7 @@ def open_case(
         recipe=recipe,
         stage=stage,
         meta_model=model,
-        row=RowShape(tokens=tokens, groups=groups, pooled=pool is not None),
+        row=row or RowShape(tokens=tokens, groups=groups, pooled=pool is not None),
         accumulation=accumulation,
     )
 
@@ -184,12 +186,14 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
             part.dtype = arithmetic.dtype
+    composed = isinstance(case.meta_model, CoatVlm)
+    if not composed:  # the planned model has an implementation that a new model would refuse
+        config._attn_implementation = recipe.model.attn_implementation
     before = torch.get_default_dtype()
     torch.manual_seed(recipe.seed)
     torch.set_default_dtype(arithmetic.dtype)
     try:
         with device:
-            composed = isinstance(case.meta_model, CoatVlm)
             kind = CoatVlm if composed else trainable_class(cast(Any, case.meta_model).family)
             model = kind(config)
     finally:
@@ -227,18 +231,18 @@ def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> 
 
 def make_batch(
     model: Any,
-    shapes: Sequence[RowShape],
+    shapes: Sequence[RowShape | PublishedRow],
     packing: PackingConfig | None,
     seed: int,
     make_sample: Callable[..., EncodedSample] = make_sample,
 ) -> LoadedBatch:
     """Make a micro-batch of random rows on the CPU; with packing they become one packed row."""
     generator = torch.Generator().manual_seed(seed)
-    samples = [make_sample(model, shape, generator) for shape in shapes]
-    if packing is not None:
-        batch = collate_packed(samples, pad_token_id=0, align=ROW_MULTIPLE)
+    if isinstance(shapes[0], PublishedRow):
+        batch = shapes[0].collate([shapes[0].make(generator) for _ in shapes], packing)
     else:
-        batch = collate(samples, pad_token_id=0)
+        samples = [make_sample(model, shape, generator) for shape in shapes]
+        batch = collate_rows(samples, packing)
     return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))
 
 

@@ -60,9 +60,9 @@ def use_published_shapes(recipe: Recipe) -> Recipe:
     """Replace the names of published models in a recipe by their configurations.
 
     Unknown names and local folders are unchanged: transformers reads their ``config.json``. So are
-    recipes with ``init_from``.
+    recipes that start from a whole model.
     """
-    if recipe.init_from is not None:
+    if recipe.init_from is not None or recipe.model.pretrained is not None:
         return recipe
     model = recipe.model
     changes: dict[str, Any] = {}
@@ -89,8 +89,13 @@ def _find_published(name: str | None, table: Mapping[str, Any]) -> Any:
     return None if name is None or Path(name).exists() else table.get(name)
 
 
-def find_vocab_size(recipe: Recipe) -> int:
-    """Return the size of the recipe's tokenizer; the maximum size if the run trains it."""
+def find_vocab_size(recipe: Recipe) -> int | None:
+    """Return the size of the recipe's tokenizer; the maximum size if the run trains it.
+
+    None for a recipe that starts from a whole model.
+    """
+    if recipe.init_from is not None or recipe.model.pretrained is not None:
+        return None
     if recipe.model.tokenizer.train_vocab_size is not None:
         return recipe.model.tokenizer.train_vocab_size
     return len(load_tokenizer(recipe.model))

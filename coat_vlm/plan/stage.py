@@ -9,26 +9,25 @@ of 26 and 24 blocks took 1.20 to 1.33 times the activations, and the peak of a s
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from coat_data.load.loader import check_batch_sizes
-from coat_data.sample import DataError, Media
-from coat_vlm.config import Fp8Config, ModelConfig, Recipe, StageConfig, StageName
+from coat_vlm.config import Fp8Config, Recipe, StageConfig, StageName
 from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import arithmetic_of, fp8_blocks
 from coat_vlm.fp8.memory_choices import MAX_SHARE, choose_rows
-from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import Activations, trace
+from coat_vlm.plan.activations import Activations
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
+from coat_vlm.plan.rows import ComposedRow, PublishedRow, plan_row
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     RankMemory,
@@ -41,7 +40,6 @@ from coat_vlm.plan.zero import (
 from coat_vlm.train.engine import choose_graphs
 from coat_vlm.train.gradient_sums import Sums, choose_sums
 from coat_vlm.train.model_setup import build_planned_model, refuse_unmeasured, select_stages
-from coat_vlm.train.open_sources import access_of, open_sources
 
 MARGIN = 1.03
 """Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md). The
@@ -69,8 +67,6 @@ HIDDEN_AT_ONCE = 4.0
 """The same for a step of one micro-batch, which begins without a lead: the tower of an 8B model at
 a ratio of 3.3 made the GPU wait for 38 of 890 ms (docs/experiments/step_8b.md)."""
 
-_ROWS = 64  # of each source that are read to count images
-
 
 class RowLoad(NamedTuple):
     """The largest pass of consecutive blocks."""
@@ -91,12 +87,9 @@ class StagePlan:
     stage: StageConfig
     ranks: int
     gpu_bytes: float  # of a GPU as it is sold: 80e9 for one of 80 GB
-    tokens: int  # of a row
-    images: int  # of a row, in tiles
-    images_reason: str  # source of the number of images, as text
+    row: ComposedRow | PublishedRow
     assumed: str  # assumption about the model, as text, or empty
-    patches: int  # of an image in the tower
-    model: CoatVlm  # converted, on meta
+    model: Any  # converted, on meta
     vocab_size: int | None
     fp8: Fp8Config | None  # resolved
     optimizer: type[torch.optim.Optimizer]
@@ -174,7 +167,10 @@ class StagePlan:
         return {part: loads[part] for part, taken in zip(loads, chosen, strict=True) if taken}
 
     def _count_loads(self, activations: Activations, micro_batch: int) -> dict[str, RowLoad]:
-        tokens = {"vision": self.images * self.patches, "language": self.tokens}
+        tokens = {
+            "vision": self.row.images * self.row.count_patches(self.model.config),
+            "language": self.row.tokens,
+        }
         loads = {}
         for part, (blocks, parameters) in self.graph_blocks.items():
             # Per parameter and token 6 FLOPs of linear layers; attention is not counted.
@@ -235,23 +231,18 @@ def plan_recipe(
         stage = recipe.stages[name]
         replicas = stage.count_replicas(ranks)
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
-    vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
+    vocab_size = find_vocab_size(recipe)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     fp8 = arithmetic.fp8
     optimizer = CoatAdamW if fp8 is not None and fp8.optimizer == "coat" else torch.optim.AdamW
     plans = []
     for name in chosen:
         stage = recipe.stages[name]
-        tokens, rows = row_tokens(recipe, stage), stage.micro_batch_size
-        model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
-        tiles, why = images, "--images"
-        if tiles is None:
-            config = cast(CoatVlmConfig, model.config)
-            tiles, why = count_images_per_row(recipe, stage, tokens, config)
+        rows = stage.micro_batch_size
+        model = build_planned_model(recipe, stage, arithmetic, vocab_size)
+        row = plan_row(recipe, stage, model, images)
         low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
-        pool = recipe.model.video.pool_frames or 1
-        traced = [trace(model, n * rows, tokens, tiles, pool_frames=pool) for n in (1, 2, 4)]
-        vision = model.config.vision_config
+        traced = [row.trace(model, n * rows) for n in (1, 2, 4)]
         plans.append(
             StagePlan(
                 name=name,
@@ -259,11 +250,8 @@ def plan_recipe(
                 stage=stage,
                 ranks=ranks,
                 gpu_bytes=gpu_bytes,
-                tokens=tokens,
-                images=tiles,
-                images_reason=why,
                 assumed=assumed,
-                patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
+                row=row,
                 model=model,
                 vocab_size=vocab_size,
                 fp8=fp8,
@@ -312,24 +300,24 @@ def trace_variant(
     arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
     stage = dataclasses.replace(plan.stage, gradient_checkpointing=checkpointing)
     try:
-        model = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, plan.vocab_size))
+        model = build_planned_model(recipe, stage, arithmetic, plan.vocab_size)
     except ValueError:
         if precision == recipe.precision:
             raise
         return None
-    pool = recipe.model.video.pool_frames or 1
-    traced = trace(model, stage.micro_batch_size, plan.tokens, plan.images, pool_frames=pool)
-    return traced.scale(1 / stage.sequence_parallel)
+    return plan.row.trace(model, stage.micro_batch_size).scale(1 / stage.sequence_parallel)
 
 
-def _count_graph_blocks(model: CoatVlm) -> dict[str, tuple[int, int]]:
+def _count_graph_blocks(model: Any) -> dict[str, tuple[int, int]]:
     """Count the FP8 blocks that have a backward pass, and their parameters, by part.
 
     A frozen language model has one, for the gradients of what is before it.
     """
     blocks: dict[str, tuple[int, int]] = {}
-    for name, block in fp8_blocks(model, adapted=False):
-        part = "vision" if name.startswith("vision_tower") else "language"
+    vision = module_parameters(model).get("vision", nn.Module())
+    tower = {id(parameter) for parameter in vision.parameters()}
+    for _, block in fp8_blocks(model, adapted=False):
+        part = "vision" if id(next(block.parameters())) in tower else "language"
         if part == "vision" and not any(p.requires_grad for p in block.parameters()):
             continue
         number, parameters = blocks.get(part, (0, 0))
@@ -357,54 +345,3 @@ def add_graphs(memory: RankMemory, captured: Sequence[RowLoad]) -> RankMemory:
         backward_peak=memory.backward_peak + GRAPH_OVERHEAD * saved,
         step_peak=memory.step_peak + (1 + GRAPH_OVERHEAD) * saved,
     )
-
-
-def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
-    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row."""
-    longest = recipe.model.max_length
-    return longest if stage.packing is None else stage.packing.row_tokens(longest)
-
-
-def count_images_per_row(
-    recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
-) -> tuple[int, str]:
-    """Count the tiles per row of ``tokens`` tokens, and return the source of the number as text.
-
-    Packed rows are assumed to contain as many tiles as possible.
-    """
-    if not model.has_vision:
-        return 0, "no vision tower"
-    sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
-    if stage.packing is not None:
-        if stage.packing.images is not None:
-            return stage.packing.images, "packing.images"
-        # The tower reads the tiles of all scales; only tiles of the largest scale become tokens.
-        placed = (tokens - 1) // model.tokens_per_image
-        smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
-        most = placed * (recipe.model.video.pool_frames or 1) + smaller
-        return most, "as many as fit into a packed row"
-    counts: list[int] = []
-    try:
-        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
-            for row in range(min(_ROWS, len(dataset))):
-                media = dataset[row].media
-                counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
-    except (DataError, OSError) as error:
-        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
-    if not counts:
-        return 1, "assumed: the data has no rows"
-    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
-
-
-def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
-    """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
-    if medium.kind == "video":
-        if model.video.sampling == "uniform":
-            return model.video.num_frames or 8
-        return model.video.max_frames or 64
-    if model.image.mode in ("resize", "pad"):
-        return 1
-    largest = model.image.max_tiles or 12
-    if model.image.mode == "dynamic":
-        return largest + (largest > 1)  # plus the thumbnail
-    return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])

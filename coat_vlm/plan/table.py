@@ -138,9 +138,8 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     settings = f"{plan.recipe.precision}, {plan.optimizer.__name__}"
     settings += ", gradient checkpointing" * stage.gradient_checkpointing
     settings += ", low bits of master weights at ZeRO 0" * sizes.low_bits
-    pictures = (
-        f"{plan.images} image(s) of {plan.patches:,} patches" if plan.patches else "only text"
-    )
+    row, patches = plan.row, plan.row.count_patches(plan.model.config)
+    pictures = f"{row.images} image(s) of {patches:,} patches" if patches else "only text"
     return "\n".join(
         [
             f"stage {plan.name}: {advice(plan)}",
@@ -151,7 +150,7 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
             f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
             f"micro-batch(es) x {stage.micro_batch_size}",
             *([f"  {describe_sums(sums, micro_batches)}"] if micro_batches > 1 else []),
-            f"  a row: {plan.tokens:,} tokens, all filled; {pictures} ({plan.images_reason})",
+            f"  a row: {row.tokens:,} tokens, all filled; {pictures} ({row.reason})",
             *_graphs(plan),
             *(_table(plan) if verbose else []),
         ]

@@ -33,10 +33,11 @@ import torch
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
+from transformers import PreTrainedModel
 
 from coat_vlm.config import StageConfig
 from coat_vlm.fp8.weights import list_stored
-from coat_vlm.model.vlm import CoatVlm, count_parameters
+from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import Activations
 
@@ -94,7 +95,7 @@ _DEFAULTS = DeepSpeedZeroConfig.model_validate({})
 
 
 def count_sizes(
-    model: CoatVlm, stage: StageConfig, state_bytes: float, *, low_bits: bool = False
+    model: PreTrainedModel, stage: StageConfig, state_bytes: float, *, low_bits: bool = False
 ) -> Sizes:
     """Count the parameters of a model with ``requires_grad`` set for the stage, on any device."""
     parameters = list(model.parameters())

@@ -26,7 +26,6 @@ from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import AnyProcessor, check_start, start_processor
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.processor import (
@@ -216,9 +215,7 @@ def _build_processor(
         return None, 0
     if model.pretrained is not None:
         with findings.collect():
-            source = ("model.pretrained", model.pretrained)
-            own = model.max_length, model.max_pixels, model.video
-            return FamilyProcessor.load(*source, *own), 0
+            return start_processor(recipe, None), 0
         return None, 0
     if _needs_weights(recipe):
         return None, 0

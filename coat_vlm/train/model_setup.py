@@ -21,7 +21,6 @@ from coat_vlm.fp8 import Arithmetic, ConversionReport, convert, store_frozen_wei
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.build import build_meta_model, extend_context
 from coat_vlm.model.family_model import FamilyVlm, create_meta_family_model, load_family_model
-from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import (
     AnyProcessor,
     check_start,
@@ -170,7 +169,7 @@ def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
 
 def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName], command: str) -> None:
     """Raise ValueError if a command does not know the memory and speed of the recipe's stages."""
-    reasons = [f"model.pretrained={recipe.model.pretrained!r}"] if recipe.model.pretrained else []
+    reasons: list[str] = []
     for name in names:
         stage = recipe.stages[name]
         if stage.lora is not None and stage.lora.quantize is not None:
@@ -198,11 +197,14 @@ def build_planned_model(
             start.folder, arithmetic.dtype, recipe.model.attn_implementation
         )
     elif pretrained is not None:
-        meta_model = create_meta_family_model("model.pretrained", pretrained, arithmetic.dtype)
+        meta_model = create_meta_family_model(
+            "model.pretrained", pretrained, arithmetic.dtype, recipe.model.attn_implementation
+        )
     else:
         assert vocab_size is not None
         meta_model = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
     _check_attention(meta_model, stage)
+    cast(AnyVlm, meta_model).prepare_attention(packed=False)
     set_trainable(meta_model, stage)
     if arithmetic.fp8 is not None:
         convert(meta_model, arithmetic.fp8)
@@ -243,8 +245,7 @@ def load_initial_model(
     if recipe.model.pretrained is not None:
         source = ("model.pretrained", recipe.model.pretrained)
         model = load_family_model(*source, dtype, recipe.model.attn_implementation)
-        own = recipe.model.max_length, recipe.model.max_pixels, recipe.model.video
-        return model, FamilyProcessor.load(*source, *own)
+        return model, start_processor(recipe, None)
     vocab_size = recipe.model.tokenizer.train_vocab_size
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:

@@ -143,6 +143,12 @@ def test_no_pass_reads_what_lies_on_the_device(
     assert reads.found == []
 
 
+def test_the_loss_stores_no_logits(folder: Path) -> None:
+    """Except where the model caps them."""
+    why = load(folder, "eager" if folder.name == "paligemma" else "sdpa").why_logits_are_needed
+    assert (why is not None) == (folder.name in ("gemma4", "paligemma")), why
+
+
 @pytest.mark.parametrize("size", [(90, 20), (20, 50), (640, 480), (300, 3), (1, 1)])
 def test_rows_are_measured_without_decoding_images(
     encoder: Any, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]

@@ -13,7 +13,7 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.config.model import ImageConfig
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.plan.stage import count_images_per_row
+from coat_vlm.plan.rows import count_images_per_row
 
 MODES: dict[str, dict[str, Any]] = {
     "dynamic": {"max_tiles": 6},

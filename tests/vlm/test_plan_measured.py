@@ -2,21 +2,27 @@
 
 import csv
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coat_data.load.encode import IGNORE_INDEX
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import fp8_blocks
+from coat_vlm.fp8 import arithmetic_of_recipe, fp8_blocks
+from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model import loss
+from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.plan import plan_recipe
-from coat_vlm.plan.measure import open_case
+from coat_vlm.plan.measure import RowShape, open_case
+from coat_vlm.plan.rows import PublishedRow
 from coat_vlm.plan.stage import SOLD, add_graphs
-from step_models import make_recipe
+from coat_vlm.train.model_setup import build_planned_model
+from step_models import make_recipe, make_step_sample
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
 
@@ -145,6 +151,54 @@ def test_steps_with_cuda_graphs(
     peaks = [plan_peak_gb(recipe, "sft", 4, ranks, accumulation, gpu) for gpu in (limit, 0)]
     assert [float(row["peak_gb"]) for row in rows] == [pytest.approx(peaks[0], rel=0.03)]
     assert peaks[1] < 0.999 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "precision"),
+    [
+        ("qwen2.5-vl-7b", 2, "coat"),
+        ("qwen2.5-vl-7b", 2, "recompute_qkv"),
+        ("qwen3-vl-8b", 2, "coat"),
+        ("qwen3-vl-8b", 4, "coat"),
+        ("qwen3-vl-8b", 2, "recompute_qkv"),
+        ("qwen3-vl-8b", 4, "recompute_qkv"),
+    ],
+)
+def test_passes_of_published_models(size: str, batch: int, precision: str) -> None:
+    """Both passes without an optimizer, within 4% of the newest row.
+
+    Since the rows were measured, layouts of images are no longer computed on the GPU.
+    """
+    name = "coat_paper" if precision == "coat" else "coat_lean"
+    row = [
+        row
+        for row in rows_of("step")
+        if (row["model"], row["implementation"]) == (size, name)
+        if (row["batch"], row["optimizer"]) == (str(batch), "none")
+    ][-1]
+    recipe = make_recipe(size, batch, precision)
+    arithmetic = arithmetic_of_recipe(recipe, torch.device("meta"))
+    model: Any = build_planned_model(recipe, recipe.stages["sft"], arithmetic, None)
+    images = RowShape(tokens=4096, groups=(1,) * 4)
+    sample = make_step_sample(model, images, torch.Generator())
+    shown = slice(1, 1 + int((sample.labels == IGNORE_INDEX).nonzero().max()))
+    planned = PublishedRow(
+        tokens=4096,
+        images=4,
+        reason="",
+        shown=dataclasses.replace(
+            sample,
+            input_ids=sample.input_ids[shown],
+            extras={"image_grid_thw": sample.extras["image_grid_thw"]},
+        ),
+        text_ids=torch.arange(1000),
+        complete=partial(describe_batch, config=model.config),
+    )
+    activations = planned.trace(model, batch)
+    stored = [tensor for weight in list_stored(model) for tensor in weight]
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *stored])
+    peak = (weights + activations.peak(bytes_per_gradient=2)) / 1e9
+    assert peak == pytest.approx(float(row["peak_gb"]), rel=0.04)
 
 
 def test_other_micro_batches_than_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,13 @@ eval_multi-choice.py and eval_yes_no.py. Caption matching and captioning are not
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import Benchmark, Question, Settings, pick, read_word
+from coat_eval.benchmark import (
+    Benchmark,
+    Question,
+    Settings,
+    pick,
+    read_word,
+)
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.files import Table
 

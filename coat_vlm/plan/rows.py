@@ -1,0 +1,259 @@
+"""The rows that plans assume: full ones, with as many images as the data has.
+
+Those of a composed model have a shape. Images of a published model are as large as the data's, and
+pass the model's own processor.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coat_data.load.collate import Batch, collate, collate_packed
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.media.image import image_size
+from coat_data.sample import DataError, Media
+from coat_vlm.config import ModelConfig, Recipe, StageConfig
+from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.family_processor import FamilyEncoder
+from coat_vlm.model.folder import start_processor
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.plan.activations import Activations, trace, trace_inputs
+from coat_vlm.train.open_sources import access_of, open_sources
+from coat_vlm.train.passes import copy_batch_to_device
+
+ROWS = 64
+"""Rows of each source that are read to count images."""
+
+_SIZE = (640, 480)
+"""Width and height of an image where the data shows none: the most common ones of COCO."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedRow:
+    """A row of a composed model."""
+
+    tokens: int
+    images: int
+    """Tiles and frames."""
+    reason: str
+    """Source of the number of images, as text."""
+    pool_frames: int = 1
+    """Images that share the tokens of one."""
+
+    def count_patches(self, config: Any) -> int:
+        """Count the patches of a tile in the tower; 0 for a model without one."""
+        vision = config.vision_config
+        return 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
+
+    def trace(self, model: Any, rows: int) -> Activations:
+        """Trace a micro-batch of so many rows; see :func:`coat_vlm.plan.activations.trace`."""
+        return trace(model, rows, self.tokens, self.images, pool_frames=self.pool_frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """A row as the processor of a published model makes it."""
+
+    tokens: int
+    images: int
+    reason: str
+    """Source of the number and size of images, as text."""
+    shown: EncodedSample
+    """The images without text; for 0 images the one that training adds to a text."""
+    text_ids: Tensor
+    """Token ids of text."""
+    complete: Callable[[Batch], Batch]
+    """See :attr:`coat_data.load.encode.Encoder.complete`."""
+
+    def count_patches(self, config: Any) -> int:
+        """Count the patches of an image in the tower; 0 without images."""
+        pixels = self.shown.pixel_values
+        values = pixels.shape[-1]  # of a patch
+        if pixels.ndim > 2:  # of tiles
+            size = config.vision_config.patch_size
+            values = 3 * (size**2 if isinstance(size, int) else math.prod(size))
+        return pixels.numel() // values // self.images if self.images else 0
+
+    def trace(self, model: Any, rows: int) -> Activations:
+        """Trace a micro-batch of so many rows; see :func:`coat_vlm.plan.activations.trace_inputs`.
+
+        Packed rows take the same memory as full ones. ValueError for a model that cannot be traced.
+        """
+        row = self.make(torch.Generator())
+        row = replace(row, pixel_values=row.pixel_values.to("meta"))
+        batch = self.collate([row] * rows, None)
+        try:
+            return trace_inputs(model, copy_batch_to_device(batch, torch.device("meta")))
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(
+                f"the memory of {type(model).__name__} cannot be planned, because its forward pass "
+                "reads values of tensors; train a few steps and read peak_memory_mb in "
+                "metrics.jsonl"
+            ) from error
+
+    def make(self, generator: torch.Generator) -> EncodedSample:
+        """Make a row: a token of text, the images with random pixels, random text."""
+        shown = self.shown
+        chosen = torch.randint(len(self.text_ids), (self.tokens,), generator=generator)
+        ids = self.text_ids[chosen]
+        labels = ids.clone()
+        if not self.images:
+            return EncodedSample(ids, labels, torch.empty(0), filler=shown)
+        images = slice(1, 1 + len(shown.input_ids))
+        ids[images], labels[images] = shown.input_ids, IGNORE_INDEX
+        pixels = torch.randn(shown.pixel_values.shape, generator=generator)
+        return replace(shown, input_ids=ids, labels=labels, pixel_values=pixels)
+
+    def collate(self, samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
+        """Collate rows as training does."""
+        return self.complete(collate_rows(samples, packing))
+
+
+def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
+    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row."""
+    longest = recipe.model.max_length
+    return longest if stage.packing is None else stage.packing.row_tokens(longest)
+
+
+def collate_rows(samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
+    """Collate rows of equal length; with packing they become one packed row."""
+    if packing is None:
+        return collate(samples, pad_token_id=0)
+    return collate_packed(samples, pad_token_id=0, align=ROW_MULTIPLE)
+
+
+def plan_row(
+    recipe: Recipe, stage: StageConfig, model: Any, images: int | None
+) -> ComposedRow | PublishedRow:
+    """Plan a full row of a stage, by default with as many images as the data has.
+
+    Raises ValueError if they leave no tokens for text.
+    """
+    tokens = row_tokens(recipe, stage)
+    if not isinstance(model, CoatVlm):
+        return _plan_published(recipe, stage, model.config, tokens, images)
+    why = "--images"
+    if images is None:
+        config = cast(CoatVlmConfig, model.config)
+        images, why = count_images_per_row(recipe, stage, tokens, config)
+    pool = recipe.model.video.pool_frames or 1
+    return ComposedRow(tokens=tokens, images=images, reason=why, pool_frames=pool)
+
+
+def _plan_published(
+    recipe: Recipe, stage: StageConfig, config: Any, tokens: int, images: int | None
+) -> PublishedRow:
+    processor = start_processor(recipe, recipe.init_from)
+    encoder = cast(FamilyEncoder, processor.encoder(template=stage.template))
+    needed, sizes, problem = _read_data(recipe, stage, encoder)
+    size = sorted(sizes, key=math.prod)[len(sizes) // 2] if sizes else _SIZE
+    each = len(encoder.show_blank(size, 1).input_ids)
+    if images is not None:
+        why = "--images"
+    elif stage.packing is not None:
+        images, why = stage.packing.images, "packing.images"
+        if images is None:
+            images, why = _count_fitting(encoder, size, tokens), "as many as fit into a packed row"
+    elif needed:
+        images, why = math.ceil(mean(needed) / each), "mean of the data's first rows, rounded up"
+    else:
+        images, why = 1, f"assumed: {problem or 'the data has no rows'}"
+    shown = encoder.show_blank(size, images) if images else encoder.filler
+    if images and len(shown.input_ids) >= tokens:
+        raise ValueError(
+            f"{images} images of {size[0]} x {size[1]} pixels have {len(shown.input_ids):,} tokens "
+            f"and leave none for text in rows of {tokens:,}; raise model.max_length, or lower "
+            "--images or model.max_pixels"
+        )
+    names = ("_token_id", "_token_index")
+    special = [value for name, value in config.to_dict().items() if name.endswith(names)]
+    every = torch.arange(config.get_text_config().vocab_size)
+    kinds = torch.tensor([value for value in special if isinstance(value, int)])
+    return PublishedRow(
+        tokens=tokens,
+        images=images,
+        reason=f"{why}; {size[0]} x {size[1]} pixels" if images else why,
+        shown=shown,
+        text_ids=every[~torch.isin(every, kinds)],
+        complete=encoder.complete,
+    )
+
+
+def _count_fitting(encoder: FamilyEncoder, size: tuple[int, int], tokens: int) -> int:
+    """Count the images that leave a token before and after them."""
+    one, two, three = (len(encoder.show_blank(size, n).input_ids) for n in (1, 2, 3))
+    if two > tokens - 2:
+        return int(one <= tokens - 2)
+    return 2 + (tokens - 2 - two) // (three - two)  # one image may have more tokens than one of two
+
+
+def _read_data(
+    recipe: Recipe, stage: StageConfig, encoder: FamilyEncoder
+) -> tuple[list[int], list[tuple[int, int]], str]:
+    """Return tokens of media per row, sizes of images, and why the data cannot be read."""
+    tokens: list[int] = []
+    sizes: list[tuple[int, int]] = []
+    try:
+        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
+            for row in range(min(ROWS, len(dataset))):
+                sample = dataset[row]
+                # In a layout each medium is one token.
+                text = len(encoder.layout(sample)[0]) - len(sample.media)
+                tokens.append(encoder.measure(sample).tokens - text)
+                sizes += [image_size(one) for one in sample.media if one.kind == "image"]
+    except (DataError, OSError) as error:
+        return tokens, sizes, f"the data cannot be read ({str(error).split(' -> ')[0]})"
+    return tokens, sizes, ""
+
+
+def count_images_per_row(
+    recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
+) -> tuple[int, str]:
+    """Count the tiles per row of ``tokens`` tokens, and return the source of the number as text.
+
+    Packed rows are assumed to contain as many tiles as possible.
+    """
+    if not model.has_vision:
+        return 0, "no vision tower"
+    sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
+    if stage.packing is not None:
+        if stage.packing.images is not None:
+            return stage.packing.images, "packing.images"
+        # The tower reads the tiles of all scales; only tiles of the largest scale become tokens.
+        placed = (tokens - 1) // model.tokens_per_image
+        smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
+        most = placed * (recipe.model.video.pool_frames or 1) + smaller
+        return most, "as many as fit into a packed row"
+    counts: list[int] = []
+    try:
+        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
+            for row in range(min(ROWS, len(dataset))):
+                media = dataset[row].media
+                counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
+    except (DataError, OSError) as error:
+        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
+    if not counts:
+        return 1, "assumed: the data has no rows"
+    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
+
+
+def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
+    """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
+    if medium.kind == "video":
+        if model.video.sampling == "uniform":
+            return model.video.num_frames or 8
+        return model.video.max_frames or 64
+    if model.image.mode in ("resize", "pad"):
+        return 1
+    largest = model.image.max_tiles or 12
+    if model.image.mode == "dynamic":
+        return largest + (largest > 1)  # plus the thumbnail
+    return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])
