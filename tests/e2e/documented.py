@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import started
 import torch
+from family_folders import MAKERS
 from official_files import clip, make_benchmarks
 from PIL import Image
 from transformers import (
@@ -29,7 +30,10 @@ from coat_vlm.model.processor import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs/index.md", *sorted((ROOT / "docs/guides").glob("*.md")))
+COMPOSED = ROOT / "docs/guides/composed.md"
+"""The page whose model other pages use."""
 LONGEST_S = 300
+PUBLISHED = "Qwen/Qwen2.5-VL-3B-Instruct"
 TOWER, LANGUAGE = "google/siglip-base-patch16-224", "Qwen/Qwen2.5-1.5B-Instruct"
 """Hub ids that the documents use; here they are folders, which transformers looks for first."""
 
@@ -74,8 +78,9 @@ def make_place(place: Path) -> None:
     (place / "wiki.txt").write_text("The cat sat on the mat, and a dog ran to it. " * 400)
     for name in ("kernels", "scripts", "examples"):
         (place / name).symlink_to(ROOT / name)
-    recipes = [b for page in PAGES for b in blocks(page) if b.text.startswith("# my_recipe.yaml")]
-    (place / "my_recipe.yaml").write_text(recipes[0].text)
+    for name in ("my_qwen.yaml", "my_recipe.yaml"):
+        recipes = [b for page in PAGES for b in blocks(page) if b.text.startswith(f"# {name}")]
+        (place / name).write_text(recipes[0].text)
 
 
 def _make_data(place: Path) -> None:
@@ -123,6 +128,12 @@ def _make_data(place: Path) -> None:
                 archive.add(caption, f"{number}.txt")
                 caption.unlink()
     clip(place / "clip.mp4")
+    (place / "videos").mkdir()
+    shutil.copy(place / "clip.mp4", place / "videos")
+    row = (
+        rows(2, "What is it?", "noise").replace("<image>", "<video>").replace('"image"', '"video"')
+    )
+    (place / "clips.json").write_text(re.sub(r"\d\.jpg", "clip.mp4", row))
     (place / "held_out.json").write_text(rows(4, "Is there a dog?", "no"))
     folder = place / "my_questions"
     (folder / "images").mkdir(parents=True)
@@ -152,6 +163,7 @@ def _make_checkpoints(place: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(place / LANGUAGE)
     texts = ["What is this? A red square; a dog, yes or no."] * 4
     train_tokenizer(texts, 300).save_pretrained(place / LANGUAGE)
+    MAKERS["qwen2_5_vl"](place / PUBLISHED)
 
 
 def make_reader(parent: Path) -> None:
@@ -160,6 +172,7 @@ def make_reader(parent: Path) -> None:
     folder.mkdir()
     make_place(folder)
     run_page(PAGES[0], folder)
+    run_page(COMPOSED, folder)
     assert (folder / "runs/my_vlm/report.html").is_file()
     _make_runs(folder)
 

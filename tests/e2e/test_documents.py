@@ -8,6 +8,7 @@ import argparse
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from documented import PAGES, ROOT, Block, blocks, make_reader, run, run_page
+from documented import (
+    COMPOSED,
+    PAGES,
+    PUBLISHED,
+    ROOT,
+    Block,
+    blocks,
+    make_place,
+    make_reader,
+    run,
+    run_page,
+)
+from family_folders import MAKERS
 from shared_run import make_once
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from coat_cli.main import build_parser, parse
 
@@ -44,6 +57,7 @@ def examples(text: str) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
+OTHERS = [page for page in PAGES[1:] if page != COMPOSED]
 EXAMPLES = {name: examples(text) for name, text in leaves(build_parser(), "coat-vlm") if text}
 DOCUMENTED = [
     (f"{block.page.name}:{block.line}", command)
@@ -75,15 +89,34 @@ def test_documented_commands_parse() -> None:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which a reader works; README's commands have been run in it."""
+    """The folder in which a reader works; README's commands and COMPOSED's have been run in it."""
     return make_once(tmp_path_factory, "documents", make_reader) / "reader"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
 def test_page(page: Path, reader: Path) -> None:
     run_page(page, reader)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_the_first_recipe_with_other_families(family: str, tmp_path: Path) -> None:
+    """Images and videos are planned, trained in packed rows, evaluated and asked; as in README."""
+    make_place(tmp_path)
+    shutil.rmtree(tmp_path / PUBLISHED)
+    MAKERS[family](tmp_path / PUBLISHED)
+    recipe = tmp_path / "my_qwen.yaml"
+    if family == "internvl":  # whose processor cuts images into tiles
+        recipe.write_text(recipe.read_text().replace(", max_pixels: 802816", ""))
+    for block in blocks(PAGES[0]):
+        if "my_qwen" in block.text and block.language == "bash" and block.not_run is None:
+            for command in block.commands():
+                run(command, tmp_path)
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/my_qwen/sft/model")
+    assert saved.config.model_type == family
 
 
 @pytest.mark.slow
