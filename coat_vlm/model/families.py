@@ -70,6 +70,11 @@ class Family:
     """Whether the tokenizer's end token is added to answers, as the chat template has none."""
 
     @property
+    def is_known(self) -> bool:
+        """Whether it is one of :data:`FAMILIES`; the parts of others are found by a rule."""
+        return self in FAMILIES.values()
+
+    @property
     def parts(self) -> dict[ModuleName, tuple[str, ...]]:
         """Names by part of the model."""
         return {"vision": self.vision, "projector": self.projector, "language": self.language}

@@ -64,8 +64,15 @@ class FamilyVlm:
         """The decoder, without the output layer."""
         return self.get_submodule(self.family.parts["language"][0])
 
+    @property
+    def packs(self) -> bool:
+        """Whether positions and attention of packed rows are those of single samples."""
+        return self.family.is_known
+
     def prepare_attention(self: Any, *, packed: bool) -> None:
         """Have images that share a row attend in one call, and with ``packed`` samples, too."""
+        if not self.family.is_known:
+            return
         vision = self.config.vision_config
         if "image_grid_thw" in self.family.inputs and vision._attn_implementation == "sdpa":
             vision._attn_implementation = PACKED_IMAGES

@@ -129,7 +129,7 @@ class FamilyProcessor:
         found = cls(processor, family, config, supported if max_length is None else max_length)
         found._files = files
         found.video = VideoSettings(**given)
-        if family not in FAMILIES.values():
+        if not family.is_known:
             try:
                 inputs = found._compare_inputs()
             except Exception as error:  # an unknown processor may do anything
@@ -351,8 +351,10 @@ class FamilyEncoder(Encoder):
         self.single_turn = family.has_prefix
 
     @property
-    def complete(self) -> Callable[[Batch], Batch]:
-        """See :func:`~coat_vlm.model.family_layout.describe_batch`."""
+    def complete(self) -> Callable[[Batch], Batch] | None:
+        """See :func:`~coat_vlm.model.family_layout.describe_batch`; None for unknown families."""
+        if not self._family.is_known:
+            return None
         return partial(describe_batch, config=self._config)
 
     def __call__(self, sample: Sample) -> EncodedSample:

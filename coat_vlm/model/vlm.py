@@ -128,6 +128,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         """The decoder with its output layer."""
         return self.language_model
 
+    packs = True
+    """Whether rows may have several samples; the language model's attention decides."""
+
     def prepare_attention(self, *, packed: bool) -> None:
         """Prepare attention for training, with ``packed`` for rows of several samples."""
         if packed and self.language_model.config._attn_implementation == "sdpa":

@@ -68,7 +68,7 @@ class PublishedRow:
     """The images without text; for 0 images the one that training adds to a text."""
     text_ids: Tensor
     """Token ids of text."""
-    complete: Callable[[Batch], Batch]
+    complete: Callable[[Batch], Batch] | None
     """See :attr:`coat_data.load.encode.Encoder.complete`."""
 
     def count_patches(self, config: Any) -> int:
@@ -114,7 +114,8 @@ class PublishedRow:
 
     def collate(self, samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
         """Collate rows as training does."""
-        return self.complete(collate_rows(samples, packing))
+        batch = collate_rows(samples, packing)
+        return batch if self.complete is None else self.complete(batch)
 
 
 def row_tokens(recipe: Recipe, stage: StageConfig) -> int:

@@ -137,6 +137,7 @@ def avoids_padding(
         and stage.sequence_parallel == 1
         and not graphs
         and recipe.model.attn_implementation == "sdpa"
+        and cast(AnyVlm, model).packs
         and cast(AnyVlm, model).language.config.model_type in _UNPADDED
     )
 
@@ -164,6 +165,11 @@ def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
     language = cast(AnyVlm, model).language
     check_sequence_parallel(language, stage.sequence_parallel)
     if stage.packing is not None:
+        if not cast(AnyVlm, model).packs:
+            raise ValueError(
+                f"packing: {type(model).__name__} is not of a tested family, so its positions in "
+                "a packed row are not known; remove packing"
+            )
         check_packing(language)
 
 

@@ -22,6 +22,7 @@ from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.measure import (
+    RowShape,
     StageCase,
     build_stage_model,
     build_training_step,
@@ -140,6 +141,7 @@ def test_what_is_fed_has_the_shapes_of_the_plan(
 
     changes = ("model.video.pool_frames=2", "model.video.num_frames=5") if pooled else ()
     case = small(*changes, images=5)
+    assert isinstance(case.row, RowShape)
     assert case.row.groups == ((2, 2, 1) if pooled else (1,) * 5)
     model = build_stage_model(case, CPU)
     batch: Any = make_batch(model, [case.row] * 2, None, 0).batch

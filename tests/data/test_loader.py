@@ -186,7 +186,7 @@ def test_sizes_that_do_not_divide(
 
 
 def validation(dataset: SampleDataset, encoder: Any, world: int) -> list[list[Batch]]:
-    options = {"batch_size": 4, "world_size": world, "pad_token_id": PAD}
+    options: Any = {"batch_size": 4, "world_size": world, "pad_token_id": PAD}
     return [list(val_batches(dataset, encoder, rank=rank, **options)) for rank in range(world)]
 
 

@@ -240,7 +240,7 @@ def test_bad_rows_are_left_out_when_a_tokenizer_is_trained(file: Path, tmp_path:
     assert len([*iterate_texts(recipe)]) == texts
     recipe = load_recipe(str(recipe_with(tmp_path, {}, data=[source])))
     with pytest.raises(DataError, match=":1: there is no answer"):
-        [*iterate_texts(recipe)]
+        list(iterate_texts(recipe))
 
 
 def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:

@@ -8,16 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family_folders import MAKERS, make_llava
+from one_stage import one_stage
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from coat_data.load.collate import collate
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import MODULES
+from coat_vlm.config.stage import PackingConfig
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.families import FAMILIES, derive_family, find_family, find_parts
 from coat_vlm.model.family_model import find_unused, load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.folder import is_family
+from coat_vlm.train.model_setup import prepare_model
 from coat_vlm.train.passes import copy_batch_to_device
 
 
@@ -75,6 +79,10 @@ def test_inputs_and_loss_are_those_of_transformers(folder: Path, tmp_path: Path)
     logits = stock(**inputs).logits[:, :-1].flatten(0, 1)
     expected = F.cross_entropy(logits, labels[:, 1:].flatten())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    stage = one_stage("language", packing=PackingConfig())
+    with pytest.raises(ValueError, match=r"VipLlava.* is not of a tested family, so its positions"):
+        prepare_model(model, stage, arithmetic_of("fp32", None, torch.device("cpu")))
+    prepare_model(model, one_stage(*MODULES), arithmetic_of("fp32", None, torch.device("cpu")))
     unused = find_unused(model, processor.encoder().filler)
     assert unused == ("model.vision_tower.post_layernorm",)
 
