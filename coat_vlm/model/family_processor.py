@@ -224,11 +224,13 @@ def sample_videos(
     known = family.videos.settings if family and family.videos else {}
     if unknown := given.keys() - known.keys():
         name = model_type if family is None else family.name
-        allowed = ", ".join(known) or "none"
-        raise ValueError(
-            f"{key}{unknown.pop()} has no effect with {name}; remove it, and change the files of "
-            f"the video processor in a local folder of the model; allowed: {allowed}"
-        )
+        why = "which is trained on images and text; remove it"
+        if family and family.videos:
+            why = (
+                "remove it, and change the files of the video processor in a local folder of the "
+                f"model; allowed: {', '.join(known) or 'none'}"
+            )
+        raise ValueError(f"{key}{unknown.pop()} has no effect with {name}; {why}")
     if not given or family is None or family.videos is None:
         return {}
     videos, sampling = processor.video_processor, family.videos.sampling
@@ -456,7 +458,10 @@ class FamilyEncoder(Encoder):
             lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
             remedies.append(f"lower {lower}")
         if kinds["video"]:
-            remedies.append("take fewer frames (model.video)")
+            videos = self._family.videos
+            settable = videos is not None and videos.settings
+            fewer = "model.video" if settable else "the files of the video processor"
+            remedies.append(f"take fewer frames ({fewer})")
         remedy = f"or {', or '.join(remedies)}"
         raise self._too_long(sample, length, f", with those of {of}," if of else "", remedy)
 

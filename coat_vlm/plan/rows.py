@@ -154,7 +154,7 @@ def _plan_published(
 ) -> PublishedRow:
     processor = start_processor(recipe, recipe.init_from)
     encoder = cast(FamilyEncoder, processor.encoder(template=stage.template))
-    needed, sizes, problem = _read_data(recipe, stage, encoder)
+    needed, sizes, problem, notes = _read_data(recipe, stage, encoder)
     size = sorted(sizes, key=math.prod)[len(sizes) // 2] if sizes else _SIZE
     each = len(encoder.show_blank(size, 1).input_ids)
     if images is not None:
@@ -165,6 +165,7 @@ def _plan_published(
             images, why = _count_fitting(encoder, size, tokens), "as many as fit into a packed row"
     elif needed:
         images, why = math.ceil(mean(needed) / each), "mean of the data's first rows, rounded up"
+        why += notes
     else:
         images, why = 1, f"assumed: {problem or 'the data has no rows'}"
     shown = encoder.show_blank(size, images) if images else encoder.filler
@@ -198,21 +199,29 @@ def _count_fitting(encoder: FamilyEncoder, size: tuple[int, int], tokens: int) -
 
 def _read_data(
     recipe: Recipe, stage: StageConfig, encoder: FamilyEncoder
-) -> tuple[list[int], list[tuple[int, int]], str]:
-    """Return tokens of media per row, sizes of images, and why the data cannot be read."""
+) -> tuple[list[int], list[tuple[int, int]], str, str]:
+    """Return tokens of media per row, sizes of images, why there are none, and what to know."""
     tokens: list[int] = []
     sizes: list[tuple[int, int]] = []
+    bad, videos = 0, False
     try:
-        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
-            for row in range(min(ROWS, len(dataset))):
+        datasets = open_sources(stage.data, recipe.seed, access_of(recipe))[1]
+    except (DataError, OSError) as error:
+        return tokens, sizes, f"the data cannot be read ({str(error).split(' -> ')[0]})", ""
+    for dataset in datasets:
+        for row in range(min(ROWS, len(dataset))):
+            try:
                 sample = dataset[row]
                 # In a layout each medium is one token.
                 text = len(encoder.layout(sample)[0]) - len(sample.media)
                 tokens.append(encoder.measure(sample).tokens - text)
                 sizes += [image_size(one) for one in sample.media if one.kind == "image"]
-    except (DataError, OSError) as error:
-        return tokens, sizes, f"the data cannot be read ({str(error).split(' -> ')[0]})"
-    return tokens, sizes, ""
+            except DataError:  # training counts it as a bad sample
+                bad += 1
+            else:
+                videos |= any(one.kind == "video" for one in sample.media)
+    notes = f", without {bad} bad ones" * (bad > 0) + ", videos counted as images" * videos
+    return tokens, sizes, f"all {bad} rows read are bad samples" if bad else "", notes
 
 
 def count_images_per_row(

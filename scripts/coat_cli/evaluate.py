@@ -120,7 +120,7 @@ recipe started from; the difference between the two results is the effect of tra
         type=at_least(1),
         metavar="N",
         help="frames per video for published models; default: those of the family's processor "
-        "(guides/huggingface.md), 8 for other models",
+        "(guides/long_video.md), 8 for other models",
     )
     add(
         "--num-workers",

@@ -89,6 +89,19 @@ def test_rows_are_as_those_of_the_data(folder: Path, tmp_path: Path) -> None:
     assert plan.activations.saved["vision"] > 0
 
 
+def test_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    MAKERS["qwen2_5_vl"](tmp_path / "qwen")
+    recipe = write_recipe(tmp_path / "qwen", tmp_path, [[(40, 24)], [(40, 24)], [(40, 24)]])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows[0]["image"] = ["missing.png"]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (plan,) = plan_recipe(recipe, ranks=1, gpu_bytes=80e9)
+    assert (
+        "1 image(s) of 60 patches (mean of the data's first rows, rounded up, without 1 bad "
+        in (format_plan([plan]))
+    )
+
+
 def test_numbers_of_images(folder: Path, tmp_path: Path) -> None:
     write_recipe(folder, tmp_path, [[]])
 
