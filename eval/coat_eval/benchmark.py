@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import split_reasoning
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table, Tables
 from coat_eval.uncertainty import Estimate, Term, estimate
 
 IMAGE_LINE = "\n"
@@ -106,6 +106,10 @@ class Question(KeyedRow):
     """The question, if the references have it; prompts of predictions must contain it."""
     cluster: str = ""
     """Name of its unit, see :attr:`Benchmark.unit`."""
+
+
+Pair = tuple[Question, str | None]
+"""A question with the text of its prediction, None if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +277,7 @@ class Benchmark(ABC):
             for row in folder.rows_of(table):
                 yield self.question(row.values, table, row.where), row
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return all questions in order, of the references or of predictions that carry answers."""
         found = [one for one, _ in self.pairs(DataFolder(Path(), references or predictions))]
         return found if references else list({one.key: one for one in found}.values())
@@ -415,9 +417,7 @@ class Benchmark(ABC):
             )
         return predictions
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows with id and text, and their places; converts official layouts."""
         for index, row in enumerate(table.rows):
             yield row, table.where(index)
@@ -445,9 +445,7 @@ class Benchmark(ABC):
             raise DataError(where, f"has {said}; either may be the prediction", remedy)
         return row[names[0]]
 
-    def all_predictions(
-        self, tables: Sequence[Table], questions: Sequence[Question]
-    ) -> list[Prediction]:
+    def all_predictions(self, tables: Tables, questions: Sequence[Question]) -> list[Prediction]:
         """Return the predictions of all files; overridden if a row's id depends on other files."""
         return [one for table in tables for one in self.predictions(table, questions)]
 
@@ -496,7 +494,7 @@ class Benchmark(ABC):
         """Convert a judge's or a saved verdict to an extracted answer; UnusableVerdictError."""
         raise NotImplementedError
 
-    def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
+    def saved_verdicts(self, tables: Tables) -> dict[tuple[str, str], Any]:
         """Return a judge's outputs that official result files contain, by the questions' keys."""
         return {}
 
@@ -506,9 +504,7 @@ class Benchmark(ABC):
             return 0.0
         return self.score(extracted, question, settings)
 
-    def score_all(
-        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[ScoredItem]:
+    def score_all(self, joined: Iterable[Pair], settings: Settings) -> list[ScoredItem]:
         """Score all items in order; overridden if an item's score depends on others."""
         return [self.score_one(question, text, settings) for question, text in joined]
 

@@ -332,16 +332,8 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
     both = any(row.second for row in rows)
     header = ["metric", "first: mean", "sd", "runs"]
     if both:
-        header += [
-            "second: mean",
-            "sd",
-            "runs",
-            "difference",
-            "95% interval",
-            "p",
-            "detectable",
-            "n",
-        ]
+        header += ["second: mean", "sd", "runs"]
+        header += ["difference", "95% interval", "p", "detectable", "n"]
     lines, tested = [], [row for row in rows if row.interval is not None]
     told = [text for row in rows for text in row.not_comparable]
     head = ["A = first group, B = second group"] * bool(tested)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError, Media, MediaKind
-from coat_eval.files import IMAGE_COLUMN, IMAGE_HASH, Table, read_table
+from coat_eval.files import IMAGE_COLUMN, IMAGE_HASH, Table, Tables, read_table
 
 Layouts = Mapping[str, Sequence[Sequence[str]]]
 """Layouts by split, in the order of the search: patterns of tables, of which the first must match a
@@ -69,7 +69,7 @@ class Row:
 class DataFolder:
     """A benchmark's folder, with the tables of one split."""
 
-    def __init__(self, path: Path, tables: Sequence[Table]) -> None:
+    def __init__(self, path: Path, tables: Tables) -> None:
         self.path = path
         self.tables = list(tables)
         self._found: dict[tuple[str, ...], Path] = {}

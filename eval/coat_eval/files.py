@@ -56,6 +56,10 @@ class Fields(dict[str, Any]):
         raise DataError(table.where(index), f"has no {name}; it has {sorted(self)}", "add it")
 
 
+PlacedRow = tuple[Mapping[str, Any], str]
+"""A row with its place, for messages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """The rows of one file."""
@@ -81,6 +85,9 @@ class Table:
     def has(self, *fields: str) -> bool:
         """Return whether the first row has all of these fields."""
         return bool(self.rows) and all(name in self.rows[0] for name in fields)
+
+
+Tables = Sequence[Table]
 
 
 def read_table(path: Path) -> Table:

@@ -15,6 +15,7 @@ from coat_eval.benchmark import (
     LETTER_ANSWER,
     UPSTREAM,
     Benchmark,
+    Pair,
     Prompt,
     PromptOptions,
     Question,
@@ -25,7 +26,7 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
 from coat_eval.extract import LETTER_RULES, declines, infer_letter_c03bc048, letter_choices
-from coat_eval.files import IMAGE_HASH, Table
+from coat_eval.files import IMAGE_HASH, Table, Tables
 
 LMMS_EVAL = "EvolvingLMMs-Lab/lmms-eval @v0.7.3"
 """Release from which the prompts and rules of these benchmarks were read."""
@@ -139,9 +140,7 @@ class LetterBenchmark(Benchmark):
                 values = {"index": starts[table.path] + row.index, **row.values}
                 yield self.question(values, table, row.where), row
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return all questions; those about one image share its hash as ``cluster``."""
         questions = super().questions(references, predictions)
         # A cell without an image has the index of the row with it.
@@ -182,9 +181,7 @@ class CircularBenchmark(LetterBenchmark):
     headline = ("overall", "first_rotation", "rows")
     judged = wrong_unjudged = True
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return the rows with the numbers of rotations; DataError if a group lacks one."""
         questions = super().questions(references, predictions)
         groups = _group_rotations((question, None) for question in questions)
@@ -216,9 +213,7 @@ class CircularBenchmark(LetterBenchmark):
             prompts, key=lambda prompt: (first[_get_group(prompt)], int(prompt.question_id))
         )
 
-    def score_all(
-        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[ScoredItem]:
+    def score_all(self, joined: Iterable[Pair], settings: Settings) -> list[ScoredItem]:
         """Score the groups; a group that was scored before has one text for all its rotations."""
         pairs = [
             (one, text)
@@ -228,9 +223,7 @@ class CircularBenchmark(LetterBenchmark):
         groups = _group_rotations(pairs)
         return [self._score_group(rows, settings) for rows in groups.values()]
 
-    def _score_group(
-        self, rows: Sequence[tuple[Question, str | None]], settings: Settings
-    ) -> ScoredItem:
+    def _score_group(self, rows: Sequence[Pair], settings: Settings) -> ScoredItem:
         """Score one group; with a rotation that was not asked (a limit) it is wrong."""
         scored = [self.score_one(question, text, settings) for question, text in rows]
         first = scored[0].question
@@ -300,11 +293,9 @@ def _get_group(one: Question | Prompt) -> int:
     return int(one.question_id) % ROTATION
 
 
-def _group_rotations(
-    pairs: Iterable[tuple[Question, str | None]],
-) -> dict[int, list[tuple[Question, str | None]]]:
+def _group_rotations(pairs: Iterable[Pair]) -> dict[int, list[Pair]]:
     """Group pairs by question, each group by rotation, the groups in the order of the pairs."""
-    groups: dict[int, list[tuple[Question, str | None]]] = {}
+    groups: dict[int, list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(_get_group(pair[0]), []).append(pair)
     for rows in groups.values():

@@ -7,6 +7,7 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import (
     ANSWER_FIELDS,
     Benchmark,
+    Pair,
     Prediction,
     Question,
     contains_question,
@@ -54,7 +55,7 @@ def join(
     need_answers: bool = True,
     share_repeated: bool = False,
     warnings: list[str],
-) -> tuple[list[tuple[Question, str | None]], dict[str, int]]:
+) -> tuple[list[Pair], dict[str, int]]:
     """Pair every question with its prediction.
 
     ``allowed`` are the kinds of :data:`INPUT_PROBLEMS` to count instead of raising. With
@@ -93,7 +94,7 @@ def join(
     # Files with one row per id, such as those written from a dictionary.
     for key in [key for key, number in used.items() if share_repeated and number == 1]:
         texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))
-    pairs: list[tuple[Question, str | None]] = []
+    pairs: list[Pair] = []
     for index, question in enumerate(questions):
         text, known = texts.get(index), f"question {question.question_id!r}"
         if not question.counted and index not in texts:

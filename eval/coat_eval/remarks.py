@@ -20,10 +20,7 @@ _REASONING = {
 
 
 def find_constants(
-    benchmark: Benchmark,
-    settings: Settings,
-    scored: Sequence[ScoredItem],
-    metrics: Sequence[str],
+    benchmark: Benchmark, settings: Settings, scored: Sequence[ScoredItem], metrics: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Find the best constant answer by metric, unless all references of a sub-table are it."""
     questions = [one.question for one in scored]

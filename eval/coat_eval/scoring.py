@@ -21,7 +21,7 @@ from coat_eval.benchmark import (
     Settings,
     group_by_table,
 )
-from coat_eval.files import Table, read_table, write_json
+from coat_eval.files import Table, Tables, read_table, write_json
 from coat_eval.judge import Judge
 from coat_eval.other_tools import convert_rows, is_of_other_tool
 from coat_eval.pairing import INPUT_PROBLEMS, check_repeated_questions, is_question_file, join
@@ -68,8 +68,8 @@ def score_official(
 
 def score_tables(
     benchmark: Benchmark,
-    predictions: Sequence[Table],
-    references: Sequence[Table],
+    predictions: Tables,
+    references: Tables,
     *,
     settings: Settings = Settings(),  # noqa: B008 - frozen
     judge: Judge | None = None,
@@ -297,9 +297,7 @@ def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "refe
     )
 
 
-def _check_references(
-    benchmark: Benchmark, references: Sequence[Table], predictions: Sequence[Table]
-) -> None:
+def _check_references(benchmark: Benchmark, references: Tables, predictions: Tables) -> None:
     if not any(table.rows for table in predictions):
         raise DataError(str(predictions[0].path), "has no prediction", "finish the run")
     if references:

@@ -197,8 +197,7 @@ COLUMNS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
-    parser = harness.make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
-    return parser
+    return harness.make_parser(__doc__, "  python scripts/bench/adamw.py --csv adamw.csv")
 
 
 def main(args: argparse.Namespace) -> None:

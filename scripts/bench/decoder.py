@@ -183,8 +183,7 @@ class MasterWeights:
 def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:
     """Tokenize concatenated UTF-8 texts; the tokenizer is trained on the training part.
 
-    Raises:
-        ValueError: there are too few tokens for a sequence.
+    ValueError: there are too few tokens for a sequence.
     """
     parts = [text.read_text(encoding="utf-8") for text in texts]
     ended = [part if part.endswith("\n") else part + "\n" for part in parts[:-1]]
@@ -238,10 +237,7 @@ Record = dict[str, Any]
 
 
 def sweep(
-    out: Path,
-    settings: Record,
-    runs: Mapping[str, tuple[Any, ...]],
-    train: Callable[..., Record],
+    out: Path, settings: Record, runs: Mapping[str, tuple[Any, ...]], train: Callable[..., Record]
 ) -> dict[str, Record]:
     """Train the runs that are missing in folder ``out``; returns the records of all.
 

@@ -23,15 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import harness
-from coat_kernels import (
-    E4M3,
-    E5M2,
-    Format,
-    TensorScaled,
-    quantize_layouts,
-    reference,
-    scaled_mm,
-)
+from coat_kernels import E4M3, E5M2, Format, TensorScaled, quantize_layouts, reference, scaled_mm
 from harness import VersionedResult
 from layer_shapes import SHAPES, LayerShape
 from op_cases import Draw
@@ -91,10 +83,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
     # cuBLAS may round partial sums to BF16.
     "bf16": (lambda x: x.a @ x.b.t(), 5e-3),
     # Partial sums are promoted to FP32.
-    "fp8": (
-        lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16),
-        2e-3,
-    ),
+    "fp8": (lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16), 2e-3),
     # About 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv
     # 2412.19437, section 3.3.2, reports errors of 2% at K = 4096).
     "fp8_fast": (lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16, fast=True), 2e-2),

@@ -139,8 +139,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def append_results(path: Path | None, results: Sequence[Result]) -> None:
     """Append results of one class to a CSV file, with a header if it is new; None: no file.
 
-    Raises:
-        ValueError: the file has other columns.
+    ValueError: the file has other columns.
     """
     if path is None or not results:
         return
@@ -198,10 +197,8 @@ def measure_median_us(run: Callable[[], Any]) -> float:
 
     Many ops take the GPU 30 to 60 us, and the CPU takes longer to launch their kernels, so events
     around a call would time the CPU. Therefore a CUDA graph of the call is replayed with one
-    launch, at least 30 times. The L2 cache is flushed before each replay.
-
-    Raises:
-        RuntimeError: the call fails, or cannot be captured because it waits for the GPU.
+    launch, at least 30 times. The L2 cache is flushed before each replay. RuntimeError: the call
+    fails, or cannot be captured because it waits for the GPU.
     """
     graph = _capture(run)
     cache = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")

@@ -137,11 +137,9 @@ def round_to_e4m3(_: str, x: Tensor) -> Tensor:
 
 
 def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozenset[str]]:
-    """Parse a variant: (block, part) -> rounded operands.
+    """Parse a variant of the module's docstring: (block, part) -> rounded operands.
 
-    Raises:
-        ValueError: the variant does not have the form in the module's docstring, or there is no
-            such block.
+    ValueError: the variant does not have that form, or there is no such block.
     """
     found: dict[tuple[int, str], frozenset[str]] = {}
     for piece in variant.split("/") if variant else []:
@@ -240,8 +238,7 @@ def fork(
 ) -> list[ForkResult]:
     """Measure variants; each result is appended to the file, as its next process.
 
-    Raises:
-        ValueError: see :func:`train_variants`; or the file has other columns.
+    ValueError: see :func:`train_variants`; or the file has other columns.
     """
     process = 1
     if csv is not None and csv.exists():

@@ -64,8 +64,7 @@ def study_formats(
 ) -> list[FormatResult]:
     """Measure every format with every kind of scales on every distribution.
 
-    Raises:
-        ValueError: there is no such format, scaling or distribution.
+    ValueError: there is no such format, scaling or distribution.
     """
     pairs = [(parse_format(f), parse_scaling(s)) for s in scales for f in formats]
     values = {name: draw(name, SHAPE) for name in data}
@@ -79,8 +78,7 @@ def study_formats(
 def draw(name: str, shape: tuple[int, int]) -> Tensor:
     """Draw FP32 values of a distribution (module docstring) with seed 0.
 
-    Raises:
-        ValueError: there is no such distribution, or it has no variance.
+    ValueError: there is no such distribution, or it has no variance.
     """
     generator = torch.Generator().manual_seed(0)
     if name == "normal":
@@ -113,11 +111,7 @@ class NumberFormat:
 
 
 def parse_format(name: str) -> NumberFormat:
-    """Return the format called ``name``.
-
-    Raises:
-        ValueError: there is no such format, or FP32 cannot simulate it.
-    """
+    """Return the format called ``name``; ValueError if there is none or FP32 cannot simulate it."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(
@@ -188,11 +182,7 @@ class Scaling:
 
 
 def parse_scaling(name: str) -> Scaling:
-    """Return the scaling called ``name``: a granularity, then ``:mse``.
-
-    Raises:
-        ValueError: there is no such scaling.
-    """
+    """Return a scaling by name (a granularity, then ``:mse``); ValueError if there is none."""
     found = _SCALING.fullmatch(name)
     if found is None:
         raise ValueError(
@@ -210,8 +200,7 @@ def parse_scaling(name: str) -> Scaling:
 def find_scale(x: Tensor, fmt: NumberFormat, scaling: Scaling) -> Tensor:
     """Compute the scales of [rows, K], FP32, broadcastable to what :func:`_split` returns.
 
-    Raises:
-        ValueError: groups do not divide K.
+    ValueError: groups do not divide K.
     """
     groups, dims = _split(x.float(), scaling)
     if scaling.granularity == "none":
@@ -231,11 +220,7 @@ def find_scale(x: Tensor, fmt: NumberFormat, scaling: Scaling) -> Tensor:
 
 
 def quantize(x: Tensor, fmt: NumberFormat, scaling: Scaling) -> Tensor:
-    """Quantize and dequantize [..., K]; returns the dtype of ``x``.
-
-    Raises:
-        ValueError: groups do not divide K.
-    """
+    """Quantize and dequantize [..., K] in the dtype of x; ValueError: groups do not divide K."""
     rows = x.detach().reshape(-1, x.shape[-1])
     scale = find_scale(rows, fmt, scaling)
     groups, _ = _split(rows.float(), scaling)

@@ -61,8 +61,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 def tokenize(training: Sequence[Path], held_out: Sequence[Path], vocab_size: int) -> Corpus:
     """Tokenize documents, an end token after each; the tokenizer is trained on the first ones.
 
-    Raises:
-        DataError: a file cannot be read, or a row has no text.
+    DataError: a file cannot be read, or a row has no text.
     """
     texts = [*_read_documents(training)]
     every = -(-sum(map(len, texts)) // TOKENIZER_CHARACTERS)

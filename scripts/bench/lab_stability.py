@@ -108,8 +108,7 @@ def compute_sharpness(logits: Tensor, targets: Tensor, epsilon: float = EPSILON)
 def build_variant(bench: DecoderBench, variant: str) -> tuple[Any, MasterWeights]:
     """Build the decoder of a variant, with its optimizer, on the GPU if there is one.
 
-    Raises:
-        ValueError: there is no such variant; see the module's docstring.
+    ValueError: there is no such variant; see the module's docstring.
     """
     device = get_device()
     model, fp8 = build_decoder(bench), None
@@ -184,10 +183,8 @@ def train_all(
 ) -> list[StabilityResult]:
     """Train all runs that are missing in a folder, and summarize all of them there.
 
-    Raises:
-        ValueError: there is no such variant or learning rate, the groups of its scales do not
-            divide a layer's channels, there are too few steps, or the folder has runs of other
-            settings.
+    ValueError: there is no such variant or learning rate, the groups of its scales do not divide a
+    layer's channels, there are too few steps, or the folder has runs of other settings.
     """
     if bench.steps < LAST_STEPS:
         raise ValueError(

@@ -24,7 +24,7 @@ import harness
 from coat_cli.command import at_least
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, reused_weights, saved_bytes
-from harness import VersionedResult, choose_precision
+from harness import VersionedResult, choose_precision, relative_rms
 from layer_shapes import SHAPES, Forward, LayerShape, build_forward, build_layer, find_shape
 
 LIMITS = (0.09, 0.13)
@@ -171,8 +171,8 @@ def bench_layer(shape: LayerShape, implementations: Sequence[str]) -> list[Layer
 
 def find_disagreement(result: LayerResult, actual: Pass, exact: Pass) -> str:
     """Store the errors in the result; returns the problem if they exceed the limits, or ""."""
-    result.rel_err_out = relative_error(actual.output, exact.output)
-    result.rel_err_grad = relative_error(actual.input_gradient, exact.input_gradient)
+    result.rel_err_out = relative_rms(actual.output, exact.output)
+    result.rel_err_grad = relative_rms(actual.input_gradient, exact.input_gradient)
     if result.rel_err_out <= LIMITS[0] and result.rel_err_grad <= LIMITS[1]:  # False if NaN
         return ""
     return f"not correct: errors above {LIMITS[0]} (output) or {LIMITS[1]} (gradient)"
@@ -212,11 +212,6 @@ def run_pass(layer: nn.Module, forward: Forward, x: Tensor, grad_output: Tensor)
     result = Pass(y.detach().float().cpu(), x.grad.float().cpu())
     _clear_gradients(layer, x)
     return result
-
-
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Return the relative difference to ``exact`` in the Frobenius norm; NaN stays NaN."""
-    return ((actual - exact).norm() / exact.norm()).item()
 
 
 def measure(result: LayerResult, layer: nn.Module, forward: Forward, shape: LayerShape) -> None:

@@ -54,13 +54,7 @@ from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 from harness import PRECISIONS, Result
 from layer import restore_attention
-from step_models import (
-    BASELINES,
-    SIZES,
-    apply_baseline,
-    make_recipe,
-    make_step_sample,
-)
+from step_models import BASELINES, SIZES, apply_baseline, make_recipe, make_step_sample
 
 LOSS_TOLERANCE = 0.01
 """Largest relative difference to BF16's loss at the same weights."""
@@ -127,8 +121,7 @@ class Reference(NamedTuple):
 def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implementation]:
     """List what is measured by ZeRO stage, then optimizer, then model.
 
-    Raises:
-        ValueError: the options do not fit each other or this machine.
+    ValueError: the options do not fit each other or this machine.
     """
     if "none" in args.optimizer and ranks > 1:
         raise ValueError(

@@ -92,36 +92,34 @@ def _add_model(parser: argparse.ArgumentParser, where: str, max_new_tokens: int)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    _check_media(args.media)
-    from coat_eval.generation import select_device
-    from coat_eval.own_model import load_run_or_model
+    model, processor, _ = _load(args)
     from coat_vlm.generate import generate
-    from coat_vlm.model.family_processor import limit_pixels
 
-    model, processor, _, _ = load_run_or_model(args.model, select_device(), args.precision)
-    limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
     sample = prompt_sample(args.prompt, args.media)
     say(generate(model, processor, [sample], args.max_new_tokens)[0])
     return 0
 
 
-def _check_media(files: Sequence[tuple[str, Path]]) -> None:
-    """Raise FileNotFoundError for a file that does not exist; a video may be a folder of frames."""
-    for kind, path in files:
-        if not path.exists():
+def _load(args: argparse.Namespace) -> tuple[Any, Any, Path]:
+    """Return model, processor and the folder named; FileNotFoundError if a medium is missing."""
+    for kind, path in args.media:
+        if not path.exists():  # a video may be a folder of frames
             raise FileNotFoundError(f"--{kind} {path}: there is no such file")
+    from coat_eval.generation import select_device
+    from coat_eval.own_model import load_run_or_model
+    from coat_vlm.model.family_processor import limit_pixels
+
+    model, processor, named, _ = load_run_or_model(args.model, select_device(), args.precision)
+    limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
+    return model, processor, named.path
 
 
 def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
     """Convert the prompt as the LLaVA reader converts a row of a file.
 
-    Args:
-        prompt: the question. ``<image>`` and ``<video>`` in it mark the places of the files;
-            without them, the files come first, in the order given, each on its own line.
-        files: (``image`` or ``video``, path).
-
-    Raises:
-        DataError: placeholders and files do not match.
+    ``<image>`` and ``<video>`` in the prompt mark the places of the files (kind, path); without
+    them, the files come first, in the order given, each on its own line. DataError: placeholders
+    and files do not match.
     """
     from coat_data.media.root import MediaRoot
     from coat_data.readers.llava import to_sample
@@ -140,20 +138,14 @@ def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
 
 
 def _chat(args: argparse.Namespace) -> int:
-    _check_media(args.media)
-    from coat_eval.generation import select_device
-    from coat_eval.own_model import load_run_or_model
-    from coat_vlm.model.family_processor import limit_pixels
-
-    model, processor, named, _ = load_run_or_model(args.model, select_device(), args.precision)
-    limit_pixels("--max-pixels", processor, model.config.model_type, args.max_pixels)
+    model, processor, folder = _load(args)
     chat = _Conversation(model, processor, args.max_new_tokens)
     for kind, path in args.media:
         chat.attach(kind, path)
     prompt = ""
     if sys.stdin.isatty():
         prompt = "> "
-        say(f"{named.path}; /help lists the commands")
+        say(f"{folder}; /help lists the commands")
         with contextlib.suppress(ImportError):  # input() then edits lines and has a history
             import readline  # noqa: F401
     while True:

@@ -404,10 +404,7 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
         metavar="FILE",
         help="official files with the answers, in any order",
     )
-    add(
-        "--profile",
-        help=f"{_PROFILES}; okvqa also pica, mathvision also string",
-    )
+    add("--profile", help=f"{_PROFILES}; okvqa also pica, mathvision also string")
     _add_judge(parser)
     add("--raw", action="store_true", help="score without the preprocessing of LLaVA and VILA")
     add(

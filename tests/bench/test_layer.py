@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import layer as bench
-from layer import LayerResult, bench_layer, find_disagreement, make_inputs, relative_error, run_pass
+from layer import LayerResult, bench_layer, find_disagreement, make_inputs, relative_rms, run_pass
 from layer_shapes import SHAPES, LayerShape, build_forward, build_layer, find_shape
 
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def test_ours_are_near_the_original_and_not_it(implementation: str, family: str)
     assert torch.equal(exact.input_gradient, again.input_gradient)  # nothing accumulates
     coat = bench.IMPLEMENTATIONS[implementation][1](layer)
     actual = run_pass(coat, build_forward(shape, coat, CPU), x, dy)
-    assert 0 < relative_error(actual.output, exact.output) < bench.LIMITS[0]
-    assert 0 < relative_error(actual.input_gradient, exact.input_gradient) < bench.LIMITS[1]
+    assert 0 < relative_rms(actual.output, exact.output) < bench.LIMITS[0]
+    assert 0 < relative_rms(actual.input_gradient, exact.input_gradient) < bench.LIMITS[1]
 
 
 def test_the_shapes_are_those_of_the_models() -> None:

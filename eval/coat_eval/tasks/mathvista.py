@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from coat_data.sample import DataError
 from coat_eval.benchmark import Benchmark, Question, Settings, pick
 from coat_eval.data_folder import Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import Table, Tables
 from coat_eval.tasks.docvqa import compute_distance
 
 TABLES = ("question_type", "answer_type")
@@ -77,7 +77,7 @@ class MathVista(Benchmark):
         name = str(row.values.get("image")).rpartition("/")[2]
         return (row.image(name, ("images", "."), column="decoded_image"),)
 
-    def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
+    def saved_verdicts(self, tables: Tables) -> dict[tuple[str, str], Any]:
         """Return the saved extractions, which may be numbers."""
         return {
             ("", str(pick(row, self.id_fields, table.where(index)))): row["extraction"]

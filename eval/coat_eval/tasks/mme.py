@@ -25,7 +25,7 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_yes_no_word
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table, Tables
 from coat_eval.uncertainty import Term
 
 PARTS = {
@@ -73,9 +73,7 @@ class Mme(Benchmark):
             and table.rows[0]["category"] in _PART
         )
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return the questions, two per image."""
         folder = DataFolder(Path(), references or predictions)
         questions = [one for one, _ in self.pairs(folder)]
@@ -122,9 +120,7 @@ class Mme(Benchmark):
         """Return the image, in a folder or in a table."""
         return (row.image(str(pick(row.values, ("question_id",), row.where)), ("images", ".")),)
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; official results have the columns image, question, gold and prediction."""
         task = table.path.name.split(".")[0]
         for row, where in super().prediction_rows(table, questions):

@@ -19,6 +19,7 @@ from coat_eval.benchmark import (
     LETTER_ANSWER,
     SHORT_ANSWER,
     Benchmark,
+    Pair,
     Prediction,
     Prompt,
     PromptOptions,
@@ -30,7 +31,7 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import LETTER_RULES, letter_choices
-from coat_eval.files import Table
+from coat_eval.files import Table, Tables
 
 DOMAINS = {
     "Art and Design": ("Art", "Art_Theory", "Design", "Music"),
@@ -103,9 +104,7 @@ class Mmmu(Benchmark):
         """Official outputs, {id: answer}, or rows by id."""
         return super().is_predictions(table) and not table.has("ground_truth")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return the references' questions; choices may be in them or in official outputs."""
         choices: dict[str, dict[str, str]] = {}
         for table in [*predictions, *references]:
@@ -212,9 +211,7 @@ class Mmmu(Benchmark):
             return len(extracted) == 1 and extracted.isupper()
         return extracted is not None and extracted != {""}
 
-    def score_all(
-        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[ScoredItem]:
+    def score_all(self, joined: Iterable[Pair], settings: Settings) -> list[ScoredItem]:
         """Score all items; unparsable letters are drawn by subject, within a subject by number."""
         scored = super().score_all(joined, settings)
         if settings.fallback == "wrong" or settings.profile in LETTER_RULES:

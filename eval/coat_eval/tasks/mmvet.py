@@ -26,7 +26,7 @@ from coat_eval.benchmark import (
     to_table_percents,
 )
 from coat_eval.data_folder import Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table, Tables
 
 _REASONING = (
     "First please perform reasoning, and think step by step to provide best answer to the "
@@ -79,16 +79,12 @@ class MmVet(Benchmark):
         """Return the image, in a folder or in Parquet."""
         return (row.image(str(row.values.get("imagename")), ("images", ".")),)
 
-    def all_predictions(
-        self, tables: Sequence[Table], questions: Sequence[Question]
-    ) -> list[Prediction]:
+    def all_predictions(self, tables: Tables, questions: Sequence[Question]) -> list[Prediction]:
         """Return the answers; the judge's words stand in for them if only grades are given."""
         answers = [table for table in tables if not _has_grades(table)]
         return super().all_predictions(answers or tables, questions)
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; of the official grades with what the judge wrote as text."""
         for row, where in super().prediction_rows(table, questions):
             if _has_grades(table):
@@ -96,7 +92,7 @@ class MmVet(Benchmark):
                 row = {**row, "prediction": said}
             yield row, where
 
-    def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
+    def saved_verdicts(self, tables: Tables) -> dict[tuple[str, str], Any]:
         """Return the saved grades, one per run of the judge."""
         found: dict[tuple[str, str], Any] = {}
         runs = 0

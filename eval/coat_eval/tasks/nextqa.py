@@ -11,7 +11,7 @@ from coat_data.sample import DataError
 from coat_eval.benchmark import Benchmark, Question, Settings
 from coat_eval.data_folder import Layouts, MediaFile, Row
 from coat_eval.extract import letter_choices
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table
 from coat_eval.tasks.mmmu import parse_choice
 
 GROUPS = {"C": "causal", "T": "temporal", "D": "descriptive"}
@@ -67,9 +67,7 @@ class NextQa(Benchmark):
         folders = ("NExTVideo", "videos", ".")
         return (row.folder.file(question.cluster, folders, (".mp4",), "video"),)
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; an index from 0 to 4 becomes the letter of its choice."""
         known = {question.question_id: question.answer for question in questions}
         for row, where in super().prediction_rows(table, questions):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from coat_data.sample import DataError
 from coat_eval.benchmark import Benchmark, Question, ScoredItem, Settings, group_by_table, pick
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table
 
 HANDWRITTEN_MATHEMATICS = "Handwritten Mathematical Expression Recognition"
 PARTS = (
@@ -79,9 +79,7 @@ class OcrBench(Benchmark):
         name = str(row.values.get("image_path"))
         return (row.image(name, ("OCRBench_Images", "images", ".")),)
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; official results are found by data set and id."""
         official = table.has("dataset_name", "answers")
         numbers = {one.details["official_id"]: one.question_id for one in questions}

@@ -21,7 +21,7 @@ from coat_eval.benchmark import (
     pick,
 )
 from coat_eval.data_folder import Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import Table, Tables
 
 SPLITS = ("random", "popular", "adversarial")
 
@@ -57,9 +57,7 @@ class Pope(Benchmark):
         asked = table.has("text") or table.has("question")
         return asked and table.has("question_id") and (labeled or _is_llava(table))
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return labeled rows, or LLaVA's questions paired with labels by order."""
         asked = [table for table in references if _is_llava(table)]
         labels = [table for table in references if not _is_llava(table)]
@@ -88,7 +86,7 @@ class Pope(Benchmark):
             where=where,
         )
 
-    def _pair_labels(self, asked: Table, labels: Sequence[Table]) -> list[Question]:
+    def _pair_labels(self, asked: Table, labels: Tables) -> list[Question]:
         """Pair each split of LLaVA's questions with the label file of the same questions."""
         splits: dict[str, list[int]] = {}
         for index, row in enumerate(asked.rows):

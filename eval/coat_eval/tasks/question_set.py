@@ -29,7 +29,7 @@ from coat_eval.benchmark import (
     group_by_table,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile
-from coat_eval.files import Table, read_json_lines
+from coat_eval.files import Table, Tables, read_json_lines
 from coat_eval.tasks.pope import compute_metrics, rate_f1
 
 QUESTIONS_FILE = "questions.jsonl"
@@ -96,9 +96,7 @@ class QuestionSet(Benchmark):
         """Return whether the file is questions.jsonl."""
         return table.path.name == QUESTIONS_FILE
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Convert the rows of the table; a repeated id, or no row, is an error."""
         questions = super().questions(references, predictions)
         if not questions:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from coat_eval.benchmark import Benchmark, Question, Settings, pick
 from coat_eval.data_folder import Layouts, Row
 from coat_eval.extract import letter_choices
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table
 
 _UNREADABLE = re.compile("[{}^\\\\`\u2047<]")
 _QUOTES = str.maketrans("", "", "\"'")
@@ -80,9 +80,7 @@ class TabMwp(Benchmark):
         )
         return text.replace("  ", " ").strip()
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; texts of T5's results are marked: T5's rule gives the saved extractions."""
         choices = {one.question_id: one.details["choices"] for one in questions}
         is_t5 = table.form == "mapping" and all(

@@ -7,15 +7,9 @@ eval_multi-choice.py and eval_yes_no.py. Caption matching and captioning are not
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import (
-    Benchmark,
-    Question,
-    Settings,
-    pick,
-    read_word,
-)
+from coat_eval.benchmark import Benchmark, Question, Settings, pick, read_word
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import PlacedRow, Table
 
 ASPECTS = ("action", "direction", "speed", "order", "attribute_change")
 CHOICE, YES_NO = "multi-choice", "yes_no"
@@ -79,9 +73,7 @@ class TempCompass(Benchmark):
         video = question.question_id.split("/")[0]
         return (row.folder.file(video, ("videos", "."), (".mp4",), "video"),)
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows by id and category, also of the official layout."""
         if not self.is_reference(table):
             yield from super().prediction_rows(table, questions)

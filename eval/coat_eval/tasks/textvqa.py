@@ -19,13 +19,12 @@ from coat_eval.benchmark import (
     Prompt,
     PromptOptions,
     Question,
-    ScoredItem,
     Settings,
     pick,
 )
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.files import Table
-from coat_eval.tasks.vqav2 import make_evalai_rows
+from coat_eval.files import Table, Tables
+from coat_eval.tasks.vqav2 import VqaV2
 
 NUM_ANSWERS = 10
 
@@ -65,9 +64,7 @@ class TextVqa(Benchmark):
         asked = bool(answers) or table.has("image_id", "question")
         return listed and asked and table.has("question_id")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return the annotated questions."""
         questions = super().questions(references, predictions)
         if any(table.has("prompt") for table in predictions):
@@ -126,9 +123,7 @@ class TextVqa(Benchmark):
                 where=row.where,
             )
 
-    def all_predictions(
-        self, tables: Sequence[Table], questions: Sequence[Question]
-    ) -> list[Prediction]:
+    def all_predictions(self, tables: Tables, questions: Sequence[Question]) -> list[Prediction]:
         """Return predictions by question id; LLaVA's answers are matched by image and prompt."""
         known = {one.question_id for one in questions}
         places: dict[tuple[str, str], list[str]] = {}
@@ -164,9 +159,7 @@ class TextVqa(Benchmark):
         answers = [_process(answer, settings) for answer in question.answer]
         return vqa_text.score_leave_one_out(extracted, answers)
 
-    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
-        """Return EvalAI's list of {question_id, answer}."""
-        return make_evalai_rows(scored, settings)
+    submission = VqaV2.submission
 
 
 def parse_question(prompt: str, where: str) -> str:

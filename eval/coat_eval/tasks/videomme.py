@@ -16,6 +16,7 @@ from coat_data.saved_files import hash_file
 from coat_eval.benchmark import (
     Benchmark,
     FrameTimes,
+    Pair,
     Prompt,
     PromptOptions,
     Question,
@@ -28,7 +29,7 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
 from coat_eval.extract import extract_first_letter, extract_ranked_letter, infer_letter
-from coat_eval.files import Table, read_json_lines
+from coat_eval.files import PlacedRow, Table, read_json_lines
 from coat_eval.tasks.longvideobench import PREFIXES
 from coat_eval.uncertainty import Term
 
@@ -115,9 +116,7 @@ class VideoMme(Benchmark):
             text = prompt.text
             yield replace(prompt, text=f"{spoken}{text}", fingerprint=f"{sha256}{text}")
 
-    def prediction_rows(
-        self, table: Table, questions: Sequence[Question]
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
         """Yield rows; of official results those of videos that are not missing."""
         for video, asked, index in _iterate_questions(table):
             if not table.has("questions") or ("response" in asked and not video.get("missing")):
@@ -221,9 +220,7 @@ class VideoMmeV2(Benchmark):
         phrases = ("Final Answer:", *PREFIXES, "Answer:", "Option:")
         return extract_first_letter(text, phrases, "ABCDEFGH") or None
 
-    def score_all(
-        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[ScoredItem]:
+    def score_all(self, joined: Iterable[Pair], settings: Settings) -> list[ScoredItem]:
         """Score all items: a question has the score and the sub-tables of its group."""
         scored = super().score_all(joined, settings)
         groups: dict[str, list[ScoredItem]] = {}

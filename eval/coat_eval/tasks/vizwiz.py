@@ -23,7 +23,7 @@ from coat_eval.benchmark import (
     pick,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import Table, Tables
 from coat_eval.tasks.vqav2 import clean_answer
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
@@ -64,9 +64,7 @@ class VizWiz(Benchmark):
         """Return whether rows have an id or, as in submissions, an image."""
         return super().is_predictions(table) and not table.has("answers")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return one question per image; LLaVA's question file adds the ids of its answers."""
         images: dict[str, Question] = {}
         repeated: list[Question] = []

@@ -25,7 +25,7 @@ from coat_eval.benchmark import (
     pick,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row
-from coat_eval.files import Table
+from coat_eval.files import Table, Tables
 
 _OKVQA_ANSWERS = 10
 
@@ -62,9 +62,7 @@ class VqaV2(Benchmark):
             or (answers is None and table.has("image_id", "question"))
         )
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
+    def questions(self, references: Tables, predictions: Tables) -> list[Question]:
         """Return the annotated questions, and those of question files without answers."""
         questions: dict[str, Question] = {}
         repeated: list[Question] = []
@@ -117,8 +115,13 @@ class VqaV2(Benchmark):
         return vqa_text.score_leave_one_out(extracted, answers)
 
     def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
-        """Return EvalAI's list of {question_id, answer} over all questions; "" without answer."""
-        return make_evalai_rows(scored, settings)
+        """Return EvalAI's list of {question_id, answer}; ids of digits become numbers."""
+        ids = [one.question.question_id for one in scored]
+        texts = [clean_answer(one.text, settings) for one in scored]
+        return [
+            {"question_id": int(name) if name.isdigit() else name, "answer": text}
+            for name, text in zip(ids, texts, strict=True)
+        ]
 
 
 def clean_answer(text: str | None, settings: Settings) -> str:
@@ -126,15 +129,6 @@ def clean_answer(text: str | None, settings: Settings) -> str:
     if text is None or settings.raw:
         return text or ""
     return vqa_text.process_answer(text)
-
-
-def make_evalai_rows(scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
-    """Make EvalAI's rows {question_id, answer}; ids of digits become numbers."""
-    ids = [one.question.question_id for one in scored]
-    return [
-        {"question_id": int(i) if i.isdigit() else i, "answer": clean_answer(one.text, settings)}
-        for i, one in zip(ids, scored, strict=True)
-    ]
 
 
 class OkVqa(VqaV2):
