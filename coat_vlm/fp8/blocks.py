@@ -135,7 +135,7 @@ class Fp8DecoderLayer(Fp8Layer):
 
 
 class Fp8GemmaDecoderLayer(Fp8DecoderLayer):
-    """Mixin for decoder layers with norms behind attention and MLP: those of Gemma 2 and 3."""
+    """Mixin for decoder layers with norms behind attention and MLP, of Gemma 2 and 3."""
 
     ORIGINALS = ("Gemma2DecoderLayer", "Gemma3DecoderLayer")
     NORMS = (
@@ -298,7 +298,7 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 
 
 class Fp8PackedEncoderLayer(Fp8Encoder):
-    """Mixin for encoder layers of images packed into one row: those of Qwen3-VL and Qwen3.5."""
+    """Mixin for encoder layers of images packed into one row, of Qwen3-VL and Qwen3.5."""
 
     ORIGINALS = ("Qwen3VLVisionBlock", "Qwen3_5VisionBlock")
     LINEARS: ClassVar[Sequence[str]] = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -346,7 +346,7 @@ class Fp8Qwen2EncoderLayer(Fp8PackedEncoderLayer):
 
 
 class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
-    """Mixin for packed encoder layers with a gated MLP: those of Qwen2.5-VL and GLM-V."""
+    """Mixin for packed encoder layers with a gated MLP, of Qwen2.5-VL and GLM-V."""
 
     ORIGINALS = ("Qwen2_5_VLVisionBlock", "Glm4vVisionBlock")
     LINEARS = (*("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),)

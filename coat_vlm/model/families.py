@@ -33,7 +33,7 @@ class Videos:
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Names of the processor's settings by keys of ``model.video``."""
     limits_frames: bool = True
-    """Whether ``size.longest_edge`` is that of a frame, not of a whole video (Qwen3-VL)."""
+    """Whether ``size.longest_edge`` limits a frame, and not a whole video as in Qwen3-VL."""
     timed: bool = True
     """Whether the model gets the times of frames."""
 
@@ -270,8 +270,8 @@ _TOWERS = re.compile("tower|vision|visual|encoder")
 def derive_family(config: Any) -> Family:
     """Find the parts of a model by the names and accessors that transformers' models have.
 
-    ``get_encoder("image")`` is the tower and ``get_decoder()`` the language model. A module or
-    parameter beside them, or directly in the tower, is a part of the projector if its name says so.
+    ``get_encoder("image")`` is the tower and ``get_decoder()`` the language model. Another
+    module or parameter of the model or the tower is part of the projector if its name says so.
     Raises ValueError with what is not found.
     """
     with torch.device("meta"):

@@ -98,7 +98,7 @@ def _find_positions(batch: Batch, config: Any) -> Tensor | None:
 def describe_grids(grids: Tensor, vision: Any) -> dict[str, Any]:
     """Return what a tower that packs images into a row computes from their ``grids`` (N, 3).
 
-    ``vision`` is the tower's configuration. The names are those of ``transformers.vision_utils``:
+    ``vision`` is the tower's configuration. The names are as in ``transformers.vision_utils``:
     rotary positions, bounds of images, and where the tower has them windows of attention and the
     interpolation of its learned positions.
     """
@@ -186,7 +186,8 @@ def known_placeholders(
 ) -> Iterator[None]:
     """Have the inner ``model``, with the decoder ``language``, place features by positions.
 
-    Its masks would be searched in forward and backward. ValueError, from the model's call, if the
+    ``places`` has the positions by kind of media, at least of one. The masks of the original would
+    be searched in forward and backward. ValueError, from the model's call, if the
     features are not as many as the placeholders.
     """
 
@@ -236,10 +237,10 @@ def known_placeholders(
         (tiles, "get_image_features", partial(_encode_tiles, model)),  # Idefics3
     )
     replaced = [(owner, name, own) for owner, name, own in searches if hasattr(owner, name)]
-    for owner, name, own in replaced if places else ():
+    for owner, name, own in replaced:
         setattr(owner, name, own)
     try:
         yield
     finally:
-        for owner, name, _ in replaced if places else ():
+        for owner, name, _ in replaced:
             delattr(owner, name)

@@ -66,11 +66,11 @@ class FamilyVlm:
 
     @property
     def packs(self) -> bool:
-        """Whether positions and attention of packed rows are those of single samples."""
+        """Whether samples of a packed row get the positions and attention of single samples."""
         return self.family.is_known
 
     def prepare_attention(self: Any, *, packed: bool) -> None:
-        """Have images that share a row attend in one call, and with ``packed`` samples, too."""
+        """Have images that share a row attend in one call, and samples if rows are ``packed``."""
         if not self.family.is_known:
             return
         vision = self.config.vision_config
