@@ -116,7 +116,7 @@ def trainable_class(family: Family) -> Any:
         labels = kwargs.pop("labels", None)
         if not skip or labels is None:
             kwargs |= {} if labels is None else {"labels": labels}
-            with _known_layout(self, kwargs):
+            with known_layout(self, kwargs):
                 return original.forward(self, *args, **kwargs)
         divisor = kwargs.pop("num_items_in_batch", None)
         kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), self.language)
@@ -127,7 +127,7 @@ def trainable_class(family: Family) -> Any:
         loss_inside: AbstractContextManager[None] = nullcontext()
         if fused:
             loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
-        with loss_inside, _known_layout(self, kwargs), skip_packing_search(True, packing):
+        with loss_inside, known_layout(self, kwargs), skip_packing_search(True, packing):
             logits = original.forward(self, *args, **kwargs, return_dict=True).logits
         loss = logits if fused else next_token_loss(logits, labels, divisor)
         return CausalLMOutputWithPast(loss=loss)
@@ -194,7 +194,7 @@ def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
 
 
 @contextmanager
-def _known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+def known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """Run the tower once, and place features where the batch says; reads that from ``inputs``."""
     places: dict[str, Placeholders] = {}
     for kind in KINDS:

@@ -12,7 +12,8 @@ loss (liger_loss_torchao).
 between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the
 precision's default optimizer and attention kernels. --lora freezes the tower and trains the
 projector and LoRA adapters on all linear layers of the language model. For a recipe with other keys
-use coat-vlm plan RECIPE --measure.
+use coat-vlm plan RECIPE --measure. --mixed draws samples as in an instruction mix; baselines of
+packed rows have this project's positions and variable-length attention.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
 factor of 1.5: with random weights every loss is near the logarithm of the vocabulary size, so a
@@ -30,7 +31,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -40,10 +41,10 @@ from coat_data.load.loader import LoadedBatch
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.plan.measure import (
+    RowShape,
     StageCase,
     build_stage_model,
     build_training_step,
-    make_batch,
     open_case,
     release_engine,
     take_steps,
@@ -54,7 +55,7 @@ from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 from harness import PRECISIONS, Result
 from layer import restore_attention
-from step_models import BASELINES, SIZES, apply_baseline, make_recipe, make_step_sample
+from step_models import BASELINES, SIZES, apply_baseline, make_recipe, make_step_batch
 
 LOSS_TOLERANCE = 0.01
 """Largest relative difference to BF16's loss at the same weights."""
@@ -266,7 +267,8 @@ class StepRun:
             batch=batch,
             tokens=size.model.max_length * batch * args.accumulation * world.size,
             note=f"attention {attention}, accumulation {args.accumulation}"
-            + ("" if args.lora is None else f"; LoRA rank {args.lora}"),
+            + ("" if args.lora is None else f"; LoRA rank {args.lora}")
+            + ("" if args.mixed is None else f"; mixed samples, {args.mixed}"),
         )
         try:
             if self.reference is None:
@@ -289,7 +291,12 @@ class StepRun:
         """Build the stage that trains the implementation's model."""
         precision = implementation.name if implementation.name in NAMES else "bf16"
         recipe = make_recipe(
-            self.args.size, batch, precision, implementation.zero_stage, self.args.lora
+            self.args.size,
+            batch,
+            precision,
+            implementation.zero_stage,
+            self.args.lora,
+            packed=self.args.mixed == "packed",
         )
         images, accumulation = SIZES[self.args.size].images, self.args.accumulation
         return open_case(recipe, "sft", self.world, images=images, accumulation=accumulation)
@@ -305,7 +312,9 @@ class StepRun:
         return reference
 
     def _batch(self, model: Any, case: StageCase, size: int) -> LoadedBatch:
-        return make_batch(model, [case.row] * size, None, self.world.rank, make_step_sample)
+        return make_step_batch(
+            model, cast(RowShape, case.row), size, self.args.mixed, self.world.rank
+        )
 
     def _measure(
         self,
@@ -420,6 +429,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--optimizer", nargs="+", choices=("none", "own"), default=["none"], help="default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="ZeRO stages; default 0")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters; default: all weights")
+    add("--mixed", choices=("packed", "padded"),
+        help="published models: samples of mixed lengths and image sizes in one packed row, or in "
+        "padded rows, with as many tokens as --batch full ones; padding does not count")
     add("--cap-gib", type=float, metavar="GIB", help="limit torch's allocator on each GPU")
     add("--batch", nargs="+", type=positive, default=[1], metavar="N",
         help="samples per micro-batch on one GPU, ascending; default 1")

@@ -9,6 +9,8 @@ Its loss is transformers', which needs all logits, or Liger's.
 """
 
 import contextlib
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import (
     LanguageConfig,
     ModelConfig,
@@ -35,11 +38,14 @@ from coat_vlm.config import (
     VisionConfig,
 )
 from coat_vlm.config.model import TokenizerConfig
-from coat_vlm.config.stage import LoraTraining
+from coat_vlm.config.stage import LoraTraining, PackingConfig
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer
 from coat_vlm.model import CoatVlm
+from coat_vlm.model.family_layout import describe_batch
+from coat_vlm.model.family_model import complete_inputs, known_layout
 from coat_vlm.model.placeholders import copy_to_device
-from coat_vlm.plan.measure import RowShape, make_sample
+from coat_vlm.plan.measure import RowShape, make_batch
+from coat_vlm.plan.rows import collate_rows
 from coat_vlm.plan.zero import ZeroStage
 from harness import choose_precision
 from layer import convert_to_torchao
@@ -142,6 +148,7 @@ def make_recipe(
     precision: str = "bf16",
     zero_stage: ZeroStage = 0,
     lora: int | None = None,
+    packed: bool = False,
     **keys: Any,
 ) -> Recipe:
     """Make a recipe that trains a model of :data:`SIZES` in its only stage, ``sft``.
@@ -159,6 +166,7 @@ def make_recipe(
         lora=None if lora is None else LoraTraining(rank=lora, alpha=2 * lora, dropout=0.0),
         batch_size=batch,
         micro_batch_size=batch,
+        packing=PackingConfig() if packed else None,
         max_steps=1,
         lr_scheduler_type="constant",
         warmup_ratio=0.0,
@@ -177,32 +185,81 @@ def make_recipe(
     )
 
 
-_IMAGE_SIDE = 448  # pixels of the square images of a published model
+_IMAGE_SIZE = (448, 448)  # pixels of the images of a published model
+_MIXED_SIZES = {(640, 480): 5, (640, 427): 2, (480, 640): 2, (427, 640): 1}
+"""Common sizes of COCO's images -> how often they are drawn."""
 
 
-def make_step_sample(model: Any, shape: RowShape, generator: torch.Generator) -> EncodedSample:
-    """Make a random sample of a composed or a published model."""
-    if isinstance(model, CoatVlm):
-        return make_sample(model, shape, generator)
+def make_step_sample(
+    model: Any, tokens: int, sizes: Sequence[tuple[int, int]], generator: torch.Generator
+) -> EncodedSample:
+    """Make a random sample of a published model, with images of ``sizes`` (width, height).
+
+    Raises ValueError if the images have more tokens.
+    """
     # As the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches.
     config, vision = model.config, model.config.vision_config
-    side = _IMAGE_SIDE // vision.patch_size
-    grid = torch.tensor([[1, side, side]]).repeat(shape.images, 1)
+    merge = vision.spatial_merge_size
+    unit = vision.patch_size * merge
+    grid = torch.tensor([[1, *(merge * round(x / unit) for x in size[::-1])] for size in sizes])
     # Text has any id below the media ids.
     top = min(config.image_token_id, config.vision_start_token_id)
-    ids = torch.randint(top, (shape.tokens,), generator=generator)
-    image = torch.full((1 + (side // vision.spatial_merge_size) ** 2,), config.image_token_id)
-    image[0] = config.vision_start_token_id
-    images = image.repeat(shape.images)
-    ids[1 : 1 + len(images)] = images
+    ids = torch.randint(top, (tokens,), generator=generator)
+    patches = grid.prod(1).tolist() if sizes else []
+    shown: list[int] = []
+    for count in patches:
+        shown += [config.vision_start_token_id] + [config.image_token_id] * (count // merge**2)
+    if len(shown) >= tokens:
+        raise ValueError(f"{len(shown)} tokens of images do not fit into {tokens}")
+    ids[1 : 1 + len(shown)] = torch.tensor(shown, dtype=ids.dtype)
     is_image = ids == config.image_token_id
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return EncodedSample(
         input_ids=ids,
         labels=ids.masked_fill(is_image, IGNORE_INDEX),
-        pixel_values=torch.randn(shape.images * side**2, pixels, generator=generator),
-        extras={"image_grid_thw": grid, model.family.token_types: is_image[None].int()},
+        pixel_values=torch.randn(sum(patches), pixels, generator=generator),
+        extras={"image_grid_thw": grid} if sizes else {},
     )
+
+
+def draw_samples(model: Any, tokens: int, seed: int) -> list[EncodedSample]:
+    """Draw samples of so many tokens together, with the lengths of an instruction mix.
+
+    As in LLaVA-1.5's, 6% are text only, with a median of 600 tokens, and the others have one image
+    and a median of 120 tokens of text; lengths are log-normal. The last one fills up with text.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draw = random.Random(seed)
+    samples: list[EncodedSample] = []
+    while True:
+        size = draw.choices([*_MIXED_SIZES], [*_MIXED_SIZES.values()])
+        text_only = draw.random() < 0.06
+        text = 2 + int(draw.lognormvariate(math.log(600 if text_only else 120), 0.9))
+        unit = model.config.vision_config.patch_size * model.config.vision_config.spatial_merge_size
+        image = 0 if text_only else 1 + math.prod(round(x / unit) for x in size[0])
+        if text + image + 2 > tokens:
+            samples.append(make_step_sample(model, tokens, [], generator))
+            return samples
+        samples.append(make_step_sample(model, text + image, [] if text_only else size, generator))
+        tokens -= text + image
+
+
+def make_step_batch(
+    model: Any, row: RowShape, rows: int, mixed: str | None, seed: int
+) -> LoadedBatch:
+    """Make a random micro-batch of full rows, or if ``mixed`` of as many tokens in samples."""
+    if isinstance(model, CoatVlm):
+        if mixed is not None:
+            raise ValueError("--mixed is for the published models; leave the option out")
+        return make_batch(model, [row] * rows, None, seed)
+    if mixed is None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [_IMAGE_SIZE] * row.images
+        samples = [make_step_sample(model, row.tokens, sizes, generator) for _ in range(rows)]
+    else:
+        samples = draw_samples(model, row.tokens * rows, seed)
+    batch = collate_rows(samples, PackingConfig() if mixed == "packed" else None)
+    return LoadedBatch(batch=describe_batch(batch, model.config), bad=[], num_samples=rows)
 
 
 class Baseline(NamedTuple):
@@ -214,6 +271,10 @@ class Baseline(NamedTuple):
     """Functions that change the model in place, called in order."""
 
 
+_BOUNDS = {"cu_seq_lens_q", "position_ids"}
+"""Inputs of packed rows that the model would copy to the GPU in every layer."""
+
+
 def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
     """Use the language model's loss, in transformers with FP32 logits of all tokens."""
     original = model.forward  # Liger's if it was applied
@@ -221,9 +282,10 @@ def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
     def forward_published(
         _: PreTrainedModel, labels: Tensor, attention_mask: Any, skip_logits: Any, **inputs: Any
     ) -> Any:
-        del attention_mask, skip_logits  # rows are full
-        labels = copy_to_device(labels, inputs["input_ids"].device)
-        return original(labels=labels, use_cache=False, **inputs)
+        del attention_mask, skip_logits  # attention is causal, and no label is in the padding
+        device = inputs["input_ids"].device
+        inputs |= {name: copy_to_device(inputs[name], device) for name in _BOUNDS & inputs.keys()}
+        return original(labels=copy_to_device(labels, device), use_cache=False, **inputs)
 
     def forward(
         self: CoatVlm,
@@ -283,7 +345,9 @@ def _forward_with_liger_loss(
         LigerForCausalLMLoss,
     )
 
-    hidden = model.model(**inputs).last_hidden_state
+    inputs = complete_inputs(model, inputs)
+    with known_layout(model, inputs):
+        hidden = model.model(**inputs).last_hidden_state
     width, weight = hidden.shape[-1], model.lm_head.weight
     loss = LigerForCausalLMLoss(
         hidden, weight, labels, width, num_items_in_batch=num_items_in_batch

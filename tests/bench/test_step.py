@@ -26,8 +26,9 @@ from step_models import (
     SIZES,
     StepModel,
     apply_baseline,
+    draw_samples,
     make_recipe,
-    make_step_sample,
+    make_step_batch,
 )
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_published_models(size: str, parameters: int, patches: int, image_tokens
     case = tiny(size)
     model: Any = case.meta_model
     assert count_parameters(model) == parameters
-    batch: Any = make_batch(model, [case.row] * 2, None, 0, make_step_sample).batch
+    batch: Any = make_step_batch(model, case.row, 2, None, 0).batch
     is_image = batch["input_ids"] == model.config.image_token_id
     assert is_image.sum(1).tolist() == [4 * image_tokens] * 2
     assert batch["extras"]["image_grid_thw"].prod(1).tolist() == [patches] * 8
@@ -129,16 +130,42 @@ def test_steps_of_published_models(world: World, published: str) -> None:
     # The losses of transformers' whole model and of the reference are the same number.
     case = tiny(published)
     model = build_stage_model(case, CPU).train()
-    loaded = make_batch(model, [case.row], None, 0, make_step_sample)
+    loaded = make_step_batch(model, case.row, 1, None, 0)
     reference = step.measure_reference(model, [loaded])
     inputs: Any = {**loaded.batch}
     inputs |= inputs.pop("extras")
-    whole = getattr(transformers, type(model).__name__)(model.config)
+    inputs = {name: inputs[name] for name in inputs if not name.startswith(("image_p", "video_p"))}
+    original = getattr(transformers, type(model).__name__)
+    whole = original(type(model.config).from_pretrained(case.recipe.model.pretrained))
     whole.load_state_dict(model.state_dict())
     with torch.no_grad():
         plain = whole(**inputs).loss.item()
     # Eight bits of a BF16 operand move a loss of about log(256) by less than 1e-3 of it.
     assert reference.losses[1] == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_mixed_samples_have_one_loss_packed_and_padded(world: World, published: str) -> None:
+    """Of this project and of transformers' model; text alone is cut off at 64 tokens a row."""
+    words = ["--size", published, "--precisions", "bf16", "--baselines", "eager", "--batch", "4"]
+    losses: list[str] = []
+    for mixed in ("packed", "padded"):
+        for result in measure(world, *words, "--mixed", mixed):
+            assert (result.problem, result.tokens) == ("", 256)
+            losses.append(result.note.split("; ")[-1].split()[1])
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 4, abs=2e-3)
+
+
+def test_samples_of_an_instruction_mix(published: str) -> None:
+    model: Any = tiny(published).meta_model
+    samples = draw_samples(model, 20_000, 0)
+    lengths = [len(sample.input_ids) for sample in samples]
+    assert sum(lengths) == 20_000
+    with_image = [s for s in samples if s.extras]
+    assert 0.85 < len(with_image) / len(samples) < 0.98
+    assert (
+        len({tuple(s.extras["image_grid_thw"][0].tolist()) for s in with_image}) == 2
+    )  # to 112 pixels
 
 
 @pytest.mark.parametrize("size", ["tiny", "published"])

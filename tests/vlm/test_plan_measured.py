@@ -18,7 +18,7 @@ from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model import loss
 from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.plan import plan_recipe
-from coat_vlm.plan.measure import RowShape, open_case
+from coat_vlm.plan.measure import open_case
 from coat_vlm.plan.rows import PublishedRow
 from coat_vlm.plan.stage import SOLD, add_graphs
 from coat_vlm.train.model_setup import build_planned_model
@@ -179,8 +179,7 @@ def test_passes_of_published_models(size: str, batch: int, precision: str) -> No
     recipe = make_recipe(size, batch, precision)
     arithmetic = arithmetic_of_recipe(recipe, torch.device("meta"))
     model: Any = build_planned_model(recipe, recipe.stages["sft"], arithmetic, None)
-    images = RowShape(tokens=4096, groups=(1,) * 4)
-    sample = make_step_sample(model, images, torch.Generator())
+    sample = make_step_sample(model, 4096, [(448, 448)] * 4, torch.Generator())
     shown = slice(1, 1 + int((sample.labels == IGNORE_INDEX).nonzero().max()))
     planned = PublishedRow(
         tokens=4096,
@@ -189,7 +188,6 @@ def test_passes_of_published_models(size: str, batch: int, precision: str) -> No
         shown=dataclasses.replace(
             sample,
             input_ids=sample.input_ids[shown],
-            extras={"image_grid_thw": sample.extras["image_grid_thw"]},
         ),
         text_ids=torch.arange(1000),
         complete=partial(describe_batch, config=model.config),
