@@ -353,16 +353,6 @@ class Recipe:
                 )
         why = "remove it, or compose the model of model.vision and model.language"
         refuse("model.pretrained", {key: (given, why) for key, given in refused.items()})
-        tower = "bf16"
-        if self.precision in FP8_PRECISIONS:
-            tower = (self.fp8 or Fp8Config()).resolved(self.precision).vision
-        if self.zero_stage == 3 and tower != "bf16":
-            # Some families read a block's output from inside of the block, where DeepSpeed, which
-            # reduces the gradients of whole FP8 blocks, would not see its gradient.
-            raise ValueError(
-                "zero_stage: 3 with model.pretrained needs the tower's blocks in BF16; set "
-                "fp8.vision: bf16, or zero_stage to 0, 1 or 2"
-            )
 
     def _check_text_only(self) -> None:
         for name, stage in self.stages.items():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.output_capturing import _active_collector
 
 from coat_vlm.fp8.attention import attention_output
 from coat_vlm.fp8.mlp import norm_mlp
@@ -55,6 +56,18 @@ class Fp8Layer:
     """Channels per scale of saved activations."""
     fp8_recompute_qkv: bool = False
     """Whether backward computes q, k and v again; may change between two steps."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the block, and have transformers record the output behind the hooks of the block.
+
+        ZeRO-3's hooks gather weights and reduce gradients: they must see all of its gradients.
+        """
+        states = (_active_collector.get() or {}).get("hidden_states", [])
+        recorded = len(states)
+        out = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if len(states) > recorded and states[-1] is not None:
+            states[-1] = out
+        return out
 
 
 class Fp8DecoderLayer(Fp8Layer):
