@@ -253,12 +253,14 @@ def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> No
         )
         == 0
     )
-    base: Any = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    base: Any = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32).eval()
     ours, processor = load(model)
     image = tiny_data / "1.png"
+    before = compute_logits(base, processor, image)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
     found = compute_logits(adapted.merge_and_unload(), processor, image)
     assert torch.allclose(found, compute_logits(ours, processor, image), atol=1e-5)
+    assert not torch.allclose(found, before, atol=1e-4)
 
 
 def test_one_image_size(

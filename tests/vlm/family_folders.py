@@ -547,7 +547,7 @@ def publish(kind: str, folder: Path) -> None:
     write(folder / "generation_config.json", generation)
     write(folder / "config.json", config)
     weights = load_file(folder / "model.safetensors")
-    if kind in ("gemma3", "llava", "llava_next", "llava_onevision"):
+    if kind in ("gemma3", "lfm2_vl", "llava", "llava_next", "llava_onevision", "paligemma"):
         tower = "vision_tower."
         weights = {name.replace(tower, f"{tower}vision_model."): w for name, w in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
