@@ -144,5 +144,9 @@ def _rename(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, 
     """Return tensors by their names in the folder that the model was loaded from."""
     names = json.loads(getattr(model, "base_files", {}).get(TENSORS, "{}"))
     tensors = _drop_tied(weights)
+    # transformers reads both layouts, other loaders the published one.
+    ends: tuple[str, ...] = getattr(getattr(model, "family", None), "swapped", ())
+    swapped = {n: tensors.pop(n).transpose(1, 2) for n in [*tensors] if n.endswith(ends)}
     renamed = {names[name]: tensors.pop(name) for name in [*tensors] if names.get(name)}
-    return renamed | revert_weight_conversion(model, tensors)  # splits experts, which have no name
+    # Splits experts, which have no name.
+    return renamed | swapped | revert_weight_conversion(model, tensors)

@@ -313,7 +313,7 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 class Fp8PackedEncoderLayer(Fp8Encoder):
     """Mixin for encoder layers of images packed into one row, of Qwen3-VL and Qwen3.5."""
 
-    ORIGINALS = ("Qwen3VLVisionBlock", "Qwen3_5VisionBlock")
+    ORIGINALS = ("Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock", "Qwen3_5VisionBlock")
     LINEARS: ClassVar[Sequence[str]] = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
     NORMS = ("norm1", "norm2")
 

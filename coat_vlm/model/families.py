@@ -68,6 +68,8 @@ class Family:
     """How the family's publishers write boxes, if they do; ``pixels`` of the resized image."""
     adds_end_token: bool = False
     """Whether the tokenizer's end token is added to answers, as the chat template has none."""
+    swapped: tuple[str, ...] = ()
+    """Ends of names of parameters (E, N, K) that the publishers' files have as (E, K, N)."""
 
     @property
     def is_known(self) -> bool:
@@ -92,6 +94,13 @@ _QWEN: dict[str, Any] = {
     "inputs": ("pixel_values", "image_grid_thw"),
     "token_types": "mm_token_type_ids",
     "limits_pixels": True,
+}
+_QWEN3: dict[str, Any] = {
+    **_QWEN,
+    "videos": Videos(
+        inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}, settings=_RATE, limits_frames=False
+    ),
+    "boxes": "thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb
 }
 _GLM: dict[str, Any] = {
     **{name: _QWEN[name] for name in ("inputs", "token_types", "limits_pixels")},
@@ -193,23 +202,13 @@ FAMILIES: dict[str, Family] = {
         boxes="thousandths",  # arXiv:2409.12191, section 2.2.1, which has them between tags
         **_QWEN,
     ),
-    "qwen3_5": Family(
-        name="Qwen3.5",
-        model_class="Qwen3_5ForConditionalGeneration",
-        videos=Videos(
-            inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}, settings=_RATE, limits_frames=False
-        ),
-        boxes="thousandths",  # as Qwen3-VL
-        **_QWEN,
-    ),
-    "qwen3_vl": Family(
-        name="Qwen3-VL",
-        model_class="Qwen3VLForConditionalGeneration",
-        videos=Videos(
-            inputs=_VIDEO_GRIDS, sampling={"fps": 2.0}, settings=_RATE, limits_frames=False
-        ),
-        boxes="thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb
-        **_QWEN,
+    "qwen3_5": Family(name="Qwen3.5", model_class="Qwen3_5ForConditionalGeneration", **_QWEN3),
+    "qwen3_vl": Family(name="Qwen3-VL", model_class="Qwen3VLForConditionalGeneration", **_QWEN3),
+    "qwen3_vl_moe": Family(
+        name="Qwen3-VL-MoE",
+        model_class="Qwen3VLMoeForConditionalGeneration",
+        swapped=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        **_QWEN3,
     ),
     "smolvlm": Family(
         name="SmolVLM2",

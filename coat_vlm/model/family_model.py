@@ -26,6 +26,7 @@ from coat_vlm.model.family_layout import KINDS, Placeholders, known_placeholders
 from coat_vlm.model.family_towers import one_pass
 from coat_vlm.model.loss import (
     IGNORE_INDEX,
+    balance_loss,
     loss_for_logits,
     next_token_loss,
     why_logits_are_needed,
@@ -119,7 +120,8 @@ def trainable_class(family: Family) -> Any:
             with known_layout(self, kwargs):
                 return original.forward(self, *args, **kwargs)
         divisor = kwargs.pop("num_items_in_batch", None)
-        kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), self.language)
+        mask = kwargs.get("attention_mask")
+        kwargs["attention_mask"] = mask_for_loss(mask, self.language)
         kwargs.setdefault("use_cache", False)
         packing = _read_packing(self, kwargs)
         labels = labels if packing is None else packing.ignore_first_tokens(labels)
@@ -128,8 +130,10 @@ def trainable_class(family: Family) -> Any:
         if fused:
             loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
         with loss_inside, known_layout(self, kwargs), skip_packing_search(True, packing):
-            logits = original.forward(self, *args, **kwargs, return_dict=True).logits
-        loss = logits if fused else next_token_loss(logits, labels, divisor)
+            out = original.forward(self, *args, **kwargs, return_dict=True)
+        loss = out.logits if fused else next_token_loss(out.logits, labels, divisor)
+        if (router_logits := getattr(out, "router_logits", None)) is not None:
+            loss = loss + balance_loss(self, router_logits, mask, labels, divisor)
         return CausalLMOutputWithPast(loss=loss)
 
     return type(

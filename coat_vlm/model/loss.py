@@ -8,6 +8,7 @@ cause a synchronization, because shapes depend on the number of supervised token
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -283,6 +284,30 @@ def _token_losses(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Te
     from coat_kernels.cross_entropy import cross_entropy_  # Triton, available on Linux only
 
     return cross_entropy_(logits, targets, divisor)
+
+
+def balance_loss(
+    model: Any,
+    router_logits: tuple[Tensor, ...],
+    mask: Tensor | None,
+    labels: Tensor,
+    num_items_in_batch: float | Tensor | None,
+) -> Tensor:
+    """Return a mixture of experts' load-balancing loss [], times its coefficient.
+
+    transformers' function computes it from the ``router_logits`` (tokens, experts) of each layer,
+    of tokens that ``mask`` (B, T) does not exclude. If ``num_items_in_batch`` counts the supervised
+    tokens of several micro-batches, each contributes by its share of them, so that their sum is a
+    mean.
+    """
+    config, device = model.config.get_text_config(), router_logits[0].device
+    compute = sys.modules[type(model).__module__].load_balancing_loss_func
+    mask = None if mask is None else copy_to_device(mask, device)
+    loss = compute(router_logits, config.num_experts, config.num_experts_per_tok, mask)
+    if num_items_in_batch is not None:
+        items = copy_to_device((labels[:, 1:] != IGNORE_INDEX).sum().float(), device)
+        loss = loss * items / _make_divisor(router_logits[0], num_items_in_batch)
+    return config.router_aux_loss_coef * loss
 
 
 # Differs from FP32, the dtype of the loss, to detect models that cast logits to their dtype.

@@ -136,6 +136,8 @@ def load_complete(
         output = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
         if output is None or output.weight is module.get_input_embeddings().weight:
             continue
+        if not getattr(module.config, "tie_word_embeddings", False):
+            continue  # the default of a mixture of experts' text_config is True
         for config in (module.config, module.config.get_text_config()):
             if getattr(config, "tie_word_embeddings", False):
                 config.tie_word_embeddings = False

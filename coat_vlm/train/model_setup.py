@@ -47,7 +47,10 @@ AnyVlm = CoatVlm | FamilyVlm
 """Composed and published models, with their methods for training."""
 
 _UNPADDED = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"),
+        *("qwen3_vl_text", "qwen3_vl_moe_text"),
+    )
 )
 """Decoders (``model_type``) that compute a packed row in one call of attention per layer."""
 

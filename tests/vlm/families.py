@@ -26,6 +26,14 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
         # Heads of 72 channels, as in Qwen3-VL: no power of two.
         "vision_config": {"out_hidden_size": 128},
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            "head_dim": 32,
+            "rope_parameters": ROPE | {"mrope_section": [6, 5, 5]},
+            "moe_intermediate_size": 96,
+        },
+        "vision_config": {"out_hidden_size": 128},
+    },
     "qwen2_5_vl": {
         "text_config": {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}},
         # As 3420 in its 7B model, 300 is no multiple of 16.

@@ -160,14 +160,18 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
     text = {**TEXT, **find_ids(tokenizer), "rope_parameters": ROPE, **text}
     image = transformers.Qwen2VLImageProcessor(**PIXELS, size=SIZE)
     video: Any = transformers.Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_vl_moe"):
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-        config = transformers.Qwen3VLConfig(
-            text_config={**text, "head_dim": 8}, vision_config=vision, tie_word_embeddings=True,
-            **ids,
-        )  # fmt: skip
+        text |= {"head_dim": 8}
+        name = "Qwen3VL"
+        if kind == "qwen3_vl_moe":
+            text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            name = "Qwen3VLMoe"
+        config = getattr(transformers, f"{name}Config")(
+            text_config=text, vision_config=vision, tie_word_embeddings=kind == "qwen3_vl", **ids
+        )
         video = transformers.Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
-        model = transformers.Qwen3VLForConditionalGeneration(config)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
         processor = transformers.Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
     elif kind == "qwen3_5":
         vision |= {"num_position_embeddings": 16}
@@ -191,6 +195,13 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
         processor = transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=QWEN)
     save(model, processor, folder)
+    if kind == "qwen3_vl_moe":  # as published, and as transformers 4 writes it
+        weights = load_file(folder / "model.safetensors")
+        swapped = {
+            name: weight.transpose(1, 2).contiguous() if ".experts." in name else weight
+            for name, weight in weights.items()
+        }
+        save_file(swapped, folder / "model.safetensors", {"format": "pt"})
 
 
 def make_onevision(folder: Path) -> None:
@@ -502,6 +513,7 @@ MAKERS = {
     "qwen2_vl": lambda folder: make_qwen("qwen2_vl", folder),
     "qwen3_5": lambda folder: make_qwen("qwen3_5", folder),
     "qwen3_vl": lambda folder: make_qwen("qwen3_vl", folder),
+    "qwen3_vl_moe": lambda folder: make_qwen("qwen3_vl_moe", folder),
     "smolvlm": lambda folder: make_idefics("smolvlm", folder),
 }
 """Function that writes a checkpoint of a family into a folder, by ``model_type``."""

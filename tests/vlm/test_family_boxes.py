@@ -27,6 +27,7 @@ SWIFT = {
     "qwen2_vl": '{"bbox_2d": [250, 250, 500, 1000], "label": "sheep"} sheep[100, 100]',
     "qwen2_5_vl": '{"bbox_2d": [8, 6, 16, 23], "label": "sheep"} sheep[3, 2]',
     "qwen3_vl": '{"bbox_2d": [250, 250, 500, 1000], "label": "sheep"} sheep[100, 100]',
+    "qwen3_vl_moe": '{"bbox_2d": [250, 250, 500, 1000], "label": "sheep"} sheep[100, 100]',
     "qwen3_5": '{"bbox_2d": [250, 250, 500, 1000], "label": "sheep"} sheep[100, 100]',
     "internvl": '{"bbox_2d": [250, 250, 500, 1000], "label": "sheep"} '
     "<ref>sheep</ref><box>[[100, 100]]</box>",
@@ -35,6 +36,7 @@ TAGGED = {
     "qwen2_vl": "The dog [250, 250, 500, 999], [0, 0, 1000, 1000] runs",
     "qwen2_5_vl": "The dog [8, 6, 16, 23], [0, 0, 31, 23] runs",
     "qwen3_vl": "The dog [250, 250, 500, 999], [0, 0, 1000, 1000] runs",
+    "qwen3_vl_moe": "The dog [250, 250, 500, 999], [0, 0, 1000, 1000] runs",
     "qwen3_5": "The dog [250, 250, 500, 999], [0, 0, 1000, 1000] runs",
     "internvl": "<ref>The dog</ref><box>[[250, 250, 500, 999], [0, 0, 1000, 1000]]</box> runs",
 }
