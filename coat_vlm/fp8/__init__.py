@@ -41,6 +41,7 @@ An activation's way through the files:
     attention.py   attention -> output projection               (autograd Function; sdpa.py:
                    torch's fused kernels, forward and backward apart)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
+    experts.py     norm -> router -> grouped GEMMs of experts   (autograd Function)
     norm.py        the norm and the GEMM that reads it, both passes
     linear.py      one linear layer                             (autograd Function)
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from

@@ -25,6 +25,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import _active_collector
 
 from coat_vlm.fp8.attention import attention_output
+from coat_vlm.fp8.experts import norm_experts
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.norm_qkv import norm_heads
 from coat_vlm.model.packing import PACKED, PACKED_IMAGES, Packing
@@ -49,6 +50,8 @@ class Fp8Layer:
     """The norms before attention and before the MLP, and those behind them, if there are any."""
     ACTIVATIONS: ClassVar[dict[str, str]]
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
+    EXPERTS: ClassVar[str | None] = None
+    """The module with the router ``gate`` and the ``experts``, if there is one."""
     NOTE: ClassVar[str] = ""
     """What :func:`coat_vlm.fp8.convert` reports in addition."""
 
@@ -101,7 +104,6 @@ class Fp8DecoderLayer(Fp8Layer):
         attention = self.self_attn
         assert position_embeddings is not None
         first, second, *behind = (getattr(self, name) for name in self.NORMS)
-        *into, last = (self.get_submodule(name) for name in self.LINEARS[4:])
         dropout = attention.attention_dropout if attention.training else 0.0
         # A cache saves attention's inputs. The backward pass cannot repeat dropout.
         recompute = self.fp8_recompute_qkv and past_key_values is None and not dropout
@@ -135,16 +137,14 @@ class Fp8DecoderLayer(Fp8Layer):
             **kwargs,
         )
         del query, key, value, source  # frees memory before the MLP
-        y, residual = norm_mlp(
-            residual,
-            second,
-            into,
-            last,
-            self.ACTIVATIONS[activation_of(attention)],
-            self.fp8_group_size,
-            delta=behind[0](delta) if behind else delta,
-        )
+        y, residual = self.compute_mlp(residual, second, behind[0](delta) if behind else delta)
         return residual + (behind[1](y) if behind else y)
+
+    def compute_mlp(self: Any, x: Tensor, norm: nn.Module, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute norm and MLP of x + delta, and x + delta."""
+        *into, last = (self.get_submodule(name) for name in self.LINEARS[4:])
+        activation = self.ACTIVATIONS[activation_of(self.self_attn)]
+        return norm_mlp(x, norm, into, last, activation, self.fp8_group_size, delta=delta)
 
 
 class Fp8GemmaDecoderLayer(Fp8DecoderLayer):
@@ -167,6 +167,20 @@ class Fp8GlmDecoderLayer(Fp8DecoderLayer):
         *("post_self_attn_layernorm", "post_mlp_layernorm"),
     )
     rotates_halves = False
+
+
+class Fp8ExpertsDecoderLayer(Fp8DecoderLayer):
+    """Mixin for decoder layers with a mixture of experts, of Qwen3-VL's larger models."""
+
+    ORIGINALS = ("Qwen3VLMoeTextDecoderLayer",)
+    LINEARS = Fp8DecoderLayer.LINEARS[:4]
+    EXPERTS = "mlp"
+    NOTE = ", the router in FP32, experts in FP8 under LoRA and else in BF16"
+
+    def compute_mlp(self: Any, x: Tensor, norm: nn.Module, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute norm and experts of x + delta, and x + delta."""
+        activation = self.ACTIVATIONS[activation_of(self.self_attn)]
+        return norm_experts(x, norm, self.mlp, activation, self.fp8_group_size, delta)
 
 
 class Fp8MlpLayer(Fp8Layer):
@@ -369,7 +383,7 @@ class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
 FP8_LAYERS: dict[str, type[Fp8Layer]] = {
     name: layer
     for layer in (
-        *(Fp8DecoderLayer, Fp8GemmaDecoderLayer, Fp8GlmDecoderLayer),
+        *(Fp8DecoderLayer, Fp8GemmaDecoderLayer, Fp8GlmDecoderLayer, Fp8ExpertsDecoderLayer),
         *(Fp8MlpLayer, Fp8GemmaMlpLayer, Fp8LfmMlpLayer),
         *(Fp8EncoderLayer, Fp8PixtralEncoderLayer, Fp8ScaledEncoderLayer),
         *(Fp8PackedEncoderLayer, Fp8Qwen2EncoderLayer, Fp8GatedPackedEncoderLayer),

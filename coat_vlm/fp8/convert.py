@@ -30,9 +30,10 @@ from coat_kernels import GEMM_MULTIPLE
 from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, Precision, Recipe
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8Encoder, Fp8Layer, activation_of
+from coat_vlm.fp8.experts import check_experts
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.output_layer import Fp8Gradients
-from coat_vlm.fp8.weights import is_stored, restore_weight, store_weights
+from coat_vlm.fp8.weights import is_stored, restore_weight, store_experts, store_weights
 from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
 from coat_vlm.model.loss import FP8_GRADIENTS
 
@@ -181,7 +182,7 @@ def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
     """Yield what blocks compute themselves: their linear layers, with the adapters of these."""
     for block in blocks:
         mixin: Any = FP8_LAYERS.get(type(block).__name__, block)
-        for name in mixin.LINEARS:
+        for name in (*mixin.LINEARS, *filter(None, [mixin.EXPERTS])):
             yield from block.get_submodule(name).modules()
 
 
@@ -210,6 +211,24 @@ def store_frozen_weights(model: nn.Module) -> None:
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
             if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:
                 store_weights(layers)
+        experts = _experts_of(block) if whole else None
+        own = () if experts is None else experts.parameters()
+        if experts and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
+            store_experts(experts)
+
+
+def _experts_of(block: nn.Module) -> nn.Module | None:
+    """Return the experts of a block; ValueError if it has an MLP where others have experts."""
+    mixin: Any = FP8_LAYERS.get(type(block).__name__, block)
+    if mixin.EXPERTS is None:
+        return None
+    experts = getattr(block.get_submodule(mixin.EXPERTS), "experts", None)
+    if experts is None:
+        raise ValueError(
+            f"a {type(block).__name__} has no experts (mlp_only_layers or decoder_sparse_step in "
+            "config.json), and FP8 knows only layers with experts: set fp8.language: bf16"
+        )
+    return experts
 
 
 def _choose_linears(
@@ -270,7 +289,9 @@ def _check_parts(
 
 def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
     """Check that kernels support a block's shapes and, with a configuration, its activation."""
-    linears = _linears_of(block)
+    linears, experts = _linears_of(block), _experts_of(block)
+    if config is not None and experts is not None:
+        check_experts(name, experts, config.group_size)
     first, last = next(iter(linears)), next(reversed(linears))
     some_fit = any(map(_fits_gemm, linears.values()))
     attention = first.rpartition(".")[0]

@@ -34,7 +34,7 @@ from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.gemm import FusedLinear, LayerValues, Needs, Saved
 from coat_vlm.fp8.norm import NormSettings
 
-_HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
+HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_mul": lambda h: F.silu(h.chunk(2, -1)[0]).mul_(h.chunk(2, -1)[1]),
     "gelu_tanh_mul": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh").mul_(
         h.chunk(2, -1)[1]
@@ -97,7 +97,7 @@ class _NormMlp(torch.autograd.Function):
         act, saved = activation_fwd(h, activation, group_size=norm.group_size)
         saturation.observe("activation input", saved.a.q, h)
         saturation.observe("activation output", act.q, partial(activation_values, h, activation))
-        hp = _HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
+        hp = HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
         del h  # the GEMM below needs its memory
         y, saved_out = gemm.forward(act, fused_out, layers_out, x.dtype, hp)
         gemm.save(ctx, [*saved.a, saved.scale], saved_in, saved_out.flat)

@@ -90,7 +90,7 @@ def forward(
 
     saturation.observe("norm input", saved.x.q, residual)
     saturation.observe("norm output", a.q, values)
-    hp = _high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
+    hp = high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
     y, of_layers = gemm.forward(a, fused, layers, x.dtype, hp)
     # Without a delta return x, not a view: autograd recognizes it as the input.
     result = x if delta is None else residual.view(x.shape)
@@ -98,7 +98,7 @@ def forward(
     return y, result, tensors, (a, of_layers.scale)
 
 
-def _high_precision(
+def high_precision(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
 ) -> Tensor:
     """Compute torch's norm of x [M, K] in x's dtype."""

@@ -9,16 +9,18 @@ input are one fused matrix with one scale.
 Frozen weights of blocks with LoRA adapters can be stored in FP8 alone (:func:`store_weights`), with
 the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
 forward GEMM; the backward pass transposes a weight for its grad-input GEMM. The original weights go
-to host memory: checkpoints and merged models are made from them.
+to host memory, block by block, so that the GPU never has all of both: checkpoints and merged models
+are made from them. Experts (:func:`store_experts`) have one scale each.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import TensorScaled, quantize_again, quantize_layouts
+from coat_kernels import TensorScaled, quantize_again, quantize_layouts, quantize_rows
 from coat_vlm.fp8 import saturation
 
 Key = tuple[Hashable, ...]
@@ -76,11 +78,38 @@ def store_weights(layers: Sequence[nn.Linear]) -> None:
             layer.weight.data = layer.weight.data.cpu()
 
 
+@torch.no_grad()
+def store_experts(experts: Any) -> None:
+    """Store the frozen ``gate_up_proj`` and ``down_proj`` of experts likewise, a scale per expert.
+
+    The data are (E, N, K), their scales FP32 (E,).
+    """
+    stored: list[TensorScaled] = []
+    parameters = (experts.gate_up_proj, experts.down_proj)
+    device = parameters[0].device if not is_stored(experts) else vars(experts)[_STORED][0].q.device
+    for parameter in parameters:
+        q, scale = quantize_rows(parameter.to(device).flatten(1))
+        stored.append(TensorScaled(q.view(parameter.shape), scale))
+        if device.type == "cuda":
+            parameter.data = parameter.data.cpu()
+    vars(experts)[_STORED] = tuple(stored)
+
+
+def stored_experts(experts: nn.Module) -> tuple[TensorScaled, TensorScaled] | None:
+    """Return what :func:`store_experts` stored."""
+    return vars(experts).get(_STORED)
+
+
 def restore_weight(layer: nn.Module) -> None:
-    """Move the original weight of a layer back to the GPU if it is stored in FP8."""
-    stored: TensorScaled | None = vars(layer).pop(_STORED, None)
-    if stored is not None and isinstance(layer, nn.Linear):
-        layer.weight.data = layer.weight.data.to(stored.q.device)
+    """Move the original weights of a layer or experts back to the GPU if they are in FP8."""
+    if is_stored(layer):
+        device = _list(vars(layer).pop(_STORED))[0].q.device
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = parameter.data.to(device)
+
+
+def _list(stored: Any) -> list[TensorScaled]:
+    return [stored] if isinstance(stored, TensorScaled) else [*stored]
 
 
 def stored_weight(layers: Sequence[nn.Linear]) -> TensorScaled | None:
@@ -104,8 +133,8 @@ def share_stored(source: nn.Module, copy: nn.Module) -> None:
 
 def list_stored(model: nn.Module) -> list[TensorScaled]:
     """List the weights of a model that are stored in FP8."""
-    stored = (vars(module)[_STORED] for module in model.modules() if is_stored(module))
-    return list({id(weight): weight for weight in stored}.values())
+    stored = (_list(vars(module)[_STORED]) for module in model.modules() if is_stored(module))
+    return list({id(weight): weight for weights in stored for weight in weights}.values())
 
 
 def quantize_weight(key: Key, parts: Sequence[Tensor], scale: Tensor | None = None) -> TensorScaled:

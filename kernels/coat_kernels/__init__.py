@@ -14,6 +14,12 @@ from coat_kernels.activation import (
 )
 from coat_kernels.adamw import AdamwItem, AdamwTable, adamw_step
 from coat_kernels.cross_entropy import GRADIENT_SCALE, cross_entropy_, logit_gradient
+from coat_kernels.experts import (
+    expert_gradient,
+    quantize_rows,
+    scaled_grouped_mm,
+    transpose_experts,
+)
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -80,6 +86,7 @@ __all__ = [
     "dequantize_group",
     "dequantize_tensor",
     "encode_moment",
+    "expert_gradient",
     "head_norm",
     "head_norm_bwd",
     "join_master",
@@ -94,11 +101,14 @@ __all__ = [
     "quantize_gradient",
     "quantize_group",
     "quantize_layouts",
+    "quantize_rows",
     "quantize_tensor",
     "rope",
     "rope_gradient",
     "rounding_key",
+    "scaled_grouped_mm",
     "scaled_mm",
     "share_scales",
+    "transpose_experts",
     "transpose_quantized",
 ]

@@ -211,7 +211,7 @@ def _activation_again_kernel(
 
 
 @triton.jit
-def _gradients(
+def gradients(
     dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def _activation_bwd_stats_kernel(
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
-    da, dup, h = _gradients(
+    da, dup, h = gradients(
         dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
     )
     if RECOMPUTE:
@@ -273,7 +273,7 @@ def _activation_bwd_apply_kernel(
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_n = o_n < F
     m_mn = (o_m[:, None] < M) & m_n[None, :]
-    da, dup, _ = _gradients(
+    da, dup, _ = gradients(
         dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
     )
     inverse = inverse_scale(scale_ptr)

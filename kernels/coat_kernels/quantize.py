@@ -146,10 +146,12 @@ def quantize_tensor_kernel(
 
 @triton.jit(do_not_specialize=TOKENS)
 def _transpose_quantized_kernel(
-    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) uint8
+    q_ptr, qt_ptr,  # matrices (M, N) and (N, M_PADDED) uint8, numbered by the second program id
     M, N, M_PADDED, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
+    q_ptr += tl.program_id(1).to(tl.int64) * M * N
+    qt_ptr += tl.program_id(1).to(tl.int64) * N * M_PADDED
     i_m = pid // tiles_n
     o_m = word_offsets(i_m, BLOCK_M)
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -295,13 +297,13 @@ def _quantize_gradient(
     return q, qt, scale, sums if partial is None else partial.sum(0)
 
 
-@register(fake=lambda q: q.new_empty((q.shape[1], pad_length(q.shape[0]))))
+@register(fake=lambda q: q.new_empty((*q.shape[:-2], q.shape[-1], pad_length(q.shape[-2]))))
 def _transpose_quantized(q: Tensor) -> Tensor:
-    M, N = q.shape
-    qt = q.new_empty((N, pad_length(M)))
+    *matrices, M, N = q.shape
+    qt = q.new_empty((*matrices, N, pad_length(M)))
     grid, options = tile_grid(pad_length(M), N, TRANSPOSED_TILE)
     launch(
-        _transpose_quantized_kernel, grid,
+        _transpose_quantized_kernel, (*grid, *(matrices or [1])),
         q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=pad_length(M),
         **options,
     )  # fmt: skip
@@ -384,6 +386,11 @@ def transpose_quantized(x: TensorScaled) -> TensorScaled:
     """Transpose FP8 data [M, N] to [N, M'], M padded with zeros to a multiple of 16."""
     check_quantized("transpose_quantized", "x", x.q)
     return TensorScaled(_transpose_quantized(x.q), x.scale)
+
+
+def transpose_matrices(q: Tensor) -> Tensor:
+    """Transpose contiguous FP8 matrices [E, M, N] to [E, N, M'], padded likewise."""
+    return _transpose_quantized(q)
 
 
 def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:

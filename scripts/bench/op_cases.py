@@ -237,12 +237,18 @@ def _build_activation_cases(shape: LayerShape) -> list[Case]:
         scale = OPS["activation_bwd_stats"].reference(*given)[0]
         return (*given[:4], "e5m2", True, True, bias, scale)
 
+    def of_experts(draw: Draw) -> Arguments:
+        saved = OPS["quantize_group"].reference(draw.matrix(t, 1536), GROUP_SIZE, "e4m3")
+        weights = draw.matrix(t, 1, torch.float32)[:, 0]
+        return (draw.matrix(t, 768), *saved, weights, "silu_mul", True)
+
     return [
         Case("activation_once", kind, of_a),
         Case("activation_stats", kind, of_a),
         Case("activation_apply", f"{kind}, rows, from a", from_a),
         Case("activation_bwd_stats", kind, before),
         Case("activation_bwd", f"{kind}, both", backward),
+        Case("expert_gradient", "silu_mul, quantized", of_experts),
     ]
 
 

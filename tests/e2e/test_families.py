@@ -349,12 +349,13 @@ def test_packing(family: str, published: Path, tiny_data: Path, tmp_path: Path) 
         "llava",  # the features are the output of the tower's last block but one,
         pytest.param("llava_onevision", marks=pytest.mark.slow),  # of the last one,
         pytest.param("qwen3_vl", marks=pytest.mark.slow),  # and of several
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
     ],
 )
 def test_fp8(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
     """FP8 blocks in decoder and tower, gathered by block on two ranks, train as on one rank."""
     source = published / family
-    blocks = {"qwen3_vl": "visual.blocks"}.get(family, "vision_tower.encoder.layers")
+    blocks = "visual.blocks" if "qwen" in family else "vision_tower.encoder.layers"
     fp8 = {"bf16_forward_first": 0, "optimizer": "adamw"}
     runs: dict[str, dict[str, Any]] = {
         "plain": {},

@@ -23,6 +23,7 @@ _SUMS = {  # FP32 sums in another order, and the hardware's exp, rsqrt and divis
     3e-6: (
         *("quantize_gradient", "rope_gradient", "cross_entropy_", "adamw_step"),
         *("norm_bwd", "head_norm_bwd", "activation_bwd", "activation_bwd_stats"),
+        "expert_gradient",
     ),
     2e-6: ("activation_stats", "activation_once"),
     # In rope a product and a sum may be one instruction.
@@ -30,7 +31,7 @@ _SUMS = {  # FP32 sums in another order, and the hardware's exp, rsqrt and divis
 }
 _ROUNDED = (  # then to 16 bits: some results lie on different sides of a tie
     *("norm_bwd", "head_norm", "head_norm_bwd", "low_rank_project", "low_rank_gradient"),
-    *("rope", "cross_entropy_", "adamw_step"),
+    *("rope", "cross_entropy_", "adamw_step", "expert_gradient"),
 )
 _E4M3 = ("norm_apply", "activation_apply", "activation_bwd_stats", "activation_once")
 _E5M2 = ("norm_apply", "activation_apply", "activation_bwd", "activation_once", "logit_gradient")
@@ -40,7 +41,7 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     **{(op, torch.bfloat16): 2e-4 for op in _ROUNDED},
     **{(op, torch.float16): 5e-5 for op in _ROUNDED},
     # Dequantized FP8 values: neighbors in E4M3 differ by up to 1 / 8, in E5M2 by 1 / 4.
-    **{(op, E4M3.dtype): 1e-3 for op in (*_E4M3, "rope_gradient")},
+    **{(op, E4M3.dtype): 1e-3 for op in (*_E4M3, "rope_gradient", "expert_gradient")},
     **{(op, E5M2.dtype): 2e-3 for op in (*_E5M2, "rope_gradient")},
     # Tensor cores align the products of a step to the largest and keep about 14 bits of them
     # (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
@@ -65,6 +66,7 @@ OFF_BY_ONE: dict[str, float] = {
     "activation_bwd_stats": 1e-3,
     "activation_once": 1e-3,
     "rope_gradient": 1e-3,
+    "expert_gradient": 1e-3,
     "logit_gradient": 1e-3,
     "adamw_step": 0.05,
 }

@@ -97,7 +97,9 @@ def _codes(i: _Inputs) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _transpose_quantized(i: _Inputs) -> Examples:
-    return {fmt: (q,) for fmt, (q, _) in _codes(i).items()}
+    matrices = [q for q, _ in _codes(i).values()]
+    stacked = torch.stack([q.view(torch.uint8) for q in matrices]).view(matrices[0].dtype)
+    return {fmt: (q,) for fmt, q in zip(FORMATS, matrices, strict=True)} | {"stacked": (stacked,)}
 
 
 def _dequantize_tensor(i: _Inputs) -> Examples:
@@ -185,6 +187,16 @@ def _activation_bwd_stats(i: _Inputs) -> Examples:
         *copy, scale = reference.activation_stats(a, kind, i.group, "e4m3")
         examples[kind] = (i.matrix(), *copy, kind, scale, "e4m3", "e5m2")
     return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
+
+
+def _expert_gradient(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for kind in ("silu_mul", "gelu_tanh_mul"):
+        saved = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
+        for name, quantized in (("quantized", True), ("high-precision", False)):
+            weights = i.normal(i.rows, dtype=torch.float32).abs()
+            examples[f"{kind}-{name}"] = (i.matrix(), *saved, weights, kind, quantized)
+    return examples
 
 
 def _scaled_mm(i: _Inputs) -> Examples:
@@ -328,6 +340,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "scaled_mm": _scaled_mm,
     "cross_entropy_": _cross_entropy,
     "logit_gradient": _logit_gradient,
+    "expert_gradient": _expert_gradient,
     "head_norm": _head_norm,
     "head_norm_bwd": _head_norm_bwd,
     "rope": _rope,

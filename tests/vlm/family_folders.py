@@ -165,7 +165,7 @@ def make_qwen(kind: str, folder: Path, **text: Any) -> None:
         text |= {"head_dim": 8}
         name = "Qwen3VL"
         if kind == "qwen3_vl_moe":
-            text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
             name = "Qwen3VLMoe"
         config = getattr(transformers, f"{name}Config")(
             text_config=text, vision_config=vision, tie_word_embeddings=kind == "qwen3_vl", **ids

@@ -1,19 +1,43 @@
 """Mixtures of experts: the load-balancing loss, and FP8 blocks with experts."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from families import build
 from family_folders import MAKERS
 from family_samples import sample_of
+from one_block import relative
+from test_fp8_families import known_blocks, live_inputs, run_model, without_rounding
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from coat_data.load.collate import collate
 from coat_data.load.encode import IGNORE_INDEX
+from coat_kernels import (
+    TensorScaled,
+    expert_gradient,
+    quantize_group,
+    quantize_rows,
+    reference,
+    scaled_grouped_mm,
+    transpose_experts,
+)
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert, fp8_blocks, store_frozen_weights
+from coat_vlm.fp8 import experts as fp8_experts
+from coat_vlm.fp8.block_error import BlockError, block_error
+from coat_vlm.fp8.weights import list_stored, store_experts
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.passes import copy_batch_to_device
+
+__all__ = ["without_rounding"]  # a fixture
 
 CPU = torch.device("cpu")
 FAMILY = "qwen3_vl_moe"
@@ -72,3 +96,189 @@ def test_micro_batches_contribute_by_their_supervised_tokens(folder: Path) -> No
         assert part.item() == pytest.approx(loss * count / sum(counts), rel=1e-5)
         expected += part.item()
     assert expected > 0
+
+
+def sorted_rows(rows: int, columns: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Rows, and the ends of the experts' ones; the second expert has none."""
+    ends = torch.tensor([0, *sorted(range(rows // experts, rows, rows // experts))[: experts - 2]])
+    ends = torch.cat([ends[1:2], ends[1:2], ends[2:], torch.tensor([rows])]).int()
+    assert len(ends) == experts
+    return torch.randn(rows, columns), ends
+
+
+def test_the_grouped_gemm_multiplies_each_row_with_its_expert() -> None:
+    torch.manual_seed(0)
+    x, ends = sorted_rows(40, 32, 4)
+    weight = torch.randn(4, 48, 32)
+    (a, a_scale), (b, b_scale) = quantize_rows(x), quantize_rows(weight.flatten(1))
+    stored = TensorScaled(b.view(weight.shape), b_scale)
+    found = scaled_grouped_mm(a, a_scale, stored, ends, torch.float32)
+    dequantized = b.view(weight.shape).float() * b_scale[:, None, None]
+    exact = F.grouped_mm(a.float() * a_scale[:, None], dequantized.transpose(1, 2), offs=ends)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    assert relative(dequantized, weight) < 2.0**-4
+    turned = transpose_experts(stored)
+    assert torch.equal(turned.q.float(), stored.q.float().transpose(1, 2))
+    odd = TensorScaled(b.view(weight.shape)[:, :40], b_scale)
+    with pytest.raises(ValueError, match="must be multiples of 16"):
+        scaled_grouped_mm(a, a_scale, odd, ends, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["silu_mul", "gelu_tanh_mul"])
+def test_gradients_of_experts_are_autograds(kind: str) -> None:
+    torch.manual_seed(0)
+    a = quantize_group(torch.randn(20, 64), 16)
+    exact = reference.dequantize_group(*a, torch.float64).requires_grad_()
+    weights = torch.rand(20, dtype=torch.float64, requires_grad=True)
+    gate, up = exact.chunk(2, -1)
+    act = F.silu(gate) if kind == "silu_mul" else F.gelu(gate, approximate="tanh")
+    dh = torch.randn(20, 32)
+    (act * up * weights[:, None] * dh).sum().backward()
+    given = (dh, a, weights.detach().float(), kind)
+    da, _, dweights, h = expert_gradient(*given, quantized=False)
+    assert exact.grad is not None
+    assert weights.grad is not None
+    torch.testing.assert_close(da.double(), exact.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dweights.double(), weights.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        h.double(), (act * up * weights[:, None]).detach(), rtol=1e-4, atol=1e-5
+    )
+    q, scale, *_ = expert_gradient(*given, quantized=True)
+    assert relative(q.float() * scale[:, None], da) < 2.0**-4
+    with pytest.raises(ValueError, match="is not gated"):
+        expert_gradient(dh, a, weights.detach().float(), "gelu", quantized=True)
+
+
+def adapted() -> tuple[Any, Any]:
+    """A small model with random adapters on attention, its experts frozen, and a batch."""
+    model, batch = build(FAMILY)
+    model.requires_grad_(False)
+    targets = r"model\.language_model\..*\.[qkvo]_proj"
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets), model)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model, batch
+
+
+def adapted_blocks(model: nn.Module) -> list[str]:
+    return [name for name in known_blocks(model) if "language_model" in name]
+
+
+def run_frozen(block: Any, live: Any) -> dict[str, Tensor]:
+    """Output, and gradients of the input and of what is trained."""
+    block.zero_grad()
+    x = live.args[0].clone().requires_grad_()
+    y = block(x, *live.args[1:], **live.kwargs)
+    y.backward(live.gradient)
+    assert x.grad is not None
+    trained = {n: p.grad for n, p in block.named_parameters() if p.requires_grad}
+    return {"output": y.detach(), "input": x.grad} | {
+        n: g for n, g in trained.items() if g is not None
+    }
+
+
+@pytest.mark.usefixtures("without_rounding")
+def test_without_rounding_stored_experts_compute_what_the_original_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coat_kernels.reference.experts.cast", lambda x, _: x)
+    monkeypatch.setattr("coat_kernels.reference.experts.to_float", torch.clone)
+    monkeypatch.setattr(
+        fp8_experts,
+        "transpose_experts",
+        lambda b: TensorScaled(b.q.transpose(1, 2).contiguous(), b.scale),
+    )
+    model, batch = build(FAMILY)
+    live = live_inputs(model, batch, names := adapted_blocks(model))
+    for name in names:
+        model.get_submodule(name).mlp.experts.requires_grad_(False)
+    converted = copy.deepcopy(model)
+    convert(converted, Fp8Config())
+    for name in names:
+        store_experts(converted.get_submodule(name).mlp.experts)
+    for name in names:
+        exact = run_frozen(model.get_submodule(name), live[name])
+        found = run_frozen(converted.get_submodule(name), live[name])
+        assert found.keys() == exact.keys()
+        assert len(exact) == 2 + 9
+        for tensor, value in exact.items():
+            assert relative(found[tensor], value) < 1e-4, (name, tensor)
+
+
+def measure(model: nn.Module, batch: Any) -> BlockError:
+    """The largest errors of a converted model's decoder blocks."""
+    names = [name for name, _ in fp8_blocks(model) if "language_model" in name]
+    live = live_inputs(model, batch, names)
+    worst = BlockError()
+    for name in names:
+        error = block_error(model.get_submodule(name), live[name], round_linears=False)
+        worst.output = max(worst.output, error.output, key=lambda pair: pair[0] / (pair[1] or 1))
+        worst.gradient = max(
+            worst.gradient, error.gradient, key=lambda pair: pair[0] / (pair[1] or 1)
+        )
+    return worst
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["trained", "stored"])
+def test_errors_are_those_of_other_families(lora: bool) -> None:
+    """The bounds are 1.3 times the largest errors of other decoders (docs/reference).
+
+    FP8 attention moves tokens with nearly equal router logits to other experts.
+    """
+    model, batch = adapted() if lora else build(FAMILY)
+    convert(model, Fp8Config(bf16_forward_first=0))
+    store_frozen_weights(model)
+    assert len(list_stored(model)) == (2 * (2 + 2) if lora else 0)
+    error = measure(model, batch)
+    assert 0.01 < (error.output_error or 0) < 0.10
+    assert 0.01 < (error.input_gradient_error or 0) < 0.16
+
+
+@pytest.mark.usefixtures("without_rounding")
+def test_routers_get_the_gradient_of_the_load_balancing_loss() -> None:
+    model, batch = build(FAMILY)
+    model.config.text_config.output_router_logits = True
+    model.config.text_config.router_aux_loss_coef = 1.0
+    converted = copy.deepcopy(model)
+    convert(converted, Fp8Config(vision="bf16"))
+    loss, _, gradients = run_model(model, batch)
+    for checkpointing in (False, True):
+        if checkpointing:
+            converted.gradient_checkpointing_enable({"use_reentrant": False})
+        found, _, own = run_model(converted, batch)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+        routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
+        assert len(routers) == 2
+        for name in routers:
+            assert relative(own[name], gradients[name]) < 1e-3, name
+
+
+def test_training_lowers_the_loss_with_fp8_moments() -> None:
+    model, batch = build(FAMILY)
+    convert(model, Fp8Config())
+    optimizer = CoatAdamW(model.parameters(), lr=1e-3)
+    first, _, gradients = run_model(model, batch)
+    assert all(gradient.any() for name, gradient in gradients.items() if ".experts." in name)
+    last = first
+    for _ in range(4):
+        optimizer.step()
+        last, _, _ = run_model(model, batch)
+    assert last < 0.9 * first
+    experts = model.model.language_model.layers[0].mlp.experts
+    state = optimizer.state[experts.gate_up_proj]
+    assert state["exp_avg"].shape == experts.gate_up_proj.shape
+    assert state["exp_avg"].dtype.itemsize == 1
+
+
+def test_layers_without_experts_are_refused() -> None:
+    model, _ = build(FAMILY)
+    del model.model.language_model.layers[1].mlp.experts
+    with pytest.raises(ValueError, match=r"has no experts .* set fp8\.language: bf16"):
+        convert(model, Fp8Config())
+    model, _ = build(FAMILY)
+    experts = model.model.language_model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj[..., :48][:, :120].clone())
+    with pytest.raises(ValueError, match=r"K = 120 and F = 48"):
+        convert(model, Fp8Config())

@@ -25,6 +25,7 @@ from coat_kernels.reference.activation import (
 )
 from coat_kernels.reference.adamw import adamw_step, decode_moment, encode_moment
 from coat_kernels.reference.cross_entropy import cross_entropy_, logit_gradient
+from coat_kernels.reference.experts import expert_gradient, quantize_rows, scaled_grouped_mm
 from coat_kernels.reference.gemm import scaled_mm
 from coat_kernels.reference.gradient_sum import add_stochastic
 from coat_kernels.reference.head_norm import head_norm, head_norm_bwd

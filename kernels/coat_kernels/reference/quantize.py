@@ -84,10 +84,10 @@ def make_layouts(
 
 
 def transpose_quantized(q: Tensor) -> Tensor:
-    """Transpose FP8 data [M, N] to [N, M'], zero-padded for a GEMM over tokens."""
-    M, N = q.shape
-    bits = q.new_zeros(N, pad_length(M), dtype=torch.uint8)
-    bits[:, :M] = q.view(torch.uint8).t()
+    """Transpose FP8 data [..., M, N] to [..., N, M'], zero-padded for a GEMM over tokens."""
+    *matrices, M, N = q.shape
+    bits = q.new_zeros(*matrices, N, pad_length(M), dtype=torch.uint8)
+    bits[..., :M] = q.view(torch.uint8).transpose(-2, -1)
     return bits.view(q.dtype)
 
 
