@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
+from transformers.image_processing_backends import PilBackend
 
 from coat_data.load.collate import Batch
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size, as_tensor
@@ -284,10 +285,8 @@ def _image_options(processor: Any) -> dict[str, Any]:
 
     They precede preprocessor_config.json: InternVL3's says ``crop_to_patches: false``.
     """
-    options = getattr(processor, "images_kwargs", None)
-    if options is None:  # transformers before 5.20
-        defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
-        options = defaults.get("images_kwargs", {})
+    defaults = getattr(processor.valid_processor_kwargs, "_defaults", {})
+    options = getattr(processor, "images_kwargs", defaults.get("images_kwargs", {}))
     # Others are arguments of the method, with the processor's attributes as values (LFM2-VL).
     _, *others = inspect.signature(processor._process_images).parameters.values()
     names = [one.name for one in others if one.kind is not one.VAR_KEYWORD]
@@ -498,7 +497,10 @@ class FamilyEncoder(Encoder):
     ) -> tuple[list[str], dict[str, Tensor]]:
         """Return the text of each image's tokens, and the model's inputs for the images."""
         processor, family = self._processor, self._family
-        if isinstance(images[0], Tensor):
+        sizes_only = isinstance(images[0], Tensor)
+        if sizes_only and isinstance(processor.image_processor, PilBackend):
+            images = [Image.new("RGB", _size(one)) for one in images]  # SmolVLM, torchvision 0.26
+        elif sizes_only:
             processor = copy(processor)
             processor.image_processor = _ShapesOnly(processor.image_processor)
         # One list per conversation: some processors treat several images of one differently.

@@ -39,8 +39,8 @@ _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 rotate the image by 90 degrees
 def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = None) -> Image.Image:
     """Decode an image to RGB, rotated upright by its EXIF orientation.
 
-    Transparent pixels are composited over white, as in transformers 5.23 (5.17 and VILA drop the
-    alpha channel and use the color stored under it). An animation gives its first frame. 16-bit
+    Transparent pixels are composited over white, as in transformers (VILA drops the
+    alpha channel and uses the color stored under it). An animation gives its first frame. 16-bit
     channels give their upper 8 bits, as Pillow does for color images (it would clip gray at 255).
 
     DataError if the file is missing or not an intact image, has floating point pixels, or declares
