@@ -176,6 +176,21 @@ def count_needed_layers(num_layers: int, select_layer: int) -> int:
     return index
 
 
+def count_layers(config: Any) -> tuple[int, int]:
+    """Count the blocks of a tower whose outputs are used, by attention to all patches and windows.
+
+    ``config`` is that of a composed or published model.
+    """
+    vision = config.vision_config
+    number = getattr(vision, "depth", None) or vision.num_hidden_layers
+    selected = getattr(config, "select_layer", getattr(config, "vision_feature_layer", None))
+    chosen = selected if isinstance(selected, list) else [-1 if selected is None else selected]
+    used = max(count_needed_layers(number, layer) for layer in chosen)
+    whole = getattr(vision, "fullatt_block_indexes", range(used))  # others attend to windows
+    full = sum(layer < used for layer in whole)
+    return full, used - full
+
+
 def _sub_config(config: PretrainedConfig | dict[str, Any]) -> PretrainedConfig:
     if isinstance(config, PretrainedConfig):
         return config

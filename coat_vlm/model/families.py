@@ -62,6 +62,8 @@ class Family:
     """Chat template of a family whose publishers give none."""
     limits_pixels: bool = False
     """Whether the image processor shrinks images to at most ``size.longest_edge`` pixels."""
+    reads_patches: bool = False
+    """Whether the tower reads patches of images that keep their size, and not tiles of one size."""
     frames_per_image: int = 1
     """Frames as which the image processor counts the pixels of an image."""
     boxes: Literal["fractions", "thousandths", "tagged thousandths", "pixels"] = "fractions"
@@ -94,6 +96,7 @@ _QWEN: dict[str, Any] = {
     "inputs": ("pixel_values", "image_grid_thw"),
     "token_types": "mm_token_type_ids",
     "limits_pixels": True,
+    "reads_patches": True,
 }
 _QWEN3: dict[str, Any] = {
     **_QWEN,
@@ -103,7 +106,7 @@ _QWEN3: dict[str, Any] = {
     "boxes": "thousandths",  # QwenLM/Qwen3-VL, cookbooks/2d_grounding.ipynb
 }
 _GLM: dict[str, Any] = {
-    **{name: _QWEN[name] for name in ("inputs", "token_types", "limits_pixels")},
+    **{name: _QWEN[name] for name in ("inputs", "token_types", "limits_pixels", "reads_patches")},
     "vision": tuple(
         f"model.visual.{name}"
         for name in ("embeddings", "patch_embed", "post_conv_layernorm", "blocks", "post_layernorm")
@@ -134,6 +137,7 @@ FAMILIES: dict[str, Family] = {
         projector=("model.embed_vision", "model.embed_audio"),
         inputs=("pixel_values", "image_position_ids"),
         token_types="mm_token_type_ids",
+        reads_patches=True,
     ),
     "glm46v": Family(name="GLM-4.6V", model_class="Glm46VForConditionalGeneration", **_GLM),
     "glm4v": Family(name="GLM-4.1V", model_class="Glm4vForConditionalGeneration", **_GLM),
@@ -150,6 +154,7 @@ FAMILIES: dict[str, Family] = {
         name="LFM2-VL",
         model_class="Lfm2VlForConditionalGeneration",
         inputs=("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+        reads_patches=True,
     ),
     "llava": Family(
         name="LLaVA-1.5", model_class="LlavaForConditionalGeneration", adds_end_token=True
@@ -176,6 +181,7 @@ FAMILIES: dict[str, Family] = {
         name="Mistral 3",
         model_class="Mistral3ForConditionalGeneration",
         inputs=("pixel_values", "image_sizes"),
+        reads_patches=True,
     ),
     "paligemma": Family(
         name="PaliGemma",

@@ -7,6 +7,7 @@ models accept the results as arguments. :func:`known_placeholders` replaces the 
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coat_data.load.collate import Batch
+from coat_vlm.model.configuration import count_layers
 from coat_vlm.model.placeholders import copy_to_device, place_features
 
 KINDS = ("image", "video")
@@ -119,6 +121,60 @@ def describe_grids(grids: Tensor, vision: Any) -> dict[str, Any]:
         )
         found |= {"interp_indices": indices, "interp_weights": weights}
     return found
+
+
+def count_units(inputs: Mapping[str, Tensor], config: Any) -> tuple[int, int]:
+    """Count what the tower reads, and pairs of patches that attend to each other in all blocks.
+
+    ``inputs`` are those of the media of a conversation, and may be on ``meta`` if their values are
+    pixels. The units are those of :class:`coat_vlm.model.flops.Work`.
+    """
+    vision, names = config.vision_config, [f"{kind}_grid_thw" for kind in KINDS]
+    full, windowed = count_layers(config)
+    windows = torch.zeros(0)
+    if grids := [inputs[name] for name in names if name in inputs]:
+        joined = torch.cat(grids)
+        frames, rows, columns = joined.unbind(1)
+        patches = (rows * columns).repeat_interleave(frames)
+        if windowed:
+            windows = describe_grids(joined, vision)["cu_window_seqlens"].diff()
+    elif "spatial_shapes" in inputs:
+        patches = inputs["spatial_shapes"].prod(1)
+    elif "image_position_ids" in inputs:
+        patches = (inputs["image_position_ids"] >= 0).all(-1).sum(1)
+    elif "image_sizes" in inputs and not hasattr(config, "image_grid_pinpoints"):
+        patches = (inputs["image_sizes"] // vision.patch_size).prod(1)
+    else:
+        return _count_tiles(inputs, config), 0
+    pairs = full * patches.long().square().sum() + windowed * windows.long().square().sum()
+    return int(patches.sum()), int(pairs)
+
+
+def _count_tiles(inputs: Mapping[str, Tensor], config: Any) -> int:
+    """Count tiles, without those that fill rows up, and frames."""
+    if "image_sizes" in inputs:
+        sizes = inputs["image_sizes"]
+        numbers = inputs.get("batch_num_images", torch.ones(len(sizes), dtype=torch.int64))
+        return sum(count_image_tiles(sizes, numbers.tolist(), config))
+    names = ("pixel_values", "pixel_values_videos")
+    return sum(math.prod(inputs[name].shape[:-3]) for name in names if name in inputs)
+
+
+def count_image_tiles(sizes: Any, numbers: list[int], config: Any) -> list[int]:
+    """Count the tiles of images of LLaVA-NeXT and LLaVA-OneVision, by their sizes (N, 2).
+
+    ``numbers`` are the images of each conversation; several images are not cut.
+    """
+    from transformers.models.llava_onevision.modeling_llava_onevision import (  # slow
+        image_size_to_num_patches,
+    )
+
+    settings = config.image_grid_pinpoints, config.vision_config.image_size
+    whole = [number > 1 for number in numbers for _ in range(number)]
+    return [
+        1 if several else image_size_to_num_patches(size, *settings)
+        for size, several in zip(sizes, whole, strict=True)
+    ]
 
 
 class Placeholders:

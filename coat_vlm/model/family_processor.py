@@ -37,7 +37,7 @@ from coat_data.text.tokens import Segment, TokenizerLike
 from coat_vlm.config.model import VideoConfig
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
-from coat_vlm.model.family_layout import describe_batch
+from coat_vlm.model.family_layout import count_units, describe_batch
 from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
 from coat_vlm.model.pretrained import load_auto, read_files
 
@@ -368,10 +368,10 @@ class FamilyEncoder(Encoder):
         self._check_media(sample, segments)
         with errors_within(sample.where):
             media = _in_order(sample, segments)
-            texts, _, tiles = self._read(media, _empty_image, self.media.measure_video)
+            texts, found, tiles = self._read(media, _empty_image, self.media.measure_video)
             ids, _ = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
-        return Size(len(ids), tiles)
+        return Size(len(ids), tiles, *self._count_units(found))
 
     def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation, with boxes as the family writes them."""
@@ -439,13 +439,20 @@ class FamilyEncoder(Encoder):
         self._check_tokens(sample, len(ids))
         counts, self.media.counts = self.media.counts, Counter()
         inputs = _join(found)
+        units, pairs = self._count_units(found)
         return EncodedSample(
             as_tensor(ids),
             as_tensor(labels),
             inputs.pop("pixel_values", torch.empty(0)),
-            counts={**counts, "images": tiles},
+            counts={**counts, "images": tiles, "units": units, "pairs": pairs},
             extras=inputs,
         )
+
+    def _count_units(self, inputs: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
+        """See :func:`count_units`; 0 for unknown families."""
+        known = inputs if self._family.is_known else ()
+        found = [(0, 0), *(count_units(own, self._config) for own in known)]
+        return sum(units for units, _ in found), sum(pairs for _, pairs in found)
 
     def _check_tokens(self, sample: Sample, length: int) -> None:
         if length <= self.max_length:
@@ -531,11 +538,13 @@ class FamilyEncoder(Encoder):
         texts, inputs = self._read_images([Image.new("RGB", size)] * number)
         ids = torch.tensor(self.tokenizer.encode([Segment("literal", "\n".join(texts))])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)
-        return EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
+        units, pairs = self._count_units([inputs])
+        counts = {"images": number, "units": units, "pairs": pairs}
+        return EncodedSample(ids, labels, inputs.pop("pixel_values"), counts=counts, extras=inputs)
 
 
 class _ShapesOnly:
-    """An image processor whose results on ``meta`` become tensors of any values."""
+    """An image processor whose results on ``meta`` become zeros; Gemma 4's patches are all real."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -547,7 +556,7 @@ class _ShapesOnly:
         found = self._image_processor(*args, **kwargs)
         for name, value in {**found}.items():
             if isinstance(value, Tensor) and value.is_meta:
-                found[name] = torch.empty_like(value, device="cpu")  # LLaVA's becomes an array
+                found[name] = torch.zeros_like(value, device="cpu")  # LLaVA's becomes an array
         return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coat_vlm.model.family_layout import count_image_tiles
+
 
 @contextmanager
 def one_pass(core: Any, inputs: MutableMapping[str, Any]) -> Iterator[None]:
@@ -84,20 +86,12 @@ def _join_tiles(
 
     ``counts`` are the frames of each video.
     """
-    from transformers.models.llava_onevision.modeling_llava_onevision import (  # slow
-        image_size_to_num_patches,
-    )
-
-    frames, config = inputs["pixel_values_videos"], core.config
+    frames = inputs["pixel_values_videos"]
     tiles, sizes, numbers = [], [], []
     if pixel_values is not None:
         sizes, numbers = [*image_sizes], batch_num_images.tolist()
-        alone = [number == 1 for number in numbers for _ in range(number)]
-        settings = config.image_grid_pinpoints, config.vision_config.image_size
-        tiles = [  # without padding
-            pixels[: image_size_to_num_patches(size, *settings) if single else 1]
-            for pixels, size, single in zip(pixel_values, sizes, alone, strict=True)
-        ]
+        own = count_image_tiles(sizes, numbers, core.config)
+        tiles = [pixels[:n] for pixels, n in zip(pixel_values, own, strict=True)]  # no padding
     images = encode(
         torch.cat([*tiles, frames]),
         torch.stack([*sizes, *torch.ones(len(frames), 2, dtype=torch.int64)]),

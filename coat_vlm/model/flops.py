@@ -7,33 +7,43 @@ computes the input. Attention with H heads of width D over P pairs of a query an
 
     forward  2 * 2 P H D;  backward 2 * 4 P H D, if this module or one below it is trained
 
-Padding, recomputation and the zero image of a batch without images do not count.
+Padding, recomputation and the image of a batch without images do not count, nor does attention to
+later tokens, by which a few models read prefixes and images. Of experts those of a token count, and
+of a linear attention the three products of its recurrence with a state [K, V] per head.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
-from coat_vlm.model.configuration import count_needed_layers
+from coat_vlm.model.configuration import count_layers
 from coat_vlm.model.loss import why_logits_are_needed
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import module_parameters
 
-# Layer types, and whether they have a sliding window.
-_WINDOWED = {"sliding_attention": True, "full_attention": False}
+# Layer types, and whether they have a sliding window; None if they compare no pairs of tokens.
+_WINDOWED = {
+    "sliding_attention": True,
+    "full_attention": False,
+    "linear_attention": None,
+    "conv": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The content of a batch, without padding."""
 
-    tiles: int
-    """Image tiles and frames that the tower reads."""
+    units: int
+    """What the tower reads: tiles and frames, or patches of images that keep their size."""
+    pairs: int = 0
+    """Pairs of patches that attend to each other, in all blocks of the tower; 0 for tiles."""
     vision_tokens: int
     supervised_tokens: int
     lengths: Sequence[int]
@@ -44,18 +54,18 @@ class Work:
 class ModelFlops:
     """FLOPs of one forward and backward pass by source; see :func:`count_flops`."""
 
-    tile: int
-    """The vision tower, per tile."""
+    unit: int
+    """The vision tower, per unit of :attr:`Work.units`, with the attention within a tile."""
+    unit_pair: int
+    """Its attention, per pair of :attr:`Work.pairs`."""
     projected: int
     """The projector, per output token."""
-    projected_per_tile: int | None
-    """Projector outputs per tile; None with several scales (one output per vision token)."""
+    projected_per_unit: int | None
+    """Projector outputs per tile; None if there is one per vision token."""
     token: int
     """The language model's weights without the output layer, per token."""
-    pair: int
-    """The language model's attention, per layer and pair."""
     windows: Counter[int | None]
-    """Number of layers by sliding window; None for full attention."""
+    """The language model's attention, per pair, by sliding window; None for full attention."""
     output: int
     """The output layer, per input position."""
     output_reads_all: bool
@@ -64,86 +74,165 @@ class ModelFlops:
     def count(self, work: Work) -> dict[ModuleName, int]:
         """Count the FLOPs of a batch by part of the model; 0 for absent parts."""
         tokens = sum(work.lengths)
-        made = work.vision_tokens
-        if self.projected_per_tile is not None:
-            made = work.tiles * self.projected_per_tile  # before temporal pooling
-        pairs = int(self._count_pairs(np.array(work.lengths, np.int64)).sum())
+        made = work.vision_tokens if work.units else 0
+        if self.projected_per_unit is not None:
+            made = work.units * self.projected_per_unit  # before temporal pooling
+        pairs = int(self._count_causal(np.array(work.lengths, np.int64)).sum())
         read = tokens if self.output_reads_all else work.supervised_tokens
         return {
-            "vision": self.tile * work.tiles,
+            "vision": self.unit * work.units + self.unit_pair * work.pairs,
             "projector": self.projected * made,
-            "language": self.token * tokens + self.pair * pairs + self.output * read,
+            "language": self.token * tokens + pairs + self.output * read,
         }
 
-    def estimate(self, tokens: np.ndarray, images: np.ndarray) -> np.ndarray:
-        """Estimate the FLOPs (n,) of samples of ``tokens`` (n,), without the output layer."""
-        length, tiles = tokens.astype(np.float64), images.astype(np.float64)
-        made = 0.0 if self.projected_per_tile is None else tiles * self.projected_per_tile
-        pairs = self._count_pairs(tokens.astype(np.int64)).astype(np.float64)
-        return self.tile * tiles + self.projected * made + self.token * length + self.pair * pairs
+    def estimate(self, tokens: np.ndarray, units: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+        """Estimate the FLOPs (n,) of samples, without the output layer; the arguments are (n,).
 
-    def _count_pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """Count pairs of a query and a visible key in all layers: causal, some with a window."""
-        pairs = np.zeros_like(lengths)
-        for window, layers in self.windows.items():
+        They are as in :class:`Work`. A projector with an output per vision token is left out.
+        """
+        shown = units.astype(np.float64)
+        unit = self.unit + self.projected * (self.projected_per_unit or 0)
+        vision = unit * shown + self.unit_pair * pairs.astype(np.float64)
+        length = tokens.astype(np.float64)
+        return vision + self.token * length + self._count_causal(length)
+
+    def _count_causal(self, lengths: np.ndarray) -> np.ndarray:
+        """Count the FLOPs of causal attention in all layers, some with a window."""
+        flops = np.zeros_like(lengths)
+        for window, each in self.windows.items():
             seen = lengths if window is None else np.minimum(lengths, window)
-            pairs += layers * (seen * (seen + 1) // 2 + (lengths - seen) * seen)
-        return pairs
+            flops += each * (seen * (seen + 1) // 2 + (lengths - seen) * seen)
+        return flops
 
 
-def count_flops(model: CoatVlm) -> ModelFlops:
+def count_flops(model: PreTrainedModel) -> ModelFlops:
     """Count a model's FLOPs, before DeepSpeed wraps it, with its ``requires_grad`` flags.
 
     Registration order decides which modules are below others. With LoRA on only the language model,
     grad-input of the first block's k and v counts, which training does not compute. Raises
-    ValueError for mixtures of experts and layers without attention.
+    ValueError for the models of :func:`why_not_counted`.
     """
-    why = why_not_counted(model.language_model)
+    why = why_not_counted(model)
     if why is not None:
-        raise ValueError(f"FLOPs of {type(model.language_model).__name__}: {why}")
+        raise ValueError(f"FLOPs of {type(model).__name__}: {why}")
     config: Any = model.config
-    text = config.text_config
-    tile = projected = 0
+    parts = module_parameters(model)
+    names = tuple(f"{name}." for name in getattr(model, "unused", ()))
+    unused = {id(p) for name, p in model.named_parameters() if f"{name}.".startswith(names or "-")}
+    count = partial(_count_gemms, unused=unused)
+    unit = unit_pair = projected = 0
+    per_unit: int | None = None
     trains = False
-    if model.vision_tower is not None:
-        vision = config.vision_config
-        patches = (vision.image_size // vision.patch_size) ** 2
-        positions = patches + config.num_prefix_tokens
-        tile, trains = _count_gemms(model.vision_tower, False, positions=positions, patches=patches)
-        layers = count_needed_layers(vision.num_hidden_layers, config.select_layer)
-        tile += layers * _count_attention(positions**2, vision.hidden_size, trains)
-    if model.projector is not None:
-        projected, trains = _count_gemms(model.projector, trains)
-    language = model.language_model
-    output: Any = language.get_output_embeddings().weight
-    token, trains = _count_gemms(language, trains, without=output)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    windowed = [True] * text.num_hidden_layers if types is None else [_WINDOWED[t] for t in types]
+    if "vision" in parts:
+        vision, layers = config.vision_config, sum(count_layers(config))
+        heads = getattr(vision, "num_attention_heads", 0) * getattr(vision, "head_dim", 0)
+        width = heads or getattr(vision, "embed_dim", None) or vision.hidden_size
+        patches, prefix, per_unit = _describe_unit(model, parts["vision"])
+        positions = patches + prefix
+        unit, trains = count(parts["vision"], False, positions=positions, patches=patches)
+        unit_pair = _count_attention(1, width, trains)
+        if patches > 1:  # attention stays within a tile
+            unit, unit_pair = unit + layers * positions**2 * unit_pair, 0
+    if "projector" in parts:
+        projected, trains = count(parts["projector"], trains)
+    language: Any = cast(Any, model).language
+    output: Any = cast(Any, model).get_output_embeddings().weight
+    text = language.config
+    token, trains = count(parts["language"], trains, without=output, text=text)
+    windows: Counter[int | None] = Counter()
+    for layer, kind in zip(text.per_layer_config, _list_types(text), strict=True):
+        windowed = _WINDOWED[kind]
+        if windowed is not None:
+            heads = layer.num_attention_heads
+            width = heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+            window = getattr(text, "sliding_window", None) if windowed else None
+            windows[window] += _count_attention(1, width, trains)
+        elif kind == "linear_attention":
+            states = text.linear_key_head_dim * text.linear_value_head_dim
+            states *= text.linear_num_value_heads
+            token += _count_attention(3, states, trains) // 2  # two products per pair there
+    head = model if language.get_output_embeddings() is None else language
     return ModelFlops(
-        tile=tile,
+        unit=unit,
+        unit_pair=unit_pair,
         projected=projected,
-        projected_per_tile=None if config.s2_scales else config.tokens_per_image,
+        projected_per_unit=per_unit,
         token=token,
-        pair=_count_attention(1, text.num_attention_heads * width, trains),
-        windows=Counter(window if has_window else None for has_window in windowed),
+        windows=windows,
         output=2 * output.numel() * (1 + trains + output.requires_grad),
-        output_reads_all=why_logits_are_needed(language) is not None,
+        output_reads_all=why_logits_are_needed(head) is not None,
     )
 
 
-def why_not_counted(language_model: PreTrainedModel) -> str | None:
-    """Return why :func:`count_flops` does not support a language model; None if it does."""
-    config: Any = language_model.config
-    for name, parameter in language_model.named_parameters():
-        if parameter.ndim > 2:
-            return f"{name} has {parameter.ndim} dimensions (experts, or a convolution)"
+def why_not_counted(model: PreTrainedModel) -> str | None:
+    """Return why :func:`count_flops` does not support a model; None if it does."""
+    family, language = getattr(model, "family", None), cast(Any, model).language
+    if family is not None and not family.is_known:
+        return f"{family.name} is not of a tested family"
+    config: Any = language.config
+    for name, parameter in language.named_parameters():
+        if parameter.ndim > 2 and not _count_used(parameter, config):
+            return f"{name} has {parameter.ndim} dimensions"
     if not getattr(config, "num_attention_heads", None) or getattr(config, "kv_lora_rank", None):
         return "its attention heads do not have one common width"
-    other = set(getattr(config, "layer_types", None) or ()) - _WINDOWED.keys()
+    other = set(_list_types(config)) - _WINDOWED.keys()
     if other:
         return f"it has layers of the types {', '.join(sorted(other))}"
     return None
+
+
+def _list_types(text: Any) -> list[str]:
+    types = getattr(text, "layer_types", None)
+    return ["sliding_attention"] * text.num_hidden_layers if types is None else types
+
+
+def _describe_unit(model: PreTrainedModel, tower: nn.Module) -> tuple[int, int, int | None]:
+    """Return patches and class tokens of one of :attr:`Work.units`, and projector outputs of it.
+
+    The latter are None if there is one per vision token.
+    """
+    config: Any = model.config
+    vision, family = config.vision_config, getattr(model, "family", None)
+    if family is not None and family.reads_patches:
+        return 1, 0, None
+    sides = (vision.image_size, vision.patch_size)
+    image, patch = (side if isinstance(side, int) else side[0] for side in sides)
+    patches = (image // patch) ** 2
+    if family is None:
+        per_unit = None if config.s2_scales else config.tokens_per_image
+        return patches, config.num_prefix_tokens, per_unit
+    names = (name for name, _ in tower.named_parameters())
+    prefix = sum(name.endswith(("class_embedding", "cls_token")) for name in names)
+    if not hasattr(config, "image_grid_pinpoints"):
+        return patches, prefix, None
+    # Features are projected before they are cropped or pooled.
+    keeps = config.vision_feature_select_strategy == "full"
+    return patches, prefix, patches + keeps * prefix
+
+
+def _count_used(weight: Tensor, text: Any) -> int:
+    """Count the elements of a weight that multiply a token or patch, of experts the active ones.
+
+    ``text``: configuration of a language model that has the weight; None for other parts.
+    """
+    if text is None or weight.ndim < 3:
+        return weight.numel() if weight.ndim in (2, 4, 5) else 0  # others are added
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if weight.ndim == 3 and len(weight) == experts:
+        active = getattr(text, "num_experts_per_tok", None) or text.top_k_experts
+        return weight[0].numel() * active
+    by_channel = weight.ndim == 3 and weight.shape[1] == 1  # a convolution
+    return weight.numel() if by_channel else 0
+
+
+def _list_owners(module: nn.Module) -> Iterator[nn.Module]:
+    """List modules behind their children, because their own parameters are positions and the like.
+
+    A part's own parameters are used after its modules as well.
+    """
+    for child in module.children():
+        yield from _list_owners(child)
+    yield module
 
 
 def _count_attention(pairs: int, width: int, trains: bool) -> int:
@@ -155,24 +244,28 @@ def _count_gemms(
     part: nn.Module,
     below: bool,
     *,
+    unused: Container[int],
     positions: int = 1,
-    patches: int = 1,
+    patches: int = 0,
     without: Tensor | None = None,
+    text: Any = None,
 ) -> tuple[int, bool]:
     """Count the FLOPs of the GEMMs with a part's weights; ``below``: a trained module is below.
 
-    Matrices read ``positions`` vectors, and the convolution ``patches`` of pixels, which need no
-    gradient. Also returns whether a module in the part or below it is trained.
+    Matrices read ``positions`` vectors, and the convolution of a tower ``patches`` of pixels, which
+    need no gradient. ``text`` is the configuration of a language model. Also returns whether a
+    module in the part or below it is trained.
     """
     flops = 0
-    for owner in part.modules():
+    for owner in _list_owners(part):
         looked_up = isinstance(owner, nn.Embedding)
         for name, weight in owner.named_parameters(recurse=False):
             # open_clip's positional_embedding is a matrix that is added, not multiplied.
-            added = name == "positional_embedding" or weight.ndim not in (2, 4)
-            if not (looked_up or added or weight is without):
-                from_pixels = weight.ndim == 4
+            left_out = looked_up or name == "positional_embedding" or weight is without
+            if not left_out and id(weight) not in unused:
+                from_pixels = weight.ndim > 3 and bool(patches)
                 passes = 1 + weight.requires_grad + (below and not from_pixels)
-                flops += 2 * weight.numel() * passes * (patches if from_pixels else positions)
+                rows = patches if from_pixels else positions
+                flops += 2 * _count_used(weight, text) * passes * rows
             below = below or weight.requires_grad
     return flops, below

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_data.load.loader import LoadedBatch, check_batch_sizes
+from coat_data.load.loader import LoadedBatch, check_batch_sizes, sum_counts
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
@@ -239,11 +239,13 @@ def make_batch(
     """Make a micro-batch of random rows on the CPU; with packing they become one packed row."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(shapes[0], PublishedRow):
-        batch = shapes[0].collate([shapes[0].make(generator) for _ in shapes], packing)
+        samples = [shapes[0].make(generator) for _ in shapes]
+        batch = shapes[0].collate(samples, packing)
     else:
         samples = [make_sample(model, shape, generator) for shape in shapes]
         batch = collate_rows(samples, packing)
-    return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))
+    counts = sum_counts(samples)
+    return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes), counts=counts)
 
 
 def build_training_step(

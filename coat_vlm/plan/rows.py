@@ -106,7 +106,8 @@ class PublishedRow:
         ids = self.text_ids[chosen]
         labels = ids.clone()
         if not self.images:
-            return EncodedSample(ids, labels, torch.empty(0), filler=shown)
+            counts = dict.fromkeys(shown.counts, 0)
+            return EncodedSample(ids, labels, torch.empty(0), counts=counts, filler=shown)
         images = slice(1, 1 + len(shown.input_ids))
         ids[images], labels[images] = shown.input_ids, IGNORE_INDEX
         pixels = torch.randn(shown.pixel_values.shape, generator=generator)

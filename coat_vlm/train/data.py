@@ -25,7 +25,7 @@ from coat_data.load.check_labels import ROWS_PER_SOURCE, verify_rows, verify_tem
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.documents import DocumentChunks, row_kinds, split_rows
-from coat_data.load.encode import Encoder
+from coat_data.load.encode import Encoder, Size
 from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import TrainLoader, val_batches
 from coat_data.load.readable import show_row
@@ -137,8 +137,8 @@ def open_data(
     costs: list[np.ndarray] | None = None
     if stage.balance and flops is None:
         raise ValueError(
-            f"stage {name}: balance estimates the FLOPs of rows, and those of this language model "
-            "are not known; remove balance"
+            f"stage {name}: balance estimates the FLOPs of rows, and those of this model are not "
+            "known; remove balance"
         )
     tokens: list[float | None] = [None] * len(datasets)
     if stage.packing is not None or stage.balance:
@@ -165,7 +165,7 @@ def open_data(
         lengths = [size[:, 0] for size in sizes]
         tokens = [float(t[t > 0].mean()) if t.any() else None for t in lengths]
         if flops is not None:
-            costs = [flops.estimate(size[:, 0], size[:, 1]) for size in sizes]
+            costs = [flops.estimate(*size[:, [0, 2, 3]].T) for size in sizes]
         if budget is not None:
             sampler = PackedSampler(mixture, sizes, budget, stage.batch_size, recipe.seed, costs)
     pad_token_id = processor.pad_token_id
@@ -240,7 +240,7 @@ def measure_sources(
 ) -> list[np.ndarray]:
     """Measure the sizes of all rows once, on all ranks, and save them in the stage's ``folder``.
 
-    Returns for each source an int32 array (rows, 2): tokens and images; 0 tokens mark a bad row.
+    Returns for each source an int64 array (rows, 4) of :class:`Size`; 0 tokens mark a bad row.
     A row with more than ``max_images`` is bad; without ``skip_bad`` it raises DataError.
     """
 
@@ -256,7 +256,7 @@ def measure_sources(
             yield sizes, len(sizes)
 
     def join(shares: Sequence[np.ndarray]) -> np.ndarray:
-        whole = np.zeros((sum(map(len, shares)), 2), dtype=np.int32)
+        whole = np.zeros((sum(map(len, shares)), len(Size._fields)), dtype=np.int64)
         for rank, sizes in enumerate(shares):
             whole[rank :: world.size] = sizes
         return whole
@@ -269,7 +269,7 @@ def measure_sources(
         title="measuring rows",
         compute=measure,
         join=join,
-        empty=np.empty((0, 2), dtype=np.int32),
+        empty=np.empty((0, len(Size._fields)), dtype=np.int64),
     )
 
 

@@ -227,8 +227,7 @@ def _open(stage: _Stage) -> _Opened:
     if isinstance(processor, FamilyProcessor):
         if processor.notes:
             print_on_main(world, f"\n{processor.notes}")
-        if config.vision.train:
-            cast(Any, model).unused = find_unused(model, processor.encoder().filler)
+        cast(Any, model).unused = find_unused(model, processor.encoder().filler)
     processor.adopt_template(config.template)
     set_stop_tokens(model, processor)
     unpadded = avoids_padding(model, recipe, config, world.device)

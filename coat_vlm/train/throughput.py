@@ -17,8 +17,8 @@ from coat_data.sample import NOTES
 from coat_vlm.config import MODULES
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
+from coat_vlm.model.family_layout import KINDS
 from coat_vlm.model.flops import ModelFlops, Work, count_flops, why_not_counted
-from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.tracking import print_on_main
 
 _COUNTS = ("supervised_tokens", "tokens", "samples", "tiles", "vision_tokens")
@@ -31,18 +31,13 @@ class Throughput:
     """
 
     def __init__(self, model: PreTrainedModel, world: World, sequence_parallel: int = 1) -> None:
-        config: Any = model.config
-        self._image_token_id: int | None = config.image_token_id
+        ids = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
+        self._media_token_ids = [token for token in ids if token is not None]
         self._replica = world.rank // sequence_parallel
         self._replicas = world.size // sequence_parallel
-        self._published = not isinstance(model, CoatVlm)  # pixels of an image may be many rows
-        self.flops: ModelFlops | None = None  # not known
-        why = f"{type(model).__name__} is not composed of parts whose FLOPs are known"
-        if isinstance(model, CoatVlm):
-            why = why_not_counted(model.language_model)
-        if why is None and isinstance(model, CoatVlm):
-            self.flops = count_flops(model)
-        else:
+        why = why_not_counted(model)
+        self.flops: ModelFlops | None = None if why else count_flops(model)
+        if why is not None:
             print_on_main(world, f"  no TFLOP/s: the model's FLOPs are not known: {why}")
 
     def count(self, micro_batches: Sequence[LoadedBatch], micro_steps: int) -> dict[str, float]:
@@ -56,12 +51,12 @@ class Throughput:
             slots = product(range(micro_steps), range(self._replicas))
             counts |= {f"flops/{step}/{replica}": 0.0 for step, replica in slots}
         for step, loaded in enumerate(micro_batches):
-            work = measure_work(loaded.batch, self._image_token_id)
+            work = measure_work(loaded, self._media_token_ids)
             measured: dict[str, float] = {
                 "supervised_tokens": work.supervised_tokens,
                 "tokens": int(loaded.batch["attention_mask"].sum()),
                 "samples": loaded.num_samples,
-                "tiles": loaded.counts.get("images", 0) if self._published else work.tiles,
+                "tiles": loaded.counts.get("images", work.units),
                 "vision_tokens": work.vision_tokens,
                 **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, *NOTES)},
             }
@@ -109,15 +104,15 @@ def measure_imbalance(work: np.ndarray) -> float:
     return float(np.mean(1 - work.mean(axis=1) / largest))
 
 
-def measure_work(batch: Batch, image_token_id: int | None) -> Work:
+def measure_work(loaded: LoadedBatch, media_token_ids: Sequence[int]) -> Work:
     """Count tiles and tokens of a micro-batch on the CPU, without padding.
 
-    ``image_token_id`` is the placeholder of image features; None without a vision tower.
+    ``media_token_ids`` are the placeholders of features of images and videos.
     """
+    batch, counts = loaded.batch, loaded.counts
     mask = batch["attention_mask"].bool()
-    placed = 0
-    if image_token_id is not None:
-        placed = int(((batch["input_ids"] == image_token_id) & mask).sum())
+    placed = torch.isin(batch["input_ids"], torch.tensor(media_token_ids, dtype=torch.int64)) & mask
+    answers = max(1, len(mask) // loaded.num_samples)  # two of a preference pair
     if "cu_seq_lens_q" in batch:
         used = int(mask.sum())  # padding is the last sequence of a packed row
         bounds = batch["cu_seq_lens_q"].tolist()
@@ -125,8 +120,9 @@ def measure_work(batch: Batch, image_token_id: int | None) -> Work:
     else:
         lengths = mask.sum(1).tolist()
     return Work(
-        tiles=len(batch["pixel_values"]),
-        vision_tokens=placed,
+        units=counts["units"] * answers if "units" in counts else len(batch["pixel_values"]),
+        pairs=counts.get("pairs", 0) * answers,
+        vision_tokens=int(placed.sum()),
         supervised_tokens=count_supervised_tokens(batch),
         lengths=lengths,
     )

@@ -43,7 +43,7 @@ class Talk:
 
     def __call__(self, sample: Sample) -> EncodedSample:
         number = int(sample.id)
-        length, images = self.measure(sample)
+        length, images, *_ = self.measure(sample)
         if number in self.bad:
             raise DataError(sample.where, "no such file", "fix the path")
         ids = torch.full((length,), number)
@@ -188,8 +188,8 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
     here, there = lengths_of(sources, talk), lengths_of(sources, talk, num_workers=2)
     for a, b in zip(here, there, strict=True):
         assert (a == b).all()
-    assert here[0][5].tolist() == [0, 0]
-    assert here[1][1].tolist() == [1 + 201 * 7 % 12, 0]
+    assert here[0][5].tolist() == [0, 0, 0, 0]
+    assert here[1][1].tolist() == [1 + 201 * 7 % 12, 0, 0, 0]
     with pytest.raises(DataError, match=r"100\.json:6: no answer"):
         list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
     with pytest.raises(DataError, match=r"100\.json:2: 2 images are more than packing.images=1"):

@@ -139,7 +139,7 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     source = SampleDataset(jsonl(tmp_path / "a.jsonl", *rows), url)
     options: dict[str, Any] = {"num_workers": 1, "skip_bad": True}
     (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
-    assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
+    assert [bool(tokens) for tokens, *_ in sizes] == [True, False, False]
     dead = serve(folder)
     dead.close()
     path = jsonl(tmp_path / "b.jsonl", *rows, talk(image=f"{dead.url}/large.jpg"))

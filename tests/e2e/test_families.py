@@ -336,11 +336,12 @@ def test_packing(family: str, published: Path, tiny_data: Path, tmp_path: Path) 
         recipe["stages"]["sft"] |= {"packing": {"tokens": 512, "images": 5}}
         assert "rows of 512 tokens" in train(recipe, tmp_path, ranks=ranks)
     one, two = (tiny_run.steps(tmp_path / name) for name in recipes)
-    for name in ("samples", "tokens", "supervised_tokens", "packing_fill", "tiles"):
+    for name in ("samples", "tokens", "supervised_tokens", "packing_fill", "tiles", "tflop"):
         assert [row[name] for row in two] == [row[name] for row in one]
     assert [row["loss"] for row in two] == pytest.approx([r["loss"] for r in one], rel=2e-5)
     assert min(row["samples"] for row in one) > 4
     assert max(row["tiles"] for row in one) <= 4 * 5
+    assert all(0 <= row["imbalance"] < 0.5 for row in two)
 
 
 @pytest.mark.parametrize(

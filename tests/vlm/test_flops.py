@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import EncodedSample
+from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.model import build_model
@@ -51,7 +52,8 @@ def batch(model: CoatVlm, tiles: int = ROWS, **changes: Any) -> dict[str, Tensor
 
 def measure_work(inputs: Any, image_token_id: int | None = IMAGE) -> Work:
     mask = torch.ones_like(inputs["input_ids"])
-    return throughput.measure_work({"attention_mask": mask} | inputs, image_token_id)  # pyright: ignore
+    loaded = LoadedBatch(batch={"attention_mask": mask} | inputs, bad=[], num_samples=ROWS)
+    return throughput.measure_work(loaded, [] if image_token_id is None else [image_token_id])
 
 
 def seen(model: CoatVlm, inputs: dict[str, Any]) -> int:
@@ -92,7 +94,7 @@ def test_every_tower(
         features = model.vision_tower(pixels)
         if "vision" in parts:
             features.sum().backward()
-    work = Work(tiles=len(pixels), vision_tokens=0, supervised_tokens=0, lengths=[])
+    work = Work(units=len(pixels), vision_tokens=0, supervised_tokens=0, lengths=[])
     assert count_flops(model).count(work)["vision"] == counter.get_total_flops()
 
 
@@ -146,7 +148,7 @@ def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: An
     assert filled["input_ids"].shape == (1, 64)
     work = measure_work(filled)
     assert work == measure_work(whole) == measure_work(collate(samples, pad_token_id=0))
-    assert (work.tiles, work.vision_tokens, work.lengths) == (3, 12, [9, 21, 3])
+    assert (work.units, work.vision_tokens, work.lengths) == (3, 12, [9, 21, 3])
     found = count_flops(model).count(work)
     assert sum(found.values()) == seen(model, dict(whole)) - unseen_pairs([9, 21, 3])
     assert seen(model, dict(filled)) > seen(model, dict(whole))
@@ -156,12 +158,12 @@ def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: An
 def test_the_estimate_is_the_count_without_the_output_layer(tiny: Any, window: int | None) -> None:
     flops = dataclasses.replace(
         count_flops(trained(tiny.model(), one_stage(*PARTS))),
-        windows=Counter({window: 2}),
+        windows=Counter({window: 2 * 4 * HEADS * WIDTH * 3}),
         output=0,
     )
     tokens, images = np.array([5, 40, 400]), np.array([0, 3, 13])
     exact = [
-        sum(flops.count(Work(tiles=n, vision_tokens=0, supervised_tokens=0, lengths=[t])).values())
+        sum(flops.count(Work(units=n, vision_tokens=0, supervised_tokens=0, lengths=[t])).values())
         for t, n in zip(tokens.tolist(), images.tolist(), strict=True)
     ]
-    assert flops.estimate(tokens, images).tolist() == exact  # integers below 2^53
+    assert flops.estimate(tokens, images, 0 * images).tolist() == exact  # integers below 2^53

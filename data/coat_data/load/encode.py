@@ -46,7 +46,8 @@ class EncodedSample:
     """(P,) int64, ascending: indices of image tokens in ``input_ids``. None for a language model
     without vision."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Events while media were read, e.g. ``video_decord_timeout``: 1."""
+    """Events while media were read, e.g. ``video_decord_timeout``: 1; of a published model also
+    ``images``, ``units`` and ``pairs``, as in :class:`Size`."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further inputs of a published model for the sample's media, such as ``image_grid_thw``, with
     one row per image."""
@@ -69,6 +70,10 @@ class Size(NamedTuple):
     """Tokens, image tokens included."""
     images: int
     """Tiles of images, and frames, that the vision tower processes."""
+    units: int = 0
+    """What the tower reads: tiles and frames, or patches of images that keep their size."""
+    pairs: int = 0
+    """Pairs of patches that attend to each other, in all blocks of the tower; 0 for tiles."""
 
 
 class Encoder:
@@ -165,7 +170,8 @@ class Encoder:
     def _size(self, sample: Sample) -> Size:
         ids, _, plans = self._planned(sample, self.media.plan)
         self._check_length(sample, len(ids), plans)
-        return Size(len(ids), sum(plan.num_tiles for plan in plans))
+        tiles = sum(plan.num_tiles for plan in plans)
+        return Size(len(ids), tiles, tiles)
 
     @property
     def complete(self) -> Callable[[Any], Any] | None:

@@ -28,9 +28,9 @@ def measure_rows(
     num_workers: int = 0,
     skip_bad: bool = False,
 ) -> Iterator[np.ndarray]:
-    """Yield tokens and images of ``rows``, int32 (rows, 2), several rows at a time.
+    """Yield the :class:`Size` of ``rows``, int64 (rows, 4), several rows at a time.
 
-    A row with more than ``max_images`` is bad. ``skip_bad`` gives bad rows the size (0, 0) instead
+    A row with more than ``max_images`` is bad. ``skip_bad`` gives bad rows the size 0 instead
     of raising, but not after a transient I/O error: sizes are saved, and the row may be good.
     """
     work = partial(_measure, dataset, measure, max_images, skip_bad)
@@ -44,7 +44,7 @@ def _measure(
     skip_bad: bool,
     rows: Sequence[int],
 ) -> np.ndarray:
-    sizes = np.zeros((len(rows), 2), dtype=np.int32)
+    sizes = np.zeros((len(rows), len(Size._fields)), dtype=np.int64)
     for place, row in enumerate(rows):
         try:
             sizes[place] = _size(dataset[row], measure, max_images)

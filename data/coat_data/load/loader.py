@@ -152,7 +152,7 @@ class TrainLoader:
             batch = collate_unpadded(encoded, pad_token_id=pad_token_id, align=self._unpad)
         else:
             batch = collate(encoded, pad_token_id=pad_token_id)
-        counts = dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
+        counts = sum_counts(encoded)
         if self._complete is not None:
             batch = self._complete(batch)
         return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
@@ -226,6 +226,14 @@ class TrainLoader:
             if self._packing is None or self._packing.usable(place, tokens, images):
                 left -= 1
                 yield place
+
+
+def sum_counts(samples: Sequence[EncodedSample]) -> dict[str, int]:
+    """Sum ``EncodedSample.counts``, with sums of 0."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        counts.update(sample.counts)
+    return dict(counts)
 
 
 def _check_fits(encoded: EncodedSample, where: str, tokens: float, images: float) -> None:

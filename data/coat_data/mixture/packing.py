@@ -158,7 +158,8 @@ def _fullest(
 class PackedSampler:
     """Sampler whose batch rows are packed.
 
-    ``sizes``: tokens and images of the rows of each source, (rows, 2); 0 tokens mark a bad row.
+    ``sizes``: tokens and images, the first two columns, of the rows of each source; 0 tokens mark a
+    bad row.
     ``costs``: estimated work of the rows, (rows,); None balances ranks by images.
     """
 
@@ -174,7 +175,7 @@ class PackedSampler:
         self.budget = budget
         self._costs = costs
         self._mixture = mixture
-        self._sizes = list(sizes)
+        self._sizes = [own[:, :2] for own in sizes]
         self._batch_size = batch_size
         self._seed = seed
         self._windows = -(-mixture.epoch_size // budget.buffer)
