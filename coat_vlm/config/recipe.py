@@ -345,7 +345,6 @@ class Recipe:
         refused = {"fp8.cuda_graphs: true": graphs}
         for name, stage in self.stages.items():
             refused[f"stages.{name}.template"] = stage.template is not None
-            refused[f"stages.{name}.sequence_parallel"] = stage.sequence_parallel > 1
             if stage.packing is not None and self.model.attn_implementation != "sdpa":
                 raise ValueError(
                     f"stages.{name}.packing with model.pretrained needs model.attn_implementation: "

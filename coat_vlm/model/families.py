@@ -55,6 +55,9 @@ class Family:
     """Input of the model that is 1 at image tokens, 2 at video tokens and 0 elsewhere, if any."""
     videos: Videos | None = None
     """None for a family without videos."""
+    shares_tokens: bool = True
+    """Whether ranks can share the tokens of a row: none attends to a later one, such as of its
+    image, and no loss but that of the labels reads all of them, as that of experts."""
     has_prefix: bool = False
     """Whether ``token_types`` is 0 up to the first answer, where attention is in both directions,
     and 1 from there on."""
@@ -128,7 +131,10 @@ _PALIGEMMA = (
 """PaliGemmaProcessor's format: images, the begin-of-text token, question, line break; answer."""
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        name="Gemma 3", model_class="Gemma3ForConditionalGeneration", token_types="token_type_ids"
+        name="Gemma 3",
+        model_class="Gemma3ForConditionalGeneration",
+        token_types="token_type_ids",
+        shares_tokens=False,
     ),
     "gemma4": Family(
         name="Gemma 4",
@@ -138,6 +144,7 @@ FAMILIES: dict[str, Family] = {
         inputs=("pixel_values", "image_position_ids"),
         token_types="mm_token_type_ids",
         reads_patches=True,
+        shares_tokens=False,
     ),
     "glm46v": Family(name="GLM-4.6V", model_class="Glm46VForConditionalGeneration", **_GLM),
     "glm4v": Family(name="GLM-4.1V", model_class="Glm4vForConditionalGeneration", **_GLM),
@@ -187,6 +194,7 @@ FAMILIES: dict[str, Family] = {
         name="PaliGemma",
         model_class="PaliGemmaForConditionalGeneration",
         token_types="token_type_ids",
+        shares_tokens=False,
         has_prefix=True,
         template=_PALIGEMMA,
     ),
@@ -214,6 +222,7 @@ FAMILIES: dict[str, Family] = {
         name="Qwen3-VL-MoE",
         model_class="Qwen3VLMoeForConditionalGeneration",
         swapped=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        shares_tokens=False,
         **_QWEN3,
     ),
     "smolvlm": Family(

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from coat_data.load.collate import Batch
 from coat_vlm.model.configuration import count_layers
-from coat_vlm.model.placeholders import copy_to_device, place_features
-
-KINDS = ("image", "video")
-"""Media with placeholders of their own."""
+from coat_vlm.model.placeholders import KINDS, copy_to_device, place_features
+from coat_vlm.model.sequence_parallel import SequenceShard
 
 
 def describe_batch(batch: Batch, config: Any) -> Batch:
@@ -177,14 +176,29 @@ def count_image_tiles(sizes: Any, numbers: list[int], config: Any) -> list[int]:
     ]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Placeholders:
     """Positions [P] of one kind of placeholders, in the place of a mask (B, T, 1).
 
     It supports what transformers' models do with such a mask.
     """
 
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
+    positions: Tensor
+    here: Tensor
+    """Those of this rank's tokens, counted from its first token."""
+    features: slice
+    """Their numbers: all, unless ranks share the tokens."""
+
+    @classmethod
+    def of_batch(cls, positions: Tensor) -> "Placeholders":
+        """Return those of a whole batch."""
+        return cls(positions, positions, slice(0, len(positions)))
+
+    @classmethod
+    def of_shard(cls, shard: SequenceShard, kind: str, device: torch.device) -> "Placeholders":
+        """Return those of a shard, on a device."""
+        here = copy_to_device(shard.find_places(kind), device)
+        return cls(copy_to_device(shard.places[kind], device), here, shard.features[kind])
 
     def __getitem__(self, index: Any) -> Any:
         """Return the mask without its last dimension, or the ranks among a union's positions."""
@@ -193,11 +207,24 @@ class Placeholders:
         return self
 
     def __or__(self, other: "Placeholders") -> "Placeholders":
-        return Placeholders(torch.cat([self.positions, other.positions]).sort().values)
+        positions = torch.cat([self.positions, other.positions]).sort().values
+        here = torch.cat([self.here, other.here]).sort().values
+        own = self.features, other.features
+        features = slice(sum(one.start for one in own), sum(one.stop for one in own))
+        return Placeholders(positions, here, features)
 
     def sum(self) -> int:
         """Return the number of placeholders."""
         return len(self.positions)
+
+    def take(self, features: Tensor) -> Tensor:
+        """Return the features [P, hidden] of this rank's tokens."""
+        return features if len(self.here) == len(self.positions) else features[self.features]
+
+    def place(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """Replace token embeddings (B, T, hidden) by features (..., hidden)."""
+        rows = features.reshape(-1, embeds.shape[-1])
+        return place_features(embeds, self.here, self.take(rows))
 
     @classmethod
     def __torch_function__(
@@ -206,7 +233,7 @@ class Placeholders:
         """Place the features; torch calls this for ``embeds.masked_scatter(self, features)``."""
         assert function is Tensor.masked_scatter
         embeds, placeholders, features = args
-        return place_features(embeds, placeholders.positions, features)
+        return placeholders.place(embeds, features)
 
 
 def _encode_tiles(
@@ -273,11 +300,12 @@ def known_placeholders(
         image_hidden_states: Tensor,
     ) -> Tensor:
         found = find("image", image_hidden_states, inputs_embeds)
-        return place_features(inputs_embeds, found.positions, image_hidden_states)
+        return found.place(inputs_embeds, image_hidden_states)
 
     def deepstack(hidden: Tensor, placeholders: Placeholders, features: Tensor) -> Tensor:
         flat = hidden.flatten(0, 1)
-        flat = flat.index_add(0, placeholders.positions, features.to(flat.dtype))
+        own = placeholders.take(features).to(flat.dtype)
+        flat = flat.index_add(0, placeholders.here, own)
         return flat.view_as(hidden)
 
     known = inspect.signature(getattr(model, "get_placeholder_mask", find)).parameters

@@ -22,7 +22,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.families import Family, find_family, find_parts
-from coat_vlm.model.family_layout import KINDS, Placeholders, known_placeholders
+from coat_vlm.model.family_layout import Placeholders, known_placeholders
 from coat_vlm.model.family_towers import one_pass
 from coat_vlm.model.loss import (
     IGNORE_INDEX,
@@ -32,16 +32,19 @@ from coat_vlm.model.loss import (
     why_logits_are_needed,
 )
 from coat_vlm.model.packing import (
+    ARGUMENTS,
     PACKED,
     PACKED_IMAGES,
     Packing,
     check_packing,
+    make_empty_mask,
     mask_for_loss,
     read_packing,
     skip_packing_search,
 )
-from coat_vlm.model.placeholders import copy_to_device, find_placeholders
+from coat_vlm.model.placeholders import KINDS, copy_to_device, find_placeholders
 from coat_vlm.model.pretrained import TENSORS, load_weights, read_files
+from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 
 
 class FamilyVlm:
@@ -69,6 +72,15 @@ class FamilyVlm:
     def packs(self) -> bool:
         """Whether samples of a packed row get the positions and attention of single samples."""
         return self.family.is_known
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ranks may share the tokens of a row, if the decoder's attention allows it."""
+        return self.family.is_known and self.family.shares_tokens
+
+    def distribute_media(self, batch: Mapping[str, Any], *_: Any) -> tuple[dict[str, Any], None]:
+        """Return all images and videos for every rank of a group."""
+        return {name: batch[name] for name in ("pixel_values", "extras") if name in batch}, None
 
     def prepare_attention(self: Any, *, packed: bool) -> None:
         """Have images that share a row attend in one call, and samples if rows are ``packed``."""
@@ -119,19 +131,29 @@ def trainable_class(family: Family) -> Any:
             kwargs |= {} if labels is None else {"labels": labels}
             with known_layout(self, kwargs):
                 return original.forward(self, *args, **kwargs)
-        divisor = kwargs.pop("num_items_in_batch", None)
+        divisor, shard = kwargs.pop("num_items_in_batch", None), kwargs.get(SHARD)
         mask = kwargs.get("attention_mask")
         kwargs["attention_mask"] = mask_for_loss(mask, self.language)
         kwargs.setdefault("use_cache", False)
         packing = _read_packing(self, kwargs)
-        labels = labels if packing is None else packing.ignore_first_tokens(labels)
+        if packing is not None and shard is None:
+            labels = packing.ignore_first_tokens(labels)
+        divided = (labels, divisor, shard is not None)
         fused = self.why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if fused:
-            loss_inside = loss_for_logits(self.get_output_embeddings(), labels, divisor)
-        with loss_inside, known_layout(self, kwargs), skip_packing_search(True, packing):
+            loss_inside = loss_for_logits(self.get_output_embeddings(), *divided)
+        own = {name: kwargs.pop(name) for name in (*ARGUMENTS, SHARD) if name in kwargs}
+        with (
+            loss_inside,
+            known_layout(self, kwargs, shard),
+            _add_arguments(self.language, own),
+            skip_packing_search(True, packing),
+        ):
             out = original.forward(self, *args, **kwargs, return_dict=True)
-        loss = out.logits if fused else next_token_loss(out.logits, labels, divisor)
+        if shard is not None:
+            shard.check(self.language)
+        loss = out.logits if fused else next_token_loss(out.logits, *divided)
         if (router_logits := getattr(out, "router_logits", None)) is not None:
             loss = loss + balance_loss(self, router_logits, mask, labels, divisor)
         return CausalLMOutputWithPast(loss=loss)
@@ -174,8 +196,11 @@ def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
 
     Raises ValueError if the attention would ignore it, or the positions of images are missing.
     """
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids, mask, shard = inputs["input_ids"], inputs["attention_mask"], inputs.get(SHARD)
     batch, tokens = ids.shape
+    if shard is not None:
+        inputs["attention_mask"] = make_empty_mask(tokens, ids.device)
+        tokens *= shard.group.size
     packing = read_packing(batch, tokens, ids.device, mask, inputs)
     if packing is None:
         return None
@@ -198,13 +223,29 @@ def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
 
 
 @contextmanager
-def known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+def _add_arguments(language: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
+    """Call the decoder with ``arguments``, which the whole model would give its tower, too."""
+    hook = language.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | arguments), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def known_layout(
+    model: Any, inputs: dict[str, Any], shard: SequenceShard | None = None
+) -> Iterator[None]:
     """Run the tower once, and place features where the batch says; reads that from ``inputs``."""
     places: dict[str, Placeholders] = {}
     for kind in KINDS:
-        if (given := inputs.pop(f"{kind}_positions", None)) is not None:
+        if shard is not None:
+            places[kind] = Placeholders.of_shard(shard, kind, inputs["input_ids"].device)
+        elif (given := inputs.pop(f"{kind}_positions", None)) is not None:
             is_placeholder = inputs["input_ids"] == getattr(model.config, f"{kind}_token_id")
-            places[kind] = Placeholders(find_placeholders(is_placeholder, given))
+            places[kind] = Placeholders.of_batch(find_placeholders(is_placeholder, given))
     core = model.base_model
     known = known_placeholders(core, model.language, places) if places else nullcontext()
     with known, one_pass(core, inputs):

@@ -39,8 +39,8 @@ Kernel = Literal["flash", "sdpa"]
 UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Attention arguments of some models that packed attention does not support."""
 
-# Arguments of FlashAttentionKwargs.
-_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments of a packed row: transformers' FlashAttentionKwargs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Packing:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' models."""
         return dict(
-            zip(_NAMES, (self.bounds, self.bounds, self.longest, self.longest), strict=True)
+            zip(ARGUMENTS, (self.bounds, self.bounds, self.longest, self.longest), strict=True)
         )
 
     def split(self, *heads: Tensor) -> list[tuple[Tensor, ...]]:
@@ -111,7 +111,7 @@ def read_packing(
     ``cu_seq_lens_q`` and ``max_length_q`` are required. Raises ValueError if they do not describe
     the sequences of one row; values of bounds on a GPU are not checked, to avoid a synchronization.
     """
-    given = {name: arguments.get(name) for name in _NAMES}
+    given = {name: arguments.get(name) for name in ARGUMENTS}
     if all(value is None for value in given.values()):
         return None
     bounds, _, longest, _ = given.values()  # transformers also gives the keys'

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+KINDS = ("image", "video")
+"""Media with placeholders of their own."""
+
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy ``tensor`` to ``device`` asynchronously, from pinned memory.

@@ -1,7 +1,8 @@
 """Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
-Each of the N ranks of a group runs the language model on a shard of the micro-batch's tokens, and
-vision tower and projector on its own images. Only attention reads tokens of other ranks:
+Each of the N ranks of a group runs the language model on a shard of the micro-batch's tokens.
+Vision tower and projector of a composed model run on the rank's own images, those of a published
+one on all images. Only attention reads tokens of other ranks:
 
     q, k, v [1, H, T / N, D] --all-to-all--> [1, H / N, T, D] -> attention --all-to-all--> T / N
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from coat_vlm.distributed import World
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import IGNORE_INDEX
+from coat_vlm.model.placeholders import KINDS
 from coat_vlm.model.projector import list_image_sizes
 
 SHARD = "sequence_shard"
@@ -40,7 +42,8 @@ class SequenceGroup:
     rank: int
     """Rank of this process in the group."""
     size: int
-    processes: dist.ProcessGroup
+    processes: dist.ProcessGroup | None = None
+    """None on ``meta``."""
 
     def raise_to_largest(self, scale: Tensor) -> None:
         """Raise an FP8 scale [] in place to the largest of the group; NaN stays NaN."""
@@ -91,12 +94,17 @@ def why_attention_is_unknown(model: PreTrainedModel) -> str | None:
 class SequenceShard:
     """This rank's part of a micro-batch, and the exchanges with the other ranks.
 
-    Image features replace ``positions`` [P] int64 of the shard. ``sends`` and ``receives`` are the
-    numbers of features that this rank computes for each rank, and each rank for this one (sum: P).
+    ``sends`` and ``receives`` are the numbers of features that this rank computes for each rank,
+    and each rank for this one; empty if every rank computes all features.
     """
 
     group: SequenceGroup
-    positions: Tensor
+    start: int = 0
+    """Position of its first token in the row."""
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    """[P] int64: placeholders by kind of media, as positions in the row."""
+    features: Mapping[str, slice] = field(default_factory=dict)
+    """Those of them in the shard; a feature has the number of its placeholder."""
     sends: list[int] = field(default_factory=list)
     receives: list[int] = field(default_factory=list)
     calls: int = 0
@@ -137,8 +145,12 @@ class SequenceShard:
                 "arguments of the model's call; remove the key, or use another language model"
             )
 
+    def find_places(self, kind: str) -> Tensor:
+        """Return the placeholders of one kind of media as positions in the shard."""
+        return self.places[kind][self.features[kind]] - self.start
+
     def send_features(self, features: Tensor) -> Tensor:
-        """Exchange this rank's features [sum of sends, hidden] for those of ``positions`` [P]."""
+        """Exchange this rank's features [sum of sends, hidden] for those of its own tokens."""
         if not self.sends:
             return features
         return _exchange(features, self.group, self.sends, self.receives)
@@ -153,7 +165,8 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.back = group, receives, sends
         out = x.new_empty(sum(receives), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receives, sends, group.processes)
+        if not x.is_meta:
+            dist.all_to_all_single(out, x.contiguous(), receives, sends, group.processes)
         return out
 
     @staticmethod
@@ -172,15 +185,14 @@ def _exchange(
     return _AllToAll.apply(x, group, sends or ones, receives or ones)
 
 
-def shard_batch(
-    batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig
-) -> dict[str, Any]:
+def shard_batch(batch: Mapping[str, Any], group: SequenceGroup, model: Any) -> dict[str, Any]:
     """Return this rank's shard of a micro-batch on the CPU, padded on the right or packed.
 
     Several rows are concatenated to one, which is filled up to a multiple of N behind the last
-    sequence. Labels are shifted before the split. Returns arguments of ``CoatVlm``: ``input_ids``,
-    ``position_ids`` and ``labels`` (1, T / N), this rank's images, the boundaries of several
-    sequences in the row of T tokens, and the :class:`SequenceShard`.
+    sequence. Labels are shifted before the split. Returns arguments of the ``model``, a composed or
+    published one: ``input_ids``, ``position_ids`` and ``labels`` (..., 1, T / N), images and
+    videos, the boundaries of several sequences in the row of T tokens, and the
+    :class:`SequenceShard`.
     """
     bounds = batch.get("cu_seq_lens_q")
     keep = torch.ones_like(batch["input_ids"], dtype=torch.bool)
@@ -190,32 +202,36 @@ def shard_batch(
     keep = keep.flatten()
     ids, labels = (batch[name].flatten()[keep] for name in ("input_ids", "labels"))
     labels = labels.index_fill(0, bounds[:-1].long(), IGNORE_INDEX)
-    places = batch.get("image_positions", keep.new_empty(0, dtype=torch.int64))
-    places = (keep.cumsum(0) - 1)[places]  # positions in the row
-    ids = ids.index_fill(0, places, 0)  # features replace these embeddings, so any id works
+    row, none = keep.cumsum(0) - 1, keep.new_empty(0, dtype=torch.int64)  # positions in the row
+    places = {kind: row[batch.get(f"{kind}_positions", none)] for kind in KINDS}
+    # Features replace these embeddings, so any id works.
+    ids = ids.index_fill(0, torch.cat([*places.values()]), 0)
 
     missing = -len(ids) % group.size
     bounds = torch.cat([bounds[:-1], bounds[-1:] + missing])
     lengths = bounds.diff().long()
     positions = torch.arange(len(ids) + missing) - bounds[:-1].long().repeat_interleave(lengths)
-    tokens = len(positions) // group.size  # of a shard
+    if "position_ids" in batch:  # (3, B, T), in time, height and width
+        positions = F.pad(batch["position_ids"].flatten(1)[:, keep], (0, missing))
+    tokens = (len(ids) + missing) // group.size  # of a shard
     start, end = tokens * group.rank, tokens * (group.rank + 1)
     inputs = {
         "input_ids": F.pad(ids, (0, missing))[None, start:end],
         "labels": F.pad(labels[1:], (0, missing + 1), value=IGNORE_INDEX)[None, start:end],
-        "position_ids": positions[None, start:end],
+        "position_ids": positions[..., None, start:end],
     }
     if len(bounds) > 2:
         inputs |= {"cu_seq_lens_q": bounds, "max_length_q": int(lengths.max())}
     # Placeholders before each shard's start; a feature has the number of its placeholder.
-    needed = torch.searchsorted(places, tokens * torch.arange(group.size + 1)).tolist()
-    media, made = _distribute_images(batch, group, config, len(places))
-    mine = places[needed[group.rank] : needed[group.rank + 1]] - start
-    shard = SequenceShard(group, mine)
-    if len(places):
+    starts = tokens * torch.arange(group.size + 1)
+    needed = {kind: torch.searchsorted(own, starts).tolist() for kind, own in places.items()}
+    features = {kind: slice(*own[group.rank : group.rank + 2]) for kind, own in needed.items()}
+    shard = SequenceShard(group, start, places, features)
+    media, made = model.distribute_media(batch, group, len(places["image"]))
+    if made is not None and len(places["image"]):
         rank, ranks = group.rank, range(group.size)
-        shard.sends = [_overlap(made, rank, needed, other) for other in ranks]
-        shard.receives = [_overlap(made, other, needed, rank) for other in ranks]
+        shard.sends = [_overlap(made, rank, needed["image"], other) for other in ranks]
+        shard.receives = [_overlap(made, other, needed["image"], rank) for other in ranks]
     return {**inputs, **media, SHARD: shard}
 
 
@@ -225,7 +241,7 @@ def _overlap(made: list[int], maker: int, needed: list[int], reader: int) -> int
     return max(0, min(made[maker + 1], needed[reader + 1]) - start)
 
 
-def _distribute_images(
+def distribute_images(
     batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig, placeholders: int
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Distribute whole images (groups of frames) to the ranks, in order, with about equal tiles.

@@ -6,6 +6,7 @@ projected image features replace in order (LLaVA, Liu et al. 2023, arXiv:2304.08
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain
@@ -40,7 +41,7 @@ from coat_vlm.model.placeholders import (
 )
 from coat_vlm.model.pretrained import load_complete, readable_errors
 from coat_vlm.model.projector import Grid, Projector, build_projector, project_scales
-from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
+from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, SequenceShard, distribute_images
 from coat_vlm.model.vision import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -128,13 +129,19 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         """The decoder with its output layer."""
         return self.language_model
 
-    packs = True
-    """Whether rows may have several samples; the language model's attention decides."""
+    packs = shares_tokens = True
+    """Whether rows may have several samples, and several ranks; the language model decides."""
 
     def prepare_attention(self, *, packed: bool) -> None:
         """Prepare attention for training, with ``packed`` for rows of several samples."""
         if packed and self.language_model.config._attn_implementation == "sdpa":
             self.language_model.set_attn_implementation(PACKED)
+
+    def distribute_media(
+        self, batch: Mapping[str, Any], group: SequenceGroup, placeholders: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """See :func:`coat_vlm.model.sequence_parallel.distribute_images`."""
+        return distribute_images(batch, group, self.config, placeholders)
 
     @property
     def base_model(self) -> "Backbone":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -349,7 +356,9 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         else:
             features = self._project_zero_image(embeds).flatten(0, -2)[:0]
         features = shard.send_features(features.to(embeds.dtype))
-        return place_features(embeds, copy_to_device(shard.positions, embeds.device), features)
+        return place_features(
+            embeds, copy_to_device(shard.find_places("image"), embeds.device), features
+        )
 
     def _project_zero_image(self, embeds: torch.Tensor) -> torch.Tensor:
         assert self.vision_tower is not None

@@ -5,7 +5,7 @@ pass the model's own processor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, cast
@@ -22,6 +22,7 @@ from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.family_processor import FamilyEncoder
 from coat_vlm.model.folder import start_processor
+from coat_vlm.model.sequence_parallel import SequenceGroup, shard_batch
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.activations import Activations, trace, trace_inputs
 from coat_vlm.train.open_sources import access_of, open_sources
@@ -51,6 +52,9 @@ class ComposedRow:
         vision = config.vision_config
         return 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
 
+    shares: int = 1
+    """Ranks for which :meth:`trace` divides the tokens of a micro-batch."""
+
     def trace(self, model: Any, rows: int) -> Activations:
         """Trace a micro-batch of so many rows; see :func:`coat_vlm.plan.activations.trace`."""
         return trace(model, rows, self.tokens, self.images, pool_frames=self.pool_frames)
@@ -70,6 +74,8 @@ class PublishedRow:
     """Token ids of text."""
     complete: Callable[[Batch], Batch] | None
     """See :attr:`coat_data.load.encode.Encoder.complete`."""
+    shares: int
+    """Ranks that share the tokens of a micro-batch."""
 
     def count_patches(self, config: Any) -> int:
         """Count the patches of an image in the tower; 0 without images."""
@@ -81,13 +87,16 @@ class PublishedRow:
         return pixels.numel() // values // self.images if self.images else 0
 
     def trace(self, model: Any, rows: int) -> Activations:
-        """Trace a micro-batch of so many rows; see :func:`coat_vlm.plan.activations.trace_inputs`.
+        """Trace a rank's shard of so many rows; see :func:`coat_vlm.plan.activations.trace_inputs`.
 
         Packed rows take the same memory as full ones. ValueError for a model that cannot be traced.
         """
         row = self.make(torch.Generator())
         row = replace(row, pixel_values=row.pixel_values.to("meta"))
-        batch = self.collate([row] * rows, None)
+        batch: Mapping[str, Any] = self.collate([row] * rows, None)
+        if self.shares > 1:
+            model.prepare_attention(packed=True)
+            batch = shard_batch(batch, SequenceGroup(0, self.shares), model)
         try:
             return trace_inputs(model, copy_batch_to_device(batch, torch.device("meta")))
         except RuntimeError as error:
@@ -187,6 +196,7 @@ def _plan_published(
         shown=shown,
         text_ids=every[~torch.isin(every, kinds)],
         complete=encoder.complete,
+        shares=stage.sequence_parallel,
     )
 
 

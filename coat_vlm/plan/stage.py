@@ -257,7 +257,7 @@ def plan_recipe(
                 fp8=fp8,
                 optimizer=optimizer,
                 sizes=count_sizes(model, stage, measure_state_bytes(optimizer), low_bits=low_bits),
-                traced=_share_tokens(traced, stage.sequence_parallel),
+                traced=_share_tokens(traced, stage.sequence_parallel // row.shares),
                 graphs=choose_graphs(recipe, stage, arithmetic),
                 graph_blocks=_count_graph_blocks(model),
             )
@@ -266,7 +266,7 @@ def plan_recipe(
 
 
 def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
-    """Return the activations of one of several ranks that share the tokens of micro-batches.
+    """Return the activations of one of several ranks that share the tokens of traced micro-batches.
 
     A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. What the
     exchanges of tokens need for a moment is not counted.
@@ -305,7 +305,8 @@ def trace_variant(
         if precision == recipe.precision:
             raise
         return None
-    return plan.row.trace(model, stage.micro_batch_size).scale(1 / stage.sequence_parallel)
+    traced = plan.row.trace(model, stage.micro_batch_size)
+    return traced.scale(plan.row.shares / stage.sequence_parallel)
 
 
 def _count_graph_blocks(model: Any) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -24,9 +24,7 @@ from coat_kernels import share_scales
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, SpareMemory
-from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.family_layout import KINDS
-from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.model.placeholders import KINDS, copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence_group, shard_batch
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
@@ -142,7 +140,7 @@ class Passes:
         """Run the forward pass; return the sum of this rank's token (or pair) losses / divisor."""
         shard: Mapping[str, Any] = batch
         if self.sequence is not None:
-            shard = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
+            shard = shard_batch(batch, self.sequence, self.model)
         inputs = copy_batch_to_device(shard, self.world.device)
         if self.preference is not None:
             return self.preference.loss(self.engine, inputs, divisor)

@@ -17,8 +17,8 @@ from coat_data.sample import NOTES
 from coat_vlm.config import MODULES
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
-from coat_vlm.model.family_layout import KINDS
 from coat_vlm.model.flops import ModelFlops, Work, count_flops, why_not_counted
+from coat_vlm.model.placeholders import KINDS
 from coat_vlm.train.tracking import print_on_main
 
 _COUNTS = ("supervised_tokens", "tokens", "samples", "tiles", "vision_tokens")

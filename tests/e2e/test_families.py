@@ -344,6 +344,30 @@ def test_packing(family: str, published: Path, tiny_data: Path, tmp_path: Path) 
     assert all(0 <= row["imbalance"] < 0.5 for row in two)
 
 
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_share_tokens(
+    zero_stage: int, published: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Of rows with images and texts, also packed; tests/vlm/test_sequence_parallel.py has more."""
+    for ranks in (1, 2):
+        recipe = make_recipe(tiny_data, published / "qwen2_5_vl", tmp_path / f"{ranks}")
+        recipe["model"]["max_length"] = 256
+        sharing = {"sequence_parallel": ranks}
+        align, sft = recipe["stages"].values()
+        align |= {**sharing, "micro_batch_size": 2}
+        sft |= {**sharing, "packing": {"tokens": 512, "images": 5}, "max_steps": 2}
+        recipe |= {"zero_stage": zero_stage if ranks > 1 else 0}
+        said = train(recipe, tmp_path, ranks=ranks)
+        assert ("2 ranks share the tokens of each micro-batch" in said) == (ranks == 2)
+    for stage in ("align", "sft"):
+        alone, shared = (tiny_run.steps(tmp_path / f"{ranks}", stage) for ranks in (1, 2))
+        for name in ("samples", "tokens", "supervised_tokens", "tiles"):
+            assert [row[name] for row in shared] == [row[name] for row in alone]
+        for name in ("loss", "grad_norm"):
+            expected = [row[name] for row in alone]
+            assert [row[name] for row in shared] == pytest.approx(expected, rel=2e-5), name
+
+
 @pytest.mark.parametrize(
     "family",
     [

@@ -22,7 +22,12 @@ def clip(folder: Path, number: int) -> Media:
     folder.mkdir()
     for frame in range(number):
         (folder / f"{frame}.png").write_bytes(picture(10 + frame).data or b"")
-    frames = tuple(str(folder / f"{frame}.png") for frame in range(number))
+    return video(folder, number)
+
+
+def video(folder: Path | str, number: int) -> Media:
+    """The video of so many frames that :func:`clip` wrote."""
+    frames = tuple(str(Path(folder) / f"{frame}.png") for frame in range(number))
     return Media(kind="video", path=frames[0], frames=frames, fps=2.0)
 
 

@@ -1,5 +1,7 @@
 """Runs micro-batches of small models on shards of tokens; prints how they differ from whole ones.
 
+A case has the settings of a composed model, or the folder of a ``published`` one.
+
 ``python sequence_ranks.py RANKS [cuda] < cases.json``: RANKS processes run every case, with gloo
 and forked from this one, or started on a GPU each (CUDA does not work in forks of a process that
 has asked for devices, as imports do). Rank 0 prints, as JSON, the loss and the gradients' relative
@@ -17,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 from unittest import mock
 
+import family_samples
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +33,8 @@ from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import convert, weights
 from coat_vlm.model import CoatVlm, CoatVlmConfig
-from coat_vlm.model.packing import PACKED
+from coat_vlm.model.family_model import load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.model.sequence_parallel import (
     SequenceGroup,
     check_sequence_parallel,
@@ -63,8 +67,10 @@ LANGUAGE = {
 }
 
 
-def build(case: dict[str, Any]) -> CoatVlm:
+def build(case: dict[str, Any]) -> Any:
     """The case's model in FP32, of the same weights for every case of a shape."""
+    if "published" in case:
+        return load_family_model("published", case["published"], torch.float32, "sdpa").train()
     torch.manual_seed(0)
     kind = case.get("family", "qwen2")
     text = CONFIG_MAPPING[kind](**(LANGUAGE | case.get("language", {})))
@@ -111,17 +117,25 @@ def make_sample(model: CoatVlm, number: int, length: int, images: int, case: Any
     )
 
 
-def make_batch(model: CoatVlm, case: dict[str, Any]) -> Batch:
-    rows = [
-        make_sample(model, number, length, images, case)
-        for number, (length, images) in enumerate(case["rows"])
-    ]
+def make_batch(model: Any, case: dict[str, Any]) -> Batch:
+    encoder: Any = None
+    if "published" in case:
+        encoder = FamilyProcessor.load("published", case["published"], 1024).encoder()
+        media = [[getattr(family_samples, name)(*of) for name, *of in row] for row in case["rows"]]
+        rows = [encoder(family_samples.conversation(*shown)) for shown in media]
+    else:
+        rows = [
+            make_sample(model, number, length, images, case)
+            for number, (length, images) in enumerate(case["rows"])
+        ]
     if case.get("packed"):
-        return collate_packed(rows, pad_token_id=0, align=case["packed"])
-    return collate(rows, pad_token_id=0)
+        batch = collate_packed(rows, pad_token_id=0, align=case["packed"])
+    else:
+        batch = collate(rows, pad_token_id=0)
+    return batch if encoder is None else encoder.complete(batch)
 
 
-def run(model: CoatVlm, inputs: dict[str, Any], divisor: int) -> tuple[float, dict[str, Tensor]]:
+def run(model: Any, inputs: dict[str, Any], divisor: int) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     inputs = copy_batch_to_device(inputs, next(model.parameters()).device)
     loss = model(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
@@ -175,7 +189,7 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     divisor = count_supervised_tokens(batch)
     if case.get("packed") or case.get("alone_packed"):
         for each in (model, exact):
-            each.language_model.set_attn_implementation(PACKED)
+            each.prepare_attention(packed=True)
     alone = batch
     if case.get("alone_packed"):
         alone = make_batch(model, {**case, "packed": case["alone_packed"]})
@@ -183,9 +197,9 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     wanted = {name: grad.clone() for name, grad in wanted.items()}
     _, of_fp32 = run(exact, dict(alone), divisor)
 
-    model.language_model.set_attn_implementation(PACKED)
-    check_sequence_parallel(model.language_model, group.size)
-    inputs = shard_batch(batch, group, cast(CoatVlmConfig, model.config))
+    model.prepare_attention(packed=True)
+    check_sequence_parallel(model.language, group.size)
+    inputs = shard_batch(batch, group, model)
     reduce = mock.Mock(wraps=group.raise_to_largest)
     with share_scales(reduce):
         own_loss, grads = run(model, inputs, divisor)

@@ -171,7 +171,7 @@ def test_shards_are_refused_without_causal_attention(recompute_qkv: bool, packed
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     group = SequenceGroup(0, 1, cast(dist.ProcessGroup, None))
     arguments: dict[str, Any] = {
-        SHARD: OnlyRank(group, torch.empty(0, dtype=torch.int64)),
+        SHARD: OnlyRank(group),
         "position_embeddings": rotary(x, torch.arange(T)[None]),
     }
     if packed:

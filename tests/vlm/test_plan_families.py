@@ -123,6 +123,26 @@ def test_numbers_of_images(folder: Path, tmp_path: Path) -> None:
         plan(150)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "coat"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+def test_ranks_that_share_tokens_divide_those_of_the_decoder(
+    family: str, precision: str, tmp_path: Path
+) -> None:
+    """All images pass the tower of each rank. BF16 saves attention's output on both sides, too."""
+    MAKERS[family](tmp_path / family)
+    for micro in (1, 2):
+        changes = f"precision={precision}", f"stages.sft.micro_batch_size={micro}"
+        saved: list[dict[str, float]] = []
+        for ranks in (1, 2):
+            shared = f"stages.sft.sequence_parallel={ranks}"
+            recipe = write_recipe(tmp_path / family, tmp_path, [[(40, 24)]], *changes, shared)
+            (plan,) = plan_recipe(recipe, ranks=ranks, gpu_bytes=80e9)
+            saved.append(plan.activations.saved)
+        alone, shared = saved
+        assert shared["vision"] == alone["vision"] > 0
+        assert shared["language"] == pytest.approx(alone["language"] / 2, rel=0.08)
+
+
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_a_model_that_cannot_be_planned(family: str, tmp_path: Path) -> None:
     MAKERS[family](tmp_path / family)

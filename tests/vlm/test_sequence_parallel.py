@@ -10,15 +10,22 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from family_folders import MAKERS
+from family_samples import clip
+from one_stage import one_stage
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from coat_data.load.collate import collate
 from coat_data.load.encode import EncodedSample
+from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.model.families import FAMILIES
+from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.sequence_parallel import (
     SequenceGroup,
     check_sequence_parallel,
     shard_batch,
 )
+from coat_vlm.train.model_setup import prepare_model
 
 MIXED = {"rows": [[20, 2], [9, 0], [14, 1]]}
 """Tokens of text and images of each row."""
@@ -80,6 +87,88 @@ def run_cases(cases: dict[str, Any], *words: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_cases(CASES, str(request.param))
+
+
+UNSHARED = {
+    "gemma3": "tokens read later ones of their image or question",
+    "gemma4": "tokens read later ones of their image or question",
+    "lfm2_vl": "Lfm2Model has layers of type conv, so ranks cannot share its tokens",
+    "paligemma": "tokens read later ones of their image or question",
+    "qwen3_5": "Qwen3_5TextModel has layers of type linear_attention",
+    "qwen3_vl_moe": "its experts balance all tokens, so ranks cannot share them",
+}
+"""Published families whose tokens ranks cannot share."""
+SHARED = ("llava_onevision", "qwen3_vl")
+"""Those that are tested in every run."""
+OTHERS = sorted(FAMILIES.keys() - UNSHARED - {*SHARED})
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        SHARED,
+        pytest.param([*FAMILIES.keys() - UNSHARED - {*SHARED}], marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def published(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Two ranks' results for rows with images, text and videos, padded, packed and alone."""
+    folder = tmp_path_factory.mktemp("published")
+    clip(folder / "clip", 5)
+    cases: dict[str, Any] = {}
+    for family in request.param:
+        MAKERS[family](folder / family)
+        shown = ["picture", 1]
+        if FAMILIES[family].videos is not None:
+            shown = ["video", f"{folder}/clip", 5]
+        rows = [[["picture", 2, 90, 20]], [], [["picture", 3], ["picture", 4, 20, 50]], [shown]]
+        case = {"published": str(folder / family), "rows": rows}
+        cases[f"{family}, padded"] = case
+        cases[f"{family}, packed"] = {**case, "packed": 32}
+        cases[f"{family}, one row"] = {**case, "rows": [[*rows[2], shown]]}
+        cases[f"{family}, text"] = {**case, "rows": [[], []]}
+        if family in ("qwen2_5_vl", "qwen3_vl"):
+            rounded = {"precision": "coat", "packed": 32, "alone_packed": 32}
+            cases[f"{family}, coat"] = case | rounded
+    return run_cases(cases, "2")
+
+
+def test_published_models_differ_by_rounding(published: dict[str, Any]) -> None:
+    """As composed ones; in FP8 the ranks round their parts of the gradients of towers."""
+    for case, found in published.items():
+        rounded = case.endswith("coat")
+        assert found["same"], case
+        assert found["loss"] == pytest.approx(found["wanted"], rel=1e-4 if rounded else 1e-6), case
+        if rounded:
+            assert 0 < found["difference"] < 0.1 * found["own_error"], case
+        else:
+            assert max(found["errors"].values()) < 1e-5, case
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_share_the_tokens_of_a_published_model(tmp_path: Path) -> None:
+    """BF16 and FP8 round other sums, so two ranks differ from one by less than one from FP32."""
+    MAKERS["qwen3_vl"](tmp_path / "qwen3_vl")
+    clip(tmp_path / "clip", 5)
+    rows = [[["picture", 2, 90, 20], ["video", str(tmp_path / "clip"), 5]], [], [["picture", 3]]]
+    case = {"published": str(tmp_path / "qwen3_vl"), "rows": rows, "packed": 32, "alone_packed": 32}
+    cases = {kind: {**case, "precision": kind} for kind in ("bf16", "coat")}
+    for precision, found in run_cases(cases, "2", "cuda").items():
+        assert found["same"], precision
+        assert found["loss"] == pytest.approx(found["wanted"], rel=5e-3), precision
+        assert 0 < found["difference"] < found["own_error"], precision
+
+
+@pytest.mark.parametrize("family", UNSHARED)
+def test_published_models_that_cannot_be_split_are_refused(family: str, tmp_path: Path) -> None:
+    MAKERS[family](tmp_path / "model")
+    attention = "eager" if family == "paligemma" else "sdpa"
+    model = load_family_model("published", str(tmp_path / "model"), torch.float32, attention)
+    stage = one_stage("language", sequence_parallel=2)
+    with pytest.raises(ValueError, match=UNSHARED[family]):
+        prepare_model(model, stage, arithmetic_of("fp32", None, torch.device("cpu")))
 
 
 WIDE = {
@@ -160,8 +249,8 @@ def test_shards_of_padded_rows_by_hand() -> None:
         EncodedSample(torch.tensor([8, 9]), torch.tensor([8, 9]), empty),
     ]
     batch = collate(samples, pad_token_id=1)
-    config: Any = SimpleNamespace(tokens_per_image=0, s2_scales=None)
-    first, second = (shard_batch(batch, fake_group(rank, 2), config) for rank in (0, 1))
+    model = SimpleNamespace(distribute_media=lambda *_: ({}, None))
+    first, second = (shard_batch(batch, fake_group(rank, 2), model) for rank in (0, 1))
     assert first["input_ids"].tolist() == [[5, 6, 7]]
     assert second["input_ids"].tolist() == [[8, 9, 0]]
     assert first["labels"].tolist() == [[6, -100, -100]]  # nothing predicts 8
@@ -170,7 +259,7 @@ def test_shards_of_padded_rows_by_hand() -> None:
     assert second["position_ids"].tolist() == [[0, 1, 2]]
     assert first["cu_seq_lens_q"].tolist() == [0, 3, 6]
     assert first["max_length_q"] == 3
-    alone = shard_batch(collate(samples[:1], pad_token_id=1), fake_group(1, 2), config)
+    alone = shard_batch(collate(samples[:1], pad_token_id=1), fake_group(1, 2), model)
     assert "cu_seq_lens_q" not in alone
     assert alone["position_ids"].tolist() == [[2, 3]]
 
