@@ -153,6 +153,7 @@ def estimate_rank_memory(
         weights -= (e - 1) * sizes.stored
     states = sizes.state_bytes * sizes.trained * share
     base = weights + master_weights + states
+    loaded = e * sizes.parameters if zero_stage < 3 else 0  # before weights are stored in FP8
     filled = float(e * (_DEFAULTS.reduce_bucket_size if bucket is None else bucket))
     group = sizes.largest_group * share
     cast = 4 * sizes.largest if fp32_sums else 0  # of a gradient that DeepSpeed adds to its sum
@@ -219,6 +220,6 @@ def estimate_rank_memory(
         gradients=gradients if accumulates or zero_stage == 3 else 0.0,
         buffers=buffers,
         activations=activations.total_saved,
-        backward_peak=base + backward,
+        backward_peak=max(base + backward, loaded),
         step_peak=step,
     )

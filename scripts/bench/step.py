@@ -402,6 +402,7 @@ EXAMPLES = """\
   python scripts/bench/step.py --size 8b --precisions coat --optimizer own --batch 4 --profile
   python scripts/bench/step.py --size 8b --precisions coat recompute_qkv --optimizer own \\
       --accumulation 8 --cap-gib 77                              # an 8B model on a GPU of 80 GB
+  python scripts/bench/step.py --size qwen3-vl-30b-a3b --lora 64 --precisions bf16 coat
   python scripts/bench/step.py --size qwen2.5-7b --lora 64 --precisions coat --optimizer own
   torchrun --nproc-per-node 2 scripts/bench/step.py --size llama-2-7b --optimizer own \\
       --precisions bf16 coat recompute_qkv --zero 1 2 3 --batch 1 2 4  # COAT's paper
@@ -409,7 +410,7 @@ EXAMPLES = """\
 sizes; samples of the models with a tower have 4,096 tokens with 4 images of 448 pixels:
   1b, 2b, 8b           SigLIP-so400m and a language model of the shape of Qwen2.5-0.5B, 1.5B or
                        7B: 0.90B, 1.95B and 8.04B parameters
-  qwen2.5-vl-7b, qwen3-vl-8b    the published models (the recipe key model.pretrained)
+  qwen2.5-vl-7b, qwen3-vl-8b, qwen3-vl-30b-a3b    the published models (model.pretrained)
   qwen2.5-7b           no tower, 4,096 tokens of text
   llama-2-7b           no tower, 2,048 tokens of text, as in COAT's paper
   tiny, tiny-llm       0.2M parameters, 32 tokens, with and without a tower, for tests on a CPU

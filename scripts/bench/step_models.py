@@ -130,12 +130,13 @@ SIZES = {
     "llama-2-7b": _build_text("llama-2-7b", _VICUNA, 2048),
     "qwen2.5-vl-7b": _read_published("qwen2.5-vl-7b", "qwen2_5_vl_7b"),
     "qwen3-vl-8b": _read_published("qwen3-vl-8b", "qwen3_vl_8b"),
+    "qwen3-vl-30b-a3b": _read_published("qwen3-vl-30b-a3b", "qwen3_vl_30b_a3b"),
 }
 """Values of ``--size``. The language models have published shapes (config.json of Qwen/Qwen2.5-0.5B
 here, the others in :mod:`coat_vlm.plan.stage`; Vicuna has Llama-2-7B's shape). Llama-2-7B
 with a context of 2,048 tokens is the end-to-end setting of COAT's paper (arXiv:2410.19313).
-``published`` has config.json of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct, without
-the keys that do not change the model."""
+``published`` has config.json of Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-VL-8B-Instruct and
+Qwen/Qwen3-VL-30B-A3B-Instruct, without the keys that do not change the model."""
 
 
 LR = 2e-5

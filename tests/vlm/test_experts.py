@@ -1,6 +1,7 @@
 """Mixtures of experts: the load-balancing loss, and FP8 blocks with experts."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from coat_kernels import (
     transpose_experts,
 )
 from coat_vlm.config import Fp8Config
+from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import convert, fp8_blocks, store_frozen_weights
 from coat_vlm.fp8 import experts as fp8_experts
 from coat_vlm.fp8.block_error import BlockError, block_error
@@ -35,6 +37,7 @@ from coat_vlm.fp8.weights import list_stored, store_experts
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.optim import CoatAdamW
+from coat_vlm.plan.stage import plan_recipe
 from coat_vlm.train.passes import copy_batch_to_device
 
 __all__ = ["without_rounding"]  # a fixture
@@ -282,3 +285,54 @@ def test_layers_without_experts_are_refused() -> None:
     experts.down_proj = nn.Parameter(experts.down_proj[..., :48][:, :120].clone())
     with pytest.raises(ValueError, match=r"K = 120 and F = 48"):
         convert(model, Fp8Config())
+
+
+REAL: dict[str, Any] = {
+    "hidden_size": 2048, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+"""Layers of Qwen3-VL-30B-A3B."""
+
+
+def plan_layers(folder: Path, layers: int, precision: str) -> Any:
+    """The plan of LoRA on attention, of rows of 512 tokens without images."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].pop("num_local_experts", None)  # transformers' name
+    config["text_config"] |= REAL | {"num_hidden_layers": layers}
+    config["text_config"]["rope_parameters"]["mrope_section"] = [24, 20, 20]
+    config["vision_config"]["out_hidden_size"] = 2048
+    (folder / "config.json").write_text(json.dumps(config))
+    answer = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "red"}]
+    (folder / "rows.json").write_text(json.dumps([{"conversations": answer}] * 4))
+    stage = {
+        "data": [{"name": "rows", "path": str(folder / "rows.json")}],
+        "batch_size": 1, "micro_batch_size": 1, "max_steps": 1,
+        "language": {"train": True, "lr": 1e-4},
+        "lora": {"rank": 16, "alpha": 16, "dropout": 0},
+    }  # fmt: skip
+    recipe = {"name": "plan", "output_dir": str(folder / "run"), "precision": precision}
+    recipe |= {"model": {"pretrained": str(folder), "max_length": 512}, "stages": {"sft": stage}}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    (plan,) = plan_recipe(load_recipe(str(folder / "recipe.json"), []), ranks=1, gpu_bytes=141e9)
+    return plan
+
+
+def test_a_plan_knows_experts(tmp_path: Path) -> None:
+    MAKERS[FAMILY](tmp_path / FAMILY)
+    plans = {n: plan_layers(tmp_path / FAMILY, n, "coat") for n in (1, 3)}
+    width, queries, keys, inner = 2048, 32 * 128, 4 * 128, 768
+    attention, experts = 2 * width * (queries + keys), 128 * 3 * inner * width
+    assert plans[3].sizes.stored - plans[1].sizes.stored == 2 * (attention + experts)
+    layer = plans[3].sizes.parameters - plans[1].sizes.parameters
+    adapters = 16 * (4 * width + 2 * queries + 2 * keys)
+    assert layer == 2 * (attention + experts + 128 * width + 2 * width + 2 * 128 + adapters)
+    assert plans[3].own_memory.backward_peak >= 2 * plans[3].sizes.parameters  # when it starts
+    saved = [plans[n].activations.saved["language"] for n in (1, 3)]
+    each = (saved[1] - saved[0]) / 2 / 512
+    # Per token: norms and activations in FP8, q and k before and after their norms, v, the output
+    # of attention in BF16; probabilities, numbers and order of rows. Statistics are not counted.
+    norms, rows = 2 * width * 17 / 16, 8 * (2 * inner * 17 / 16 + 4 + 8 + 8)
+    expected = norms + rows + 2 * (2 * (queries + 2 * keys) + queries)
+    assert expected < each < 1.05 * expected
+    bf16 = plan_layers(tmp_path / FAMILY, 1, "bf16").activations.saved["language"]
+    assert saved[0] < 0.5 * bf16
