@@ -99,8 +99,10 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     text = getattr(model, "base_files", {}).get("config.json")
     if text is not None:
+        raw = json.loads(text)
+        raw.pop("quantization_config", None)  # the weights were decompressed
         read = type(config).from_dict(json.loads(text))
-        return _update(json.loads(text), read.to_dict(), config.to_dict(), dtype)
+        return _update(raw, read.to_dict(), config.to_dict(), dtype)
     named = {"architectures": [type(model).__name__], "dtype": dtype}
     return dict(sorted((config.to_diff_dict() | named).items()))
 
@@ -143,6 +145,7 @@ def _drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _rename(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by their names in the folder that the model was loaded from."""
     names = json.loads(getattr(model, "base_files", {}).get(TENSORS, "{}"))
+    names |= {f"{name}_scale": f"{own}_scale" for name, own in names.items() if own}  # compressed
     tensors = _drop_tied(weights)
     # transformers reads both layouts, other loaders the published one.
     ends: tuple[str, ...] = getattr(getattr(model, "family", None), "swapped", ())

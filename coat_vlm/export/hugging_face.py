@@ -38,7 +38,7 @@ from coat_vlm.config.load import describe_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.folder import INDEX, share_tied, write_model, write_tensors
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
-from coat_vlm.export.transformers_parts import LANGUAGE, save_language
+from coat_vlm.export.transformers_parts import save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
@@ -183,9 +183,12 @@ def export(
     with lock_folder(_lock_path(target), "export") as lock:
         described = _check_folders(source, target)
         model, state, processor = _read(source, described, dtype)
-        if not isinstance(model, CoatVlm):
-            _check_family_export(layout, weights)
-        elif layout in ("llava", "vila") and not model.config.has_vision:
+        if layout != "coat" and not isinstance(model, CoatVlm):
+            raise ValueError(
+                f"--format {layout} is for models composed of parts; a published model is always "
+                "exported in the layout in which it was published: remove --format"
+            )
+        if layout in ("llava", "vila") and not model.config.has_vision:
             raise ValueError(
                 f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
                 "language, which stock transformers loads, and coat"
@@ -195,26 +198,17 @@ def export(
 
         def write(temporary: Path) -> None:
             tensors = share_tied(dict(state), model)
-            record, prefix = None, "" if layout == "language" else LANGUAGE
-            if weights is not None and isinstance(model, CoatVlm):
-                scheme = SCHEMES[weights]
-                record = compress(tensors, model.language_model, scheme, LANGUAGE, prefix)
+            record = None
+            if weights is not None:
+                written = "" if layout == "language" else None
+                record = compress(tensors, model, SCHEMES[weights], written)
             _WRITERS[layout](temporary, model, processor, tensors)
             if record is not None:
-                describe_compression(temporary, record, prefix)
+                describe_compression(temporary, record, model)
             if origin is not None:
                 shutil.copyfile(origin, temporary / "training.json")
 
         return _write(target, write, lock.check)
-
-
-def _check_family_export(layout: Layout, weights: WeightFormat | None) -> None:
-    for option, given in (("--format", layout != "coat" and layout), ("--weights", weights)):
-        if given:
-            raise ValueError(
-                f"{option} {given} is for models composed of parts; a published model is always "
-                f"exported in the layout in which it was published: remove {option}"
-            )
 
 
 def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ METHOD = "compressed-tensors"
 BLOCK = 128
 RECORD = "quantization.json"
 """File with SQNR and bytes of each compressed layer, and why others are uncompressed."""
-IGNORE = ["re:.*lm_head", "re:.*vision_tower.*", "re:.*projector.*"]
-"""Patterns of uncompressed linear layers in the layouts ``coat`` and ``llava``."""
+_PARTS = ("vision_tower", "projector")
+"""Uncompressed parts of a composed model, in the layouts ``coat`` and ``llava``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +129,22 @@ def sqnr_db(weight: Tensor, approximation: Tensor) -> float:
 
 
 def compress(
-    state: dict[str, Tensor], language: PreTrainedModel, scheme: Scheme, prefix: str, written: str
+    state: dict[str, Tensor], model: PreTrainedModel, scheme: Scheme, written: str | None = None
 ) -> dict[str, Any]:
-    """Replace the weights of a language model's linear layers by data and scales, in place.
+    """Replace the weights of the language model's linear layers by data and scales, in place.
 
-    Their names start with ``prefix`` in ``state``, and with ``written`` in the folder. Returns the
-    content of :data:`RECORD`; ValueError if no layer fits the scheme.
+    Names in the folder start with ``written``, by default as in ``state``. Returns the content of
+    :data:`RECORD`; ValueError if no layer fits the scheme.
     """
+    language: Any = cast(Any, model).language
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is language)
+    written = prefix if written is None else written
+    experts = [name for name, p in language.named_parameters() if p.ndim > 2 and p.shape[1] > 1]
+    if experts:
+        raise ValueError(
+            f"--weights {scheme.name}: {experts[0]} has the weights of several experts, which are "
+            "not compressed; export without --weights"
+        )
     output = language.get_output_embeddings()
     layers = {
         name: module.in_features
@@ -187,12 +196,15 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def describe_compression(folder: Path, record: dict[str, Any], prefix: str) -> None:
+def describe_compression(folder: Path, record: dict[str, Any], model: PreTrainedModel) -> None:
     """Write quantization.json, and ``quantization_config`` in config.json."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    family: Any = getattr(model, "family", None)
+    others = _PARTS if family is None else (*family.vision, *family.projector)
     # Other programs use other prefixes of layer names.
-    ends = (name.removeprefix(prefix).removeprefix("model.") for name in record["left"])
-    ignore = [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
+    parts = (f"re:.*{re.escape(name.removeprefix('model.'))}.*" for name in others)
+    ends = (re.sub(r"^.*?(?=layers\.)", "", name) for name in record["left"])
+    ignore = ["re:.*lm_head", *parts, *(f"re:.*{re.escape(end)}$" for end in ends)]
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["quantization_config"] = SCHEMES[record["weights"]].config(ignore)
@@ -287,8 +299,10 @@ def round_inputs(model: nn.Module, scheme: Scheme, folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         with safe_open(str(path), "pt") as file:
             names += file.keys()
-    layers = (name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
-    for name in layers:
-        layer: Any = model.get_submodule(name)
-        layer.__class__ = RoundedInputLinear
-        layer.scheme = scheme
+    # Names in a published layout may begin otherwise than those of the modules.
+    layers = tuple(name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
+    for name, module in cast(Any, model).language.named_modules():
+        if isinstance(module, nn.Linear) and any(one.endswith(f".{name}") for one in layers):
+            layer: Any = module
+            layer.__class__ = RoundedInputLinear
+            layer.scheme = scheme

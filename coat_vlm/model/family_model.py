@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import is_flash_attention_requested
 
 from coat_data.load.encode import EncodedSample
+from coat_vlm.model.compressed import METHOD, make_load_arguments, read_compression
 from coat_vlm.model.families import Family, find_family, find_parts
 from coat_vlm.model.family_layout import Placeholders, known_placeholders
 from coat_vlm.model.family_towers import one_pass
@@ -306,17 +308,20 @@ def load_family_model(
     ``state`` has the weights, if they are not in the folder.
     """
     family, config = find_family(where, path)
-    if getattr(config, "quantization_config", None) is not None:
+    options: dict[str, Any] = {} if state is None else {"config": config, "state_dict": state}
+    quantized: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    is_local = Path(path).is_dir() and quantized.get("quant_method") == METHOD
+    if is_local and (scheme := read_compression(path)) is not None:
+        options |= make_load_arguments(Path(path), scheme, config, dtype)
+    elif quantized:
         raise ValueError(
             f"{where}={path!r} has quantized weights; take the model from which it was made, in "
             "FP32, BF16 or FP16"
         )
     kind = trainable_class(family)
-    options = {} if state is None else {"config": config, "state_dict": state}
     with _explain_attention(where, path, family, attention):
-        model: Any = load_weights(
-            kind, where, path, dtype=dtype, attn_implementation=attention, **options
-        )
+        options = {"dtype": dtype, "attn_implementation": attention, **options}
+        model: Any = load_weights(kind, where, path, **options)
     find_parts(model, model.family)
     model.base_files = read_files(path, "config.json", TENSORS)
     return model

@@ -30,7 +30,8 @@ The checkpoint can be from any number of ranks, ZeRO stage and precision; one pr
 it. --format is the layout that is written:
 
   coat      loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
-            "import coat_vlm", and as init_from of a recipe
+            "import coat_vlm", and as init_from of a recipe; a published model keeps its own layout,
+            which transformers loads
   llava     loads with transformers only (LlavaForConditionalGeneration, AutoProcessor) and in
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
             (resize or pad); --model also takes such a folder, and --format coat converts it for

@@ -490,15 +490,3 @@ def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -
         load_recipe("vila_sft", ["model.max_pixels=9"], unset_variables=True)
     save_recipe(saved, tmp_path / "saved.yaml")
     assert load_recipe(str(tmp_path / "saved.yaml")) == saved
-
-
-def test_what_needs_a_composed_model(
-    published: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = published / "qwen3_vl"
-    for option, value in (("--format", "llava"), ("--weights", "fp8")):
-        assert (
-            main(["export", "--model", str(source), "--to", str(tmp_path / "a"), option, value])
-            == 2
-        )
-        assert f"{option} {value} is for models composed of parts" in capsys.readouterr().err

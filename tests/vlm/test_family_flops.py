@@ -51,6 +51,8 @@ def processor(folder: Path) -> FamilyProcessor:
 
 def load(folder: Path, processor: FamilyProcessor, *parts: str) -> Any:
     model: Any = load_family_model("model.pretrained", str(folder), torch.float32)
+    if hasattr(model.language, "set_experts_implementation"):  # torch counts no grouped products
+        model.set_experts_implementation("eager")
     model.unused = find_unused(model, processor.encoder().filler)
     stage = one_stage(*parts)
     set_trainable(model, stage)
