@@ -114,8 +114,8 @@ class Side:
 
     def make_data(self, folder: Path) -> Result:
         """Job: make the data set."""
-        # Earlier commits have no removed.py and other names.
-        new = (self.folder / "packages/coat_cli/removed.py").is_file()
+        # Earlier commits have no named_model.py and other names.
+        new = (self.folder / "packages/coat_vlm/model/named_model.py").is_file()
         words = ["scenes", "--to"] if new else ["make", "scenes", "--out"]
         self.run(["-m", "coat_vlm.cli", "data", *words, "made", *SCENES], folder)
         made = (folder / "made").rglob("*")  # made.json describes the maker

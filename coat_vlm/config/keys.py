@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from coat_vlm.config import MODULES, STAGES, Recipe
@@ -34,33 +33,7 @@ OTHER_NAMES = {
     "use_rslora": "rslora",
     "use_dora": "dora",
 }
-"""Names of transformers' Trainer, DeepSpeed, LLaVA and VILA, and earlier names -> keys."""
-
-REMOVED = {
-    "cache": "fp8.weights: auto shares FP8 weights where half of the free memory suffices",
-    "coat_lean": "set precision: coat and fp8.recompute_qkv: true, which compute the same numbers",
-    "fp8.released_constants": "dynamic range expansion has the constants of the paper",
-    "fp8.second_moment": "AdamW's second moment is always rounded stochastically",
-    "fp8.gradients": "gradients are always E5M2",
-    "fp8.skip_first": "set fp8.bf16_forward_first, or fp8.vision or fp8.language to bf16",
-    "fp8.skip_last": "set fp8.vision or fp8.language to bf16",
-    "fp8.reference": "a GPU without FP8 tensor cores trains with precision: bf16",
-    "model.image.augment": "images are not augmented; write changed copies into the data",
-    "limits.archive_members": "compressed tars are unpacked once; set limits.archive_bytes",
-    "limits.archive_sample_bytes": "compressed tars are unpacked once; set limits.archive_bytes",
-    "limits.archive_wait_s": "compressed tars are unpacked once; set limits.archive_bytes",
-    "limits.remote_wait_s": "a host that rows name may be silent for five seconds",
-    "export_formats": "coat-vlm train notes before it starts if llava cannot hold the model",
-    "stages.*.max_bad_fraction": "set max_bad_samples, a number of samples",
-    "stages.*.packing.align": "rows are padded to a multiple of 128 tokens",
-    "stages.*.data.*.seed": "select: random uses the recipe's seed",
-    "rollback": "set action to stop; --resume auto then continues from before the spike",
-    "divergence.max_rollbacks": "a run stops and continues from before the spike at --resume auto",
-    "log_phases": "printed lines show the share of waiting for data as wait",
-    "monitor.action": "the monitor reports blocks and does not change the run",
-    "model.image.num_video_frames": "set model.video.num_frames",
-}
-"""Removed keys (``*`` stands for any part) and values, and what to do instead."""
+"""Names of transformers' Trainer, DeepSpeed, LLaVA and VILA -> keys."""
 
 _MAX_SHOWN = 3
 
@@ -94,11 +67,6 @@ def suggest_keys(keys: Sequence[str]) -> list[str]:
         if paths:
             return [".".join(path) for path in paths[:_MAX_SHOWN]]
     return []
-
-
-def find_removed(key: str) -> str | None:
-    """Return what to do instead of a removed key or value."""
-    return next((instead for name, instead in REMOVED.items() if fnmatch(key, name)), None)
 
 
 def _rank_module(path: Sequence[str]) -> int:

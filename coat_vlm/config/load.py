@@ -31,7 +31,7 @@ from coat_data.saved_files import (
     write_text,
 )
 from coat_vlm.config import Recipe
-from coat_vlm.config.keys import find_removed, list_allowed_keys, suggest_keys
+from coat_vlm.config.keys import list_allowed_keys, suggest_keys
 from coat_vlm.config.model import STRICT
 from coat_vlm.config.recipe import CHOSEN_IN_STAGES
 
@@ -276,18 +276,12 @@ def _format_problem(problem: Any, texts: _Texts) -> str:
                 "DeepSpeed's CPU Adam would replace the FP8 optimizer; raise zero_stage, or use "
                 "precision coat"
             )
-        instead = find_removed(dotted)
-        if instead is not None:
-            return f"  {dotted}: this key was removed; {instead}"
         close = suggest_keys(keys)
         did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"  {dotted}: this key is missing"
     value = texts.get(problem["loc"], problem["input"])
-    instead = find_removed(value) if isinstance(value, str) else None
-    if instead is not None:
-        return f"  {dotted}: {value} was removed; {instead}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"  {dotted}: {message}" if dotted else f"  {message}"

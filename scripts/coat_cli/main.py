@@ -22,7 +22,6 @@ from pathlib import Path
 
 from coat_cli import chat, compare, data, evaluate, export, plan, show, train
 from coat_cli.command import add_launcher_rank, complain
-from coat_cli.removed import find_removed
 from coat_data.sample import hide_secrets
 
 FAULT = 1
@@ -112,8 +111,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments; exit with status 2 and a message if one is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    if replacement := find_removed(words):
-        parser.exit(USER_ERROR, f"coat-vlm: {replacement}\n")
     args, rest = parser.parse_known_args(words)
     # argparse takes key=value arguments only before the first option; later ones are in ``rest``.
     if "overrides" in args and all("=" in word and not word.startswith("-") for word in rest):

@@ -133,25 +133,6 @@ def test_eval_says_what_is_missing(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["eval-text", "--model", "m"], "write coat-vlm eval --model MODEL --text FILE"),
-        (["eval", "--run=r"], "eval --run was removed: give the run folder as --model RUN"),
-        (["data", "stats", "a.json"], "data stats was removed: coat-vlm data lint counts rows"),
-        (["data", "lint", "a.json", "--workers", "2"], "it is called --num-workers"),
-        (["data", "make", "scenes"], "write coat-vlm data scenes --to DIR"),
-    ],
-)
-def test_what_replaces_removed_commands_and_options(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as exit_info:
-        parse(words)
-    assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_generate_shows_the_files_in_the_order_given():
     words = ["generate", "--model", "m", "--prompt", "p"]
     args = parse([*words, "--video", "a", "--image", "b", "d", "--video", "c"])

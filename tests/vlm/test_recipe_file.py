@@ -11,7 +11,6 @@ from coat_data.lists import read_list
 from coat_data.sample import DataError
 from coat_data.saved_files import BoundedLoader
 from coat_vlm.config import MODULES, StageName
-from coat_vlm.config.keys import REMOVED
 from coat_vlm.config.load import list_builtin_recipes, load_recipe, save_recipe
 
 MINIMAL = """\
@@ -87,15 +86,6 @@ def test_names_of_evaluation_sets_stay_in_the_run(recipe_path: Path, name: str) 
     with pytest.raises(ValueError, match=r"(?s)  eval_sets\..*is not the name of a folder"):
         load_recipe(str(recipe_path), [override])
     load_recipe(str(recipe_path), ["eval_sets={POPE (r-1): {task: yes_no, path: p}}"])
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_key_or_value_says_what_to_do(recipe_path: Path, name: str) -> None:
-    key = name.replace("stages.*", "stages.sft").replace("*", "0")
-    override = f"{key}=null" if "." in name or name == "export_formats" else f"precision={name}"
-    with pytest.raises(ValueError, match="1 problem") as caught:
-        load_recipe(str(recipe_path), ["precision=coat", "monitor.every=5", override])
-    assert str(caught.value).endswith(f"was removed; {REMOVED[name]}")
 
 
 def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,16 @@
 """Reads the frames at given times of a video with PyAV (FFmpeg's libraries).
 
 Damaged packets are skipped. Packets before a keyframe are dropped if the next requested time is at
-or behind that keyframe. For H.264, the decoder also skips frames that no other frame refers to,
-unless one is requested. (H.265's decoder would also skip frames to which frames of higher temporal
-layers refer.) Memory does not grow with the length of a video: frames are yielded one by one, and
-packets are held up to the next keyframe at most.
+or behind that keyframe. Memory does not grow with the length of a video: frames are yielded one by
+one, and packets are held up to the next keyframe at most.
 """
 
 import contextlib
 import gc
 import io
 import os
-from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,15 +174,10 @@ class PyavVideo:
             yield time, frame
 
     def _decode_packets(self, wanted: deque[float]) -> Iterator[VideoFrame]:
-        codec = self._stream.codec_context
-        packets = self._needed_packets(wanted)
-        h264 = codec.codec.canonical_name == "h264"
-        marked = _mark_wanted(packets, list(wanted)) if h264 else ((p, True) for p in packets)
-        for packet, is_wanted in marked:
+        for packet in self._needed_packets(wanted):
             if packet is None:
-                codec.flush_buffers()
+                self._stream.codec_context.flush_buffers()
                 continue
-            codec.skip_frame = "DEFAULT" if is_wanted else "NONREF"
             with contextlib.suppress(FFmpegError):  # skip a damaged packet
                 yield from packet.decode()  # pyright: ignore[reportReturnType]
         with contextlib.suppress(FFmpegError):
@@ -228,56 +220,6 @@ class PyavVideo:
             except FFmpegError:
                 continue
             return
-
-
-def _mark_wanted(
-    packets: Iterable[Packet | None], times: list[float]
-) -> Iterator[tuple[Packet | None, bool]]:
-    """Yield packets in order, and whether a frame at one of ``times`` (ascending) may be in each.
-
-    A frame is on screen from its time up to the next frame's. That one is known as soon as a packet
-    has a decoding time as late: no later packet can be shown before it.
-    """
-    held: deque[Packet] = deque()
-    stamps: list[int] = []  # presentation times, ascending
-    newest = 0
-
-    for packet in packets:
-        if packet is not None:
-            held.append(packet)
-            newest = newest if packet.dts is None else packet.dts
-            if packet.pts is not None:
-                insort(stamps, packet.pts)
-        until = None if packet is None else newest
-        while held and (known := _is_on_screen(held[0], times, stamps, until)) is not None:
-            yield held.popleft(), known
-        if packet is None:
-            stamps.clear()
-            yield None, True
-        elif len(stamps) > 1000:  # no packet in ``held`` or to come has an earlier time
-            first = min((p.pts for p in held if p.pts is not None), default=newest)
-            del stamps[: bisect_left(stamps, min(first, newest))]
-    for packet in held:
-        yield packet, _is_on_screen(packet, times, stamps, None) is not False
-
-
-def _is_on_screen(
-    packet: Packet, times: list[float], stamps: list[int], known_until: int | None
-) -> bool | None:
-    """Return whether a packet's frame is on screen at one of ``times``; None if not known yet.
-
-    ``stamps`` are known presentation times: all up to ``known_until`` (None: all) among them.
-    """
-    own, base = packet.pts, packet.time_base
-    if own is None or packet.dts is None or base is None:
-        return True
-    following = bisect_right(stamps, own)
-    if following == len(stamps):
-        return True if known_until is None else None
-    if known_until is not None and stamps[following] > known_until:
-        return None
-    place = bisect_left(times, own * float(base))
-    return place < len(times) and times[place] < stamps[following] * float(base)
 
 
 def _open(media: Media, max_pixels: int | None) -> InputContainer:
