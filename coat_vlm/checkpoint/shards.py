@@ -218,6 +218,8 @@ class Shards:
             position: partition.read(WEIGHT, first, first + count, master=master)
             for partition, first, position, count in self.find_overlaps(wanted)
         }
+        if not parts:  # a parameter without elements: the registers of a tower that has none
+            return torch.empty(0)
         return torch.cat([parts[position] for position in sorted(parts)])
 
     def read_parameter(self, name: str, shape: tuple[int, ...], *, master: bool = True) -> Tensor:

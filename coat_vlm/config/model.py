@@ -91,7 +91,8 @@ class VisionConfig:
     library: Literal["transformers", "open_clip"] = "transformers"
     """Library that builds the tower."""
     name_or_path: str | None = None
-    """Hub id or local folder of a pretrained tower. Exclusive with ``config``."""
+    """Hub id or local folder of a pretrained tower (guides/composed.md has the types). Exclusive
+    with ``config``."""
     config: dict[str, Any] | None = None
     """The library's config of a random tower, with ``model_type`` for transformers."""
     select_layer: int = -2

@@ -38,7 +38,7 @@ from coat_vlm.model.configuration import IMAGE_TOKEN
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.pretrained import load_auto, load_weights
 from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.model.vision import VISION_MODELS
+from coat_vlm.model.vision import CONTRASTIVE
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +175,10 @@ def _compose_config(folder: Path, config: Any) -> CoatVlmConfig:
     where = f"{folder}/config.json"
     tower: Any = config.vision_config
     layer = config.vision_feature_layer
-    if tower.model_type not in VISION_MODELS:
+    if tower.model_type not in CONTRASTIVE:
         raise ValueError(
             f"{where}: the tower is of model_type {tower.model_type!r}; allowed: "
-            f"{', '.join(VISION_MODELS)}"
+            f"{', '.join(CONTRASTIVE)}"
         )
     if not isinstance(layer, int) or config.projector_hidden_act != "gelu":
         raise ValueError(

@@ -18,7 +18,7 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES
 from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.model.vision import VISION_MODELS
+from coat_vlm.model.vision import CONTRASTIVE, VISION_MODELS
 
 TOWER, PROJECTOR, LANGUAGE = "vision_tower.model.", "projector.layers.", "language_model."
 """Prefixes of the weights in a composed model."""
@@ -85,15 +85,15 @@ def make_tokenizer(processor: CoatVlmProcessor) -> Any:
 
 
 def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
-    """Build a tower of the remaining blocks on ``meta``; ValueError for open_clip's.
+    """Build a tower of the remaining blocks on ``meta``; ValueError for other libraries' and types.
 
     Its final norm is ones and zeros: readers of hidden states never call it.
     """
     vision = model.config.vision_config
-    if vision.model_type not in VISION_MODELS:
+    if vision.model_type not in CONTRASTIVE:
         raise ValueError(
             f"--format {target} cannot hold a vision tower of type {vision.model_type!r}; allowed: "
-            f"{', '.join(VISION_MODELS)}; export with --format coat"
+            f"{', '.join(CONTRASTIVE)}; export with --format coat"
         )
     config = copy.deepcopy(vision)
     config.num_hidden_layers = count_needed_layers(

@@ -5,20 +5,21 @@ Decoder layers (Llama, Mistral, Qwen, Gemma, GLM-V):
     residual -> [RMSNorm -> FP8 -> q, k, v -> rope] -> attention -> FP8 -> o_proj -> +
     residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
-Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Pixtral, Qwen-VL's, GLM-V's towers):
+Encoder layers (SigLIP, CLIP, ViT, DINO, SmolVLM, Idefics 3, InternVL, Pixtral, Qwen-VL, GLM-V):
 
     residual -> [norm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
     residual -> [norm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
 A bracket is one autograd Function (``norm_qkv.py``, ``mlp.py``). Everything else stays in the
 model's dtype, as in the paper (arXiv 2410.19313, figure 2), also what a family computes between a
-bracket and its ``+``: Gemma's and GLM-V's second norms, InternVL's layer scale.
+bracket and its ``+``: Gemma's and GLM-V's second norms, layer scale of InternVL and DINO.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache
 from transformers.utils.generic import is_flash_attention_requested
@@ -324,6 +325,77 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
         )
 
 
+class Fp8VitEncoderLayer(Fp8Encoder):
+    """Mixin for the encoder layers of ViT, and base of those of DINO."""
+
+    ORIGINALS = ("ViTLayer",)
+    LINEARS: ClassVar[Sequence[str]] = (
+        *("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+        *("mlp.fc1", "mlp.fc2"),
+    )
+    NORMS = ("layernorm_before", "layernorm_after")
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Map [B, T, hidden] to the same shape like the original.
+
+        ``position_embeddings`` are cos and sin of the last tokens, the patches.
+        """
+        attention = self.attention
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            prefix = (0, 0, hidden_states.shape[1] - len(cos), 0)  # tokens that are not rotated
+            position_embeddings = (F.pad(cos, prefix, value=1.0), F.pad(sin, prefix))
+        drop = self.drop_path if hasattr(self, "drop_path") else self.dropout
+        scales = [getattr(self, f"layer_scale{number}", nn.Identity()) for number in (1, 2)]
+        dropout = getattr(attention, "attention_dropout", None) or getattr(attention, "dropout", 0)
+        return _encode(
+            self,
+            hidden_states,
+            attention,
+            attention_mask,
+            position_embeddings,
+            (lambda delta: drop(scales[0](delta)), lambda y: drop(scales[1](y))),
+            is_causal=False,
+            scaling=attention.scaling,
+            dropout=dropout if attention.training else 0.0,
+            **kwargs,
+        )
+
+
+class Fp8Dino2EncoderLayer(Fp8VitEncoderLayer):
+    """Mixin for DINOv2's encoder layers, with and without registers."""
+
+    ORIGINALS = ("Dinov2Layer", "Dinov2WithRegistersLayer")
+    NORMS = ("norm1", "norm2")
+
+
+class Fp8Dino3EncoderLayer(Fp8Dino2EncoderLayer):
+    """Mixin for DINOv3's encoder layers."""
+
+    ORIGINALS = ("DINOv3ViTLayer",)
+    LINEARS = (*Fp8VitEncoderLayer.LINEARS[:4], "mlp.up_proj", "mlp.down_proj")
+
+
+class Fp8GatedDino3EncoderLayer(Fp8Dino3EncoderLayer):
+    """Mixin for the encoder layers of DINOv3's large models."""
+
+    LINEARS = (*Fp8VitEncoderLayer.LINEARS[:4], "mlp.gate_proj", *Fp8Dino3EncoderLayer.LINEARS[4:])
+    ACTIVATIONS = _GATED
+
+
+class Fp8GatedDino2EncoderLayer(Fp8GatedDino3EncoderLayer):
+    """Mixin for the encoder layers of DINOv2's giant model, whose MLP ignores ``hidden_act``."""
+
+    ORIGINALS = Fp8Dino2EncoderLayer.ORIGINALS
+    ACTIVATIONS = dict.fromkeys(_GELUS, "silu_mul")
+
+
 class Fp8PackedEncoderLayer(Fp8Encoder):
     """Mixin for encoder layers of images packed into one row, of Qwen3-VL and Qwen3.5."""
 
@@ -380,17 +452,21 @@ class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
     ACTIVATIONS = _GATED
 
 
-FP8_LAYERS: dict[str, type[Fp8Layer]] = {
-    name: layer
-    for layer in (
-        *(Fp8DecoderLayer, Fp8GemmaDecoderLayer, Fp8GlmDecoderLayer, Fp8ExpertsDecoderLayer),
-        *(Fp8MlpLayer, Fp8GemmaMlpLayer, Fp8LfmMlpLayer),
-        *(Fp8EncoderLayer, Fp8PixtralEncoderLayer, Fp8ScaledEncoderLayer),
-        *(Fp8PackedEncoderLayer, Fp8Qwen2EncoderLayer, Fp8GatedPackedEncoderLayer),
-    )
-    for name in layer.ORIGINALS
-}
-"""Name of a class of transformers -> mixin that replaces its forward pass."""
+FP8_LAYERS: tuple[type[Fp8Layer], ...] = (
+    *(Fp8DecoderLayer, Fp8GemmaDecoderLayer, Fp8GlmDecoderLayer, Fp8ExpertsDecoderLayer),
+    *(Fp8MlpLayer, Fp8GemmaMlpLayer, Fp8LfmMlpLayer),
+    *(Fp8EncoderLayer, Fp8PixtralEncoderLayer, Fp8ScaledEncoderLayer),
+    *(Fp8VitEncoderLayer, Fp8GatedDino2EncoderLayer, Fp8Dino2EncoderLayer),
+    *(Fp8GatedDino3EncoderLayer, Fp8Dino3EncoderLayer),  # gated ones have the others' names as well
+    *(Fp8PackedEncoderLayer, Fp8Qwen2EncoderLayer, Fp8GatedPackedEncoderLayer),
+)
+
+
+def find_layer(block: nn.Module) -> type[Fp8Layer] | None:
+    """Return the mixin of a block of transformers; None if its class or a layer is not known."""
+    of_class = [layer for layer in FP8_LAYERS if type(block).__name__ in layer.ORIGINALS]
+    names = {name for name, _ in block.named_modules()} if of_class else set()
+    return next((layer for layer in of_class if names.issuperset(layer.LINEARS)), None)
 
 
 def activation_of(module: Any) -> str:

@@ -29,7 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 from coat_kernels import GEMM_MULTIPLE
 from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, Precision, Recipe
-from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8Encoder, Fp8Layer, activation_of
+from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8Encoder, Fp8Layer, activation_of, find_layer
 from coat_vlm.fp8.experts import check_experts
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.output_layer import Fp8Gradients
@@ -93,7 +93,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     report = ConversionReport()
     blocks: dict[Part, list[tuple[str, nn.Module]]] = {"vision": [], "language": []}
     for name, module in model.named_modules():
-        mixin = FP8_LAYERS.get(type(module).__name__)
+        mixin = find_layer(module)
         if mixin is not None:
             part: Part = "vision" if issubclass(mixin, Fp8Encoder) else "language"
             blocks[part].append((name, module))
@@ -109,7 +109,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             continue
         for layer in layers:
             layer.fp8_bf16_forward = bf16_forward
-        block.__class__ = _fp8_class(type(block))
+        block.__class__ = _fp8_class(find_layer(block) or Fp8Layer, type(block))
         block.fp8_group_size = config.group_size
     for layer in linears:
         layer.__class__ = Fp8Linear
@@ -149,7 +149,7 @@ def _choose(
             report.skipped[name] = f"fp8.{part} is bf16"
             continue
         precision, bf16_forward = selected, number < bf16_first
-        note = FP8_LAYERS[type(block).__name__].NOTE
+        note = (find_layer(block) or Fp8Layer).NOTE
         if has_adapters(block) and selected != "fp8_linear" and all(map(is_plain, block.modules())):
             bf16_forward = False
             text = f"{description}{note}, frozen, with LoRA adapters in BF16"
@@ -174,14 +174,14 @@ def _choose(
 
 def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers of a block by name; for LoRA adapters, the frozen base layer."""
-    mixin: Any = FP8_LAYERS.get(type(block).__name__, block)  # a converted block also has the names
+    mixin: Any = find_layer(block) or block  # a converted block also has the names
     return {name: base_layer(block.get_submodule(name)) for name in mixin.LINEARS}
 
 
 def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
     """Yield what blocks compute themselves: their linear layers, with the adapters of these."""
     for block in blocks:
-        mixin: Any = FP8_LAYERS.get(type(block).__name__, block)
+        mixin: Any = find_layer(block) or block
         for name in (*mixin.LINEARS, *filter(None, [mixin.EXPERTS])):
             yield from block.get_submodule(name).modules()
 
@@ -195,7 +195,7 @@ def store_frozen_weights(model: nn.Module) -> None:
     """
     for block in model.modules():
         whole = _is_converted(block)
-        known = whole or type(block).__name__ in FP8_LAYERS
+        known = whole or find_layer(block) is not None
         if not known or not has_adapters(block) or any(map(reads_base_weight, block.modules())):
             continue
         groups: dict[str, list[Any]] = {}
@@ -219,7 +219,7 @@ def store_frozen_weights(model: nn.Module) -> None:
 
 def _experts_of(block: nn.Module) -> nn.Module | None:
     """Return the experts of a block; ValueError if it has an MLP where others have experts."""
-    mixin: Any = FP8_LAYERS.get(type(block).__name__, block)
+    mixin: Any = find_layer(block) or block
     if mixin.EXPERTS is None:
         return None
     experts = getattr(block.get_submodule(mixin.EXPERTS), "experts", None)
@@ -275,7 +275,8 @@ def _check_parts(
     """Raise an error if ``config`` selects a part that has nothing to convert."""
     attributes = {"vision": "vision_tower", "language": "language_model"}
     composed = all(hasattr(model, name) for name in attributes.values())
-    known = f"block that FP8 supports; supported: {', '.join(FP8_LAYERS)}"
+    names = dict.fromkeys(name for layer in FP8_LAYERS for name in layer.ORIGINALS)
+    known = f"block that FP8 supports; supported: {', '.join(names)}"
     for part, of_part in blocks.items():
         # A composed model without a tower has None.
         expected = composed and getattr(model, attributes[part]) is not None
@@ -315,7 +316,7 @@ def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
         if config is not None:
             check_group(f"{name}.{child}", K, config.group_size)
     activation = activation_of(block.get_submodule(attention))
-    allowed = FP8_LAYERS[type(block).__name__].ACTIVATIONS
+    allowed = (find_layer(block) or Fp8Layer).ACTIVATIONS
     if config is not None and activation not in allowed:
         raise ValueError(
             f"{name}: hidden_act {activation!r} has no FP8 kernel; allowed here: "
@@ -338,10 +339,10 @@ def _check_linear(name: str, N: int, K: int) -> None:
 
 
 @cache
-def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
+def _fp8_class(mixin: type[Fp8Layer], original: type[nn.Module]) -> type[nn.Module]:
     """Return the FP8 subclass, cached so that equal layers have equal classes."""
-    bases = (FP8_LAYERS[original.__name__], original)
-    return type(f"Fp8{original.__name__}", bases, {"__module__": original.__module__})
+    name = f"Fp8{original.__name__}"
+    return type(name, (mixin, original), {"__module__": original.__module__})
 
 
 def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:

@@ -20,7 +20,15 @@ from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.model.pretrained import load_weights, read_config
 from coat_vlm.model.projector import build_projector
-from coat_vlm.model.vision import VISION_MODELS, VisionTower, build_open_clip, load_open_clip
+from coat_vlm.model.vision import (
+    CONTRASTIVE,
+    VISION_MODELS,
+    VisionTower,
+    build_open_clip,
+    load_open_clip,
+    resize_positions,
+    use_processor_size,
+)
 from coat_vlm.model.vlm import CoatVlm
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -107,10 +115,12 @@ def _load_vision(
     kind = VISION_MODELS[config.model_type]
     if vision.name_or_path is None:
         return config, kind._from_config(config, dtype=dtype, attn_implementation=attention)
-    where = "model.vision.name_or_path"
-    tower: PreTrainedModel = load_weights(
-        kind, where, vision.name_or_path, dtype=dtype, attn_implementation=attention
-    )
+    where, path = "model.vision.name_or_path", vision.name_or_path
+    options = {"attn_implementation": attention}
+    # Classifiers have no pooling head, which is not used.
+    options |= {"add_pooling_layer": False} if config.model_type == "vit" else {}
+    tower: PreTrainedModel = load_weights(kind, where, path, dtype=dtype, **options)
+    resize_positions(tower, config.image_size)
     return tower.config, tower
 
 
@@ -238,7 +248,10 @@ def _vision_config(vision: VisionConfig) -> PretrainedConfig:
             f"{', '.join(VISION_MODELS)}; for an open_clip folder set "
             "model.vision.library=open_clip"
         )
-    return VISION_MODELS[wanted].config_class.from_pretrained(path)
+    config = VISION_MODELS[wanted].config_class.from_pretrained(path)
+    if wanted not in CONTRASTIVE:
+        use_processor_size(config, path)
+    return config
 
 
 def _new_text_config(

@@ -87,9 +87,9 @@ class CoatVlmConfig(PretrainedConfig):
     def num_prefix_tokens(self) -> int:
         """Number of class and register tokens before the patches in the complete tower."""
         vision = self.vision_config
-        if vision.model_type == "clip_vision_model":
-            return 1
-        return getattr(vision, "num_prefix_tokens", 0)
+        if vision.model_type == "siglip_vision_model":
+            return 0
+        return getattr(vision, "num_prefix_tokens", 1 + getattr(vision, "num_register_tokens", 0))
 
     @property
     def feature_size(self) -> int:

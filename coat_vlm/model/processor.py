@@ -25,6 +25,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils.chat_template_utils import get_json_schema
 from transformers.utils.constants import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
     IMAGENET_STANDARD_MEAN,
     IMAGENET_STANDARD_STD,
     OPENAI_CLIP_MEAN,
@@ -68,9 +70,10 @@ PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 
-# SigLIP expects values in [-1, 1]; CLIP and open_clip's towers expect OpenAI's normalization.
+# SigLIP and ViT expect values in [-1, 1]; CLIP and open_clip's towers OpenAI's normalization.
 _SIGLIP = (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD)
 _CLIP = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+_DINO = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 
 
 PaddingSide = Literal["left", "right"]
@@ -429,7 +432,9 @@ def build_processor(
     vision, tower = recipe_model.vision, model_config.vision_config
     if vision is None:
         return _processor(recipe_model, tokenizer, model_config, {})
-    mean, std = _SIGLIP if tower.model_type == "siglip_vision_model" else _CLIP
+    mean, std = _DINO if tower.model_type.startswith("dinov") else _CLIP
+    if tower.model_type in ("siglip_vision_model", "vit"):
+        mean, std = _SIGLIP
     mean, std = getattr(tower, "image_mean", None) or mean, getattr(tower, "image_std", None) or std
     found: dict[str, Any] = {}
     if vision.library == "transformers" and vision.name_or_path is not None:

@@ -1,4 +1,4 @@
-"""The vision tower: one interface to transformers' SigLIP and CLIP and open_clip's ViT towers.
+"""The vision tower: one interface to transformers' and open_clip's ViT towers.
 
 The blocks after hidden state ``select_layer``, the final norm and the pooling head are not built,
 as they would be parameters without gradients. open_clip is imported only to build a tower, because
@@ -13,12 +13,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CLIPVisionModel, SiglipVisionModel
+from transformers import (
+    CLIPVisionModel,
+    Dinov2Model,
+    Dinov2WithRegistersModel,
+    DINOv3ViTModel,
+    SiglipVisionModel,
+    ViTModel,
+)
+from transformers.image_processing_base import ImageProcessingMixin
 
 from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig, count_needed_layers
 
-VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
+VISION_MODELS: dict[str, Any] = {
+    "siglip_vision_model": SiglipVisionModel,
+    "clip_vision_model": CLIPVisionModel,
+    "dinov2": Dinov2Model,
+    "dinov2_with_registers": Dinov2WithRegistersModel,
+    "dinov3_vit": DINOv3ViTModel,
+    "vit": ViTModel,
+}
 """transformers' towers by model type; ``siglip`` and ``clip`` checkpoints contain one."""
+CONTRASTIVE = ("siglip_vision_model", "clip_vision_model")
+"""Types that published checkpoints of LLaVA and VILA have."""
 
 
 class VisionTower(nn.Module):
@@ -41,12 +58,7 @@ class VisionTower(nn.Module):
         if isinstance(model, OpenClipBackbone):
             model.truncate(layers)
         else:
-            assert isinstance(model, SiglipVisionModel | CLIPVisionModel)
-            model.encoder.layers = model.encoder.layers[:layers]
-            setattr(model, "post_layernorm", nn.Identity())  # noqa: B010 - declared as a LayerNorm
-            if isinstance(model, SiglipVisionModel) and model.use_head:
-                model.use_head = False
-                del model.head
+            _truncate(model, layers)
         keeps_prefix = config.select_feature == "cls_patch"
         self._skipped_tokens = 0 if keeps_prefix else config.num_prefix_tokens
         self.image_size: int = vision.image_size
@@ -68,6 +80,48 @@ class VisionTower(nn.Module):
         else:
             tokens = self.model(pixel_values).last_hidden_state
         return tokens[:, self._skipped_tokens :]
+
+
+def _truncate(model: Any, num_layers: int) -> None:
+    """Remove what hidden state ``num_layers`` does not need."""
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    del blocks[num_layers:]
+    for norm in {"post_layernorm", "layernorm", "norm"} & model._modules.keys():
+        setattr(model, norm, nn.Identity())
+    if isinstance(model, SiglipVisionModel) and model.use_head:
+        model.use_head = False
+        del model.head
+    for owner, name in ((model, "pooler"), (model.embeddings, "mask_token")):
+        if hasattr(owner, name):
+            setattr(owner, name, None)
+
+
+def use_processor_size(config: Any, path: str) -> None:
+    """Set ``image_size`` to the side that a checkpoint's image processor gives images.
+
+    DINOv2 was last trained with 518 pixels, and its image processor crops to 224.
+    """
+    try:
+        found, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    except OSError:  # build_processor warns
+        return
+    size = found.get("crop_size" if found.get("do_center_crop") else "size")
+    sides = set(size.values() if isinstance(size, dict) else (size,)) - {None}
+    if len(sides) == 1:
+        config.image_size = sides.pop()
+
+
+@torch.no_grad()
+def resize_positions(model: Any, image_size: int) -> None:
+    """Interpolate position embeddings once, as the tower does in each pass, for another size."""
+    config, embeddings = model.config, model.embeddings
+    if config.image_size != image_size and hasattr(embeddings, "position_embeddings"):
+        tokens = (image_size // config.patch_size) ** 2 + 1
+        like = embeddings.position_embeddings.new_empty(1, tokens, config.hidden_size)
+        resized = embeddings.interpolate_pos_encoding(like, image_size, image_size)
+        embeddings.position_embeddings = nn.Parameter(resized.contiguous())
+        embeddings.image_size = (image_size, image_size)
+    config.image_size = image_size
 
 
 class OpenClipBackbone(nn.Module):

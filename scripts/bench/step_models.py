@@ -39,7 +39,7 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.config.stage import LoraTraining, PackingConfig
-from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer
+from coat_vlm.fp8.blocks import Fp8DecoderLayer, find_layer
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.model.family_model import complete_inputs, known_layout
@@ -358,8 +358,8 @@ def _forward_with_liger_loss(
 
 def _find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the decoder, which are of classes that FP8 knows."""
-    names = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, Fp8DecoderLayer)}
-    return [module for module in model.modules() if type(module).__name__ in names]
+    found = ((module, find_layer(module)) for module in model.modules())
+    return [module for module, layer in found if layer and issubclass(layer, Fp8DecoderLayer)]
 
 
 def _apply_torchao(model: nn.Module) -> None:

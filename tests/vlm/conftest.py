@@ -65,8 +65,21 @@ _SMALL_LANGUAGE = {
 }
 
 
+_OTHER = {
+    "dinov2": {"mlp_ratio": 2},
+    "dinov2_with_registers": {"mlp_ratio": 2, "num_register_tokens": 4},
+    "dinov3_vit": {"num_register_tokens": 4, "pos_embed_rescale": None},
+    "vit": {},
+}
+
+
 def _vision(kind="siglip", **changes):
-    return {"model_type": f"{kind}_vision_model"} | _TOWER | changes
+    if kind not in _OTHER:
+        return {"model_type": f"{kind}_vision_model"} | _TOWER | changes
+    values = {"model_type": kind} | _TOWER | _OTHER[kind] | changes
+    return {
+        k: v for k, v in values.items() if k != "intermediate_size" or "mlp_ratio" not in values
+    }
 
 
 def _language(kind="qwen2", **changes):
@@ -113,7 +126,11 @@ def tiny(tiny_tokenizer):
         return build_model(_recipe(*args, **kwargs), tiny_tokenizer).eval()
 
     return SimpleNamespace(
-        vision=_vision, language=_language, recipe=_recipe, model=model, open_clip=_OPEN_CLIP
+        vision=_vision,
+        language=_language,
+        recipe=_recipe,
+        model=model,
+        open_clip=_OPEN_CLIP,
     )
 
 

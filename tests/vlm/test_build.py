@@ -14,10 +14,13 @@ from coat_eval.text import load_language_model
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.config.model import ProjectorConfig
 from coat_vlm.model import CoatVlm, build_model
+from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.pretrained import read_config
-from coat_vlm.model.processor import load_tokenizer
+from coat_vlm.model.processor import build_processor, load_tokenizer
+from coat_vlm.model.vision import CONTRASTIVE, VISION_MODELS
 
 FAMILIES = ["llama", "qwen2"]
+OTHER_TOWERS = [kind for kind in VISION_MODELS if kind not in CONTRASTIVE]
 TEXT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -77,6 +80,47 @@ def test_a_pretrained_tower_keeps_its_weights(tiny, tiny_tokenizer, checkpoints,
         wanted = whole(images, output_hidden_states=True).hidden_states[-2]
         found = model.vision_tower(images)
     torch.testing.assert_close(found, wanted[:, 1:] if "clip" in name else wanted)
+
+
+@pytest.mark.parametrize("side", [28, 56])
+@pytest.mark.parametrize("kind", OTHER_TOWERS)
+def test_a_tower_without_a_text_model_has_the_size_of_its_image_processor(
+    tiny, tiny_tokenizer, tmp_path, kind, side
+):
+    torch.manual_seed(12)
+    config = VISION_MODELS[kind].config_class(**tiny.vision(kind))
+    # Published ViTs are classifiers, without a pooling head.
+    whole: Any = transformers.ViTForImageClassification(config) if kind == "vit" else None
+    whole = (whole or VISION_MODELS[kind](config)).eval()
+    whole.save_pretrained(tmp_path)
+    images = {"do_center_crop": True, "crop_size": {"height": side, "width": side}}
+    images |= {"size": {"shortest_edge": 64}, "image_mean": [0.1, 0.2, 0.3], "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    recipe = ModelConfig(
+        vision=VisionConfig(name_or_path=str(tmp_path)),
+        language=tiny.recipe().language,
+        projector=ProjectorConfig(type="mlp2x_gelu"),
+    )
+    model: Any = build_model(recipe, tiny_tokenizer).eval()
+    processor = build_processor(recipe, tiny_tokenizer, model.config)
+    assert (processor.image_size, processor.image_resample) == (side, 2)
+    assert processor.image_mean == [0.1, 0.2, 0.3]
+
+    pixels = torch.randn(2, 3, side, side)
+    options = {"interpolate_pos_encoding": True} if kind == "vit" else {}
+    with torch.no_grad():
+        states = getattr(whole, "vit", whole)(pixels, output_hidden_states=True, **options)
+        found = model.vision_tower(pixels)
+    prefix = 1 + getattr(config, "num_register_tokens", 0)
+    assert found.shape[1] == model.config.tokens_per_image == (side // 7) ** 2
+    torch.testing.assert_close(found, states.hidden_states[-2][:, prefix:])
+    planned = build_meta_model(recipe, 60, torch.float32).named_parameters()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert {name: parameter.shape for name, parameter in planned} == shapes
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        again = CoatVlm.from_pretrained(tmp_path / "saved").vision_tower(pixels)
+    torch.testing.assert_close(again, found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -73,7 +73,13 @@ def unseen_pairs(lengths: Sequence[int], passes: int = 3) -> int:
     return LAYERS * pairs * passes * 4 * HEADS * WIDTH
 
 
-@pytest.mark.parametrize("tower", ["siglip", "clip cls_patch", "open_clip clip", "open_clip timm"])
+@pytest.mark.parametrize(
+    "tower",
+    [
+        *("siglip", "clip cls_patch", "open_clip clip", "open_clip timm"),
+        *("dinov2", "dinov2_with_registers cls_patch", "dinov3_vit", "vit"),
+    ],
+)
 @pytest.mark.parametrize("parts", [PARTS, ("projector",)], ids=["all", "projector"])
 def test_every_tower(
     tiny: Any, tower: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -39,9 +39,9 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
     y, dx, gradients = run_block(original, x)
     y8, dx8, gradients8 = run_block(converted, x)
     assert gradients8.keys() == gradients.keys()
-    errors = {name: relative(gradients8[name], gradients[name]) for name in gradients}
     # Softmax does not change when all keys move alike: that gradient is rounding noise.
-    errors.pop("self_attn.k_proj.bias", None)
+    names = [name for name in gradients if not name.endswith("k_proj.bias")]
+    errors = {name: relative(gradients8[name], gradients[name]) for name in names}
     errors |= {"output": relative(y8, y), "input": relative(dx8, dx)}
     for name, error in errors.items():
         record_property(name, f"{error:.4f}")  # docs/experiments/fp8_training_loss.md has the table

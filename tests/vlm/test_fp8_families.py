@@ -2,7 +2,7 @@
 
 import copy
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from coat_kernels.reference import quantize
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, fp8_blocks
 from coat_vlm.fp8.block_error import LiveInput
-from coat_vlm.fp8.blocks import FP8_LAYERS
+from coat_vlm.fp8.blocks import find_layer
 from coat_vlm.fp8.convert import PROJECTORS
 from coat_vlm.model.packing import PACKED
 from coat_vlm.optim import CoatAdamW
@@ -82,7 +82,7 @@ def run_block(block: Any, live: LiveInput) -> dict[str, Tensor]:
 
 
 def known_blocks(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module).__name__ in FP8_LAYERS]
+    return [name for name, module in model.named_modules() if find_layer(module)]
 
 
 @FAMILY
@@ -94,7 +94,7 @@ def test_which_layers_convert(family: str) -> None:
     read = {
         f"{name}.{child}"
         for name in blocks
-        for child in FP8_LAYERS[type(model.get_submodule(name)).__name__].LINEARS
+        for child in cast(Any, find_layer(model.get_submodule(name))).LINEARS
     }
     only_mlp = family in ("gemma4", "lfm2_vl", "qwen3_5")
     assert read < in_blocks if only_mlp else read == in_blocks

@@ -15,6 +15,8 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     CLIPVisionConfig,
+    Dinov2Config,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     SiglipVisionConfig,
@@ -117,7 +119,7 @@ def recipe(vision: VisionConfig, image: ImageConfig | None = None) -> ModelConfi
     )
 
 
-def composed(vision: SiglipVisionConfig | CLIPVisionConfig | OpenClipVisionConfig) -> CoatVlmConfig:
+def composed(vision: PretrainedConfig) -> CoatVlmConfig:
     return CoatVlmConfig(vision_config=vision, text_config=Qwen2Config(vocab_size=400))
 
 
@@ -135,8 +137,9 @@ def composed(vision: SiglipVisionConfig | CLIPVisionConfig | OpenClipVisionConfi
             [0.1, 0.2, 0.3],
             [0.3, 0.2, 0.1],
         ),
+        (Dinov2Config(**SETTINGS), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
     ],
-    ids=["siglip", "clip", "open_clip_own"],
+    ids=["siglip", "clip", "open_clip_own", "dinov2"],
 )
 def test_from_scratch_settings(tokenizer, vision, mean: list[float], std: list[float]):
     image = ImageConfig(mode="pad")

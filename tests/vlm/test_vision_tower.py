@@ -7,24 +7,20 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from safetensors.torch import save_file
-from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.vision import VisionTower, build_open_clip, load_open_clip
+from coat_vlm.model.vision import VISION_MODELS, VisionTower, build_open_clip, load_open_clip
 
-CLASSES = {
-    "siglip": (SiglipVisionConfig, SiglipVisionModel),
-    "clip": (CLIPVisionConfig, CLIPVisionModel),
-}
-KINDS = ["siglip", "clip", "open_clip", "timm"]
+CLASSES = {name.removesuffix("_vision_model"): kind for name, kind in VISION_MODELS.items()}
+KINDS = [*CLASSES, "open_clip", "timm"]
 
 
 def make(kind, tiny, select_layer=-2, select_feature="patch", **changes) -> tuple[Any, Any]:
     """A tower and an untouched copy of the complete model that it was cut from."""
     torch.manual_seed(0)
     if kind in CLASSES:
-        config_class, model_class = CLASSES[kind]
-        vision = config_class(**tiny.vision(kind, **changes))
+        model_class = CLASSES[kind]
+        vision = model_class.config_class(**tiny.vision(kind, **changes))
         model = model_class(vision).eval()
         whole = copy.deepcopy(model)
     else:

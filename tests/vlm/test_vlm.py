@@ -2,6 +2,8 @@ import pytest
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+from coat_vlm.model.vision import VISION_MODELS
+
 IMAGE = 2
 
 
@@ -103,12 +105,12 @@ def test_training_without_images_does_not_run_a_frozen_tower(training):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("kind", ["siglip", "clip", "open_clip"])
+@pytest.mark.parametrize("kind", [*VISION_MODELS, "open_clip"])
 def test_every_parameter_gets_a_gradient_from_an_image(tiny, images, kind):
     vision = (
         {"library": "open_clip", "config": {"vision_cfg": tiny.open_clip["clip"]}}
         if kind == "open_clip"
-        else {"config": tiny.vision(kind)}
+        else {"config": tiny.vision(kind.removesuffix("_vision_model"))}
     )
     model = tiny.model(**vision).train()
     ids = sequence(5, IMAGE, 6, IMAGE, 7, 8)

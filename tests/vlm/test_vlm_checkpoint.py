@@ -9,16 +9,18 @@ from transformers import (
 )
 
 from coat_vlm.model import CoatVlm
+from coat_vlm.model.vision import VISION_MODELS
 
 IMAGE = 2
-KINDS = ["siglip", "clip", "open_clip", "timm"]
+TRANSFORMERS = [name.removesuffix("_vision_model") for name in VISION_MODELS]
+KINDS = [*TRANSFORMERS, "open_clip", "timm"]
 LOADERS = [CoatVlm, AutoModel, AutoModelForImageTextToText]
 
 
 def make(tiny, kind, **kwargs):
     vision = (
         {"config": tiny.vision(kind)}
-        if kind in ("siglip", "clip")
+        if kind in TRANSFORMERS
         else {
             "library": "open_clip",
             "config": {"vision_cfg": tiny.open_clip["clip" if kind == "open_clip" else "timm"]},
