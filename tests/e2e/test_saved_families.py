@@ -41,7 +41,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def train(base: Path, data: Path, run: Path, **changes: Any) -> Path:
+def train(base: Path, data: Path, run: Path, *, precision: str = "fp32", **changes: Any) -> Path:
     """Train a step whose updates are 0 in FP32; return the stage's folder."""
     trains = {"train": True, "lr": 1e-300}
     rows = {"name": "tiny", "path": str(data / "data.json"), "select": "first 20"}
@@ -52,7 +52,7 @@ def train(base: Path, data: Path, run: Path, **changes: Any) -> Path:
     recipe = {
         "name": "same",
         "output_dir": str(run),
-        "precision": "fp32",
+        "precision": precision,
         "num_workers": 0,
         "tracking": {"tensorboard": False},
         "model": settings_of(base),
@@ -165,3 +165,25 @@ def test_a_trained_output_layer_is_kept(tiny_data: Path, tmp_path: Path) -> None
         assert torch.equal(found["lm_head.weight"], weights["lm_head.weight"])
         # Otherwise transformers 4 ties them when it loads the folder.
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.slow
+def test_experts_stay_frozen_under_lora_in_fp8(tiny_data: Path, tmp_path: Path) -> None:
+    """Their weights keep their bits, and stock peft computes what the merged model does."""
+    base = tmp_path / "base"
+    publish("qwen3_vl_moe", base)
+    stage = train(
+        base, tiny_data, tmp_path / "run", precision="coat", lora={"rank": 4, "alpha": 8},
+        language={"train": True, "lr": 0.01}, vision={"train": False}, projector={"train": False},
+    )  # fmt: skip
+    before, after = (load_file(f / "model.safetensors") for f in (base, stage / "model"))
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert sum(".experts." in name for name in before) == 4
+    ids = torch.arange(20)[None]
+    stock: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(stock, stage / "model" / "adapter").eval()
+    merged: Any = AutoModelForImageTextToText.from_pretrained(stage / "model").eval()
+    with torch.no_grad():
+        logits, expected = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

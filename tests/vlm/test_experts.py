@@ -127,6 +127,24 @@ def test_the_grouped_gemm_multiplies_each_row_with_its_expert() -> None:
         scaled_grouped_mm(a, a_scale, odd, ends, torch.float32)
 
 
+@pytest.mark.gpu
+def test_grouped_gemms_of_a_gpu_are_those_of_the_cpu() -> None:
+    """Groups of any size, none included; sums of FP32 products of E4M3, rounded to BF16."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([0, 1, 17, 130, 0, 5, 64, 39])
+    ends = sizes.cumsum(0).int()
+    rows = int(ends[-1])
+    a, a_scale = quantize_rows(torch.randn(rows, 256))
+    b, b_scale = quantize_rows(torch.randn(8, 192 * 256))
+    weight = TensorScaled(b.view(8, 192, 256), b_scale)
+    on_gpu = TensorScaled(weight.q.cuda(), weight.scale.cuda())
+    exact = scaled_grouped_mm(a, a_scale, weight, ends, torch.float32)
+    found = scaled_grouped_mm(a.cuda(), a_scale.cuda(), on_gpu, ends.cuda(), torch.bfloat16)
+    assert relative(found.cpu(), exact) < 4e-3
+    turned, turned_on_gpu = transpose_experts(weight).q, transpose_experts(on_gpu).q
+    assert torch.equal(turned_on_gpu.cpu().view(torch.uint8), turned.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", ["silu_mul", "gelu_tanh_mul"])
 def test_gradients_of_experts_are_autograds(kind: str) -> None:
     torch.manual_seed(0)
@@ -210,6 +228,10 @@ def test_without_rounding_stored_experts_compute_what_the_original_does(
             assert relative(found[tensor], value) < 1e-4, (name, tensor)
 
 
+def bf16_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
 def measure(model: nn.Module, batch: Any) -> BlockError:
     """The largest errors of a converted model's decoder blocks."""
     names = [name for name, _ in fp8_blocks(model) if "language_model" in name]
@@ -224,13 +246,17 @@ def measure(model: nn.Module, batch: Any) -> BlockError:
     return worst
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("lora", [False, True], ids=["trained", "stored"])
-def test_errors_are_those_of_other_families(lora: bool) -> None:
+def test_errors_are_those_of_other_families(lora: bool, device: str) -> None:
     """The bounds are 1.3 times the largest errors of other decoders (docs/reference).
 
     FP8 attention moves tokens with nearly equal router logits to other experts.
     """
     model, batch = adapted() if lora else build(FAMILY)
+    if device == "cuda":
+        model.to(device, torch.bfloat16)
+        batch = {name: x.to(device, bf16_of(x.dtype)) for name, x in batch.items()}
     convert(model, Fp8Config(bf16_forward_first=0))
     store_frozen_weights(model)
     assert len(list_stored(model)) == (2 * (2 + 2) if lora else 0)
