@@ -341,17 +341,17 @@ class Recipe:
             self._check_text_only()
         if self.model.pretrained is None:
             return
-        graphs = self.fp8 is not None and self.fp8.cuda_graphs is True
-        refused = {"fp8.cuda_graphs: true": graphs}
         for name, stage in self.stages.items():
-            refused[f"stages.{name}.template"] = stage.template is not None
+            if stage.template is not None:
+                raise ValueError(
+                    f"stages.{name}.template has no effect with model.pretrained, whose processor "
+                    "writes conversations; remove it"
+                )
             if stage.packing is not None and self.model.attn_implementation != "sdpa":
                 raise ValueError(
                     f"stages.{name}.packing with model.pretrained needs model.attn_implementation: "
                     f"sdpa, not {self.model.attn_implementation}; remove packing, or set sdpa"
                 )
-        why = "remove it, or compose the model of model.vision and model.language"
-        refuse("model.pretrained", {key: (given, why) for key, given in refused.items()})
 
     def _check_text_only(self) -> None:
         for name, stage in self.stages.items():

@@ -38,7 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.fp8 import saturation, weights
-from coat_vlm.fp8.blocks import Fp8MlpLayer, Fp8PackedEncoderLayer
+from coat_vlm.fp8.blocks import Fp8ExpertsDecoderLayer, Fp8MlpLayer, Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,10 @@ _MAX_SEEN = 256
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Types of arguments whose values are part of the shapes' key."""
+
+_EAGER = Fp8PackedEncoderLayer | Fp8MlpLayer | Fp8ExpertsDecoderLayer
+"""Blocks that compute the longest of their images on the CPU, are FP8 only in their MLP, or whose
+router's logits a hook collects."""
 
 _Location = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, bool]
 """Dictionary that holds a parameter, its name, the parameter, its address, whether it trains."""
@@ -158,6 +162,15 @@ class _Forward:
         return self.graphs.run_block(self.number, *args, **kwargs)
 
 
+def find_known_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the FP8 blocks whose passes can be captured, by name."""
+    return {
+        name: block
+        for name, block in fp8_blocks(model, adapted=False)
+        if not isinstance(block, _EAGER)
+    }
+
+
 def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGraphs]":
     """Enable, reset or disable CUDA graphs of FP8 blocks; with "auto" see :class:`BlockGraphs`.
 
@@ -167,18 +180,17 @@ def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGra
         if isinstance(vars(module).get(FORWARD), _Forward):
             del vars(module)[FORWARD]
     of_parent: dict[str, list[nn.Module]] = {}
-    blocks = fp8_blocks(model, adapted=False)
-    eager = [n for n, block in blocks if isinstance(block, Fp8PackedEncoderLayer | Fp8MlpLayer)]
+    known = find_known_blocks(model)
+    eager = [name for name, _ in fp8_blocks(model, adapted=False) if name not in known]
     if eager and enabled is True:
         logger.warning(
             "CUDA graphs: the %d blocks from %s on run eagerly; they compute the longest of their "
-            "packed images on the CPU, or are FP8 only in their MLP",
+            "packed images on the CPU, are FP8 only in their MLP, or have experts",
             len(eager),
             eager[0],
         )
-    for name, block in blocks:
-        if name not in eager:
-            of_parent.setdefault(name.rpartition(".")[0], []).append(block)
+    for name, block in known.items():
+        of_parent.setdefault(name.rpartition(".")[0], []).append(block)
     most = None if enabled == "auto" else float("inf")
     return [BlockGraphs(blocks, most) for blocks in of_parent.values()] if enabled else []
 

@@ -74,7 +74,7 @@ class PublishedRow:
     """Token ids of text."""
     complete: Callable[[Batch], Batch] | None
     """See :attr:`coat_data.load.encode.Encoder.complete`."""
-    shares: int
+    shares: int = 1
     """Ranks that share the tokens of a micro-batch."""
 
     def count_patches(self, config: Any) -> int:

@@ -21,7 +21,8 @@ from torch import nn
 from coat_data.load.loader import check_batch_sizes
 from coat_vlm.config import Fp8Config, Recipe, StageConfig, StageName
 from coat_vlm.config.fp8 import CudaGraphs
-from coat_vlm.fp8 import arithmetic_of, fp8_blocks
+from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8.cuda_graphs import find_known_blocks
 from coat_vlm.fp8.memory_choices import MAX_SHARE, choose_rows
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
@@ -310,14 +311,14 @@ def trace_variant(
 
 
 def _count_graph_blocks(model: Any) -> dict[str, tuple[int, int]]:
-    """Count the FP8 blocks that have a backward pass, and their parameters, by part.
+    """Count the FP8 blocks that graphs capture, and their parameters, by part.
 
     A frozen language model has one, for the gradients of what is before it.
     """
     blocks: dict[str, tuple[int, int]] = {}
     vision = module_parameters(model).get("vision", nn.Module())
     tower = {id(parameter) for parameter in vision.parameters()}
-    for _, block in fp8_blocks(model, adapted=False):
+    for block in find_known_blocks(model).values():
         part = "vision" if id(next(block.parameters())) in tower else "language"
         if part == "vision" and not any(p.requires_grad for p in block.parameters()):
             continue

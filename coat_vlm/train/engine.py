@@ -231,7 +231,6 @@ def choose_graphs(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic) ->
     chosen = arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs
     unsupported = (
         recipe.zero_stage == 3
-        or recipe.model.pretrained is not None
         or stage.sequence_parallel > 1
         or stage.dpo is not None
         or stage.gradient_checkpointing

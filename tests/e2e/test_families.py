@@ -476,7 +476,7 @@ def test_another_family_ends_before_the_engine(
             ["stages.sft.packing=true", "model.attn_implementation=eager"],
             "stages.sft.packing with model.pretrained needs model.attn_implementation: sdpa, not",
         ),
-        (["stages.sft.template=plain"], "stages.sft.template is not supported with model.pr"),
+        (["stages.sft.template=plain"], "stages.sft.template has no effect with model.pretrained"),
     ],
 )
 def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -> None:
