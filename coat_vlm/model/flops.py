@@ -151,7 +151,6 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
             states = text.linear_key_head_dim * text.linear_value_head_dim
             states *= text.linear_num_value_heads
             token += _count_attention(3, states, trains) // 2  # two products per pair there
-    head = model if language.get_output_embeddings() is None else language
     return ModelFlops(
         unit=unit,
         unit_pair=unit_pair,
@@ -160,7 +159,7 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
         token=token,
         windows=windows,
         output=2 * output.numel() * (1 + trains + output.requires_grad),
-        output_reads_all=why_logits_are_needed(head) is not None,
+        output_reads_all=why_logits_are_needed(model) is not None,
     )
 
 

@@ -346,11 +346,14 @@ def loss_for_logits(
         vars(layer).pop("forward", None)
 
 
-def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
+def why_logits_are_needed(model: PreTrainedModel) -> str | None:
     """Return why the loss needs logits; None if the model returns its output layer's unchanged.
 
-    A forward pass with stubs for decoder and output layer shows that.
+    A forward pass of the language model with stubs for decoder and output layer shows that.
     """
+    language_model: PreTrainedModel = getattr(model, "language", model)
+    if language_model.get_output_embeddings() is None:  # a published model has that layer itself
+        language_model = model
     layer = language_model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or next(layer.children(), None) is not None:
         return f"its output layer is a {type(layer).__name__}, not a plain linear layer"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
 from coat_vlm.model import CoatVlm
-from coat_vlm.model.family_model import trainable_class
 from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
 from coat_vlm.plan.rows import PublishedRow, collate_rows, count_images_per_row, row_tokens
@@ -186,16 +185,14 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
             part.dtype = arithmetic.dtype
-    composed = isinstance(case.meta_model, CoatVlm)
-    if not composed:  # the planned model has an implementation that a new model would refuse
-        config._attn_implementation = recipe.model.attn_implementation
+    # The planned model may have an implementation that a new model would refuse.
+    config._attn_implementation = recipe.model.attn_implementation
     before = torch.get_default_dtype()
     torch.manual_seed(recipe.seed)
     torch.set_default_dtype(arithmetic.dtype)
     try:
         with device:
-            kind = CoatVlm if composed else trainable_class(cast(Any, case.meta_model).family)
-            model = kind(config)
+            model: Any = type(case.meta_model)(config)
     finally:
         torch.set_default_dtype(before)
     prepare_model(model, case.stage, arithmetic)

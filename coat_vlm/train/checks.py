@@ -275,8 +275,7 @@ def _check_meta_models(
     if not meta_models:
         return
     meta_model = meta_models[0]
-    causal = meta_model.language_model if isinstance(meta_model, CoatVlm) else meta_model
-    needs_kernel = why_logits_are_needed(causal) is None
+    needs_kernel = why_logits_are_needed(meta_model) is None
     problem = find_gpu_problem() if needs_kernel else None
     if problem is not None:
         findings.add(problem)
