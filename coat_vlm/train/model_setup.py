@@ -39,7 +39,7 @@ from coat_vlm.model.processor import (
 )
 from coat_vlm.model.sequence_parallel import check_sequence_parallel
 from coat_vlm.model.vlm import CoatVlm, module_parameters
-from coat_vlm.train.nf4 import check_bitsandbytes
+from coat_vlm.train.nf4 import check_nf4
 from coat_vlm.train.open_sources import iterate_texts
 from coat_vlm.train.tracking import print_on_main
 
@@ -98,7 +98,7 @@ def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
     """Set ``requires_grad`` for a stage, and add LoRA adapters; once per model."""
     if stage.lora is not None:
         if stage.lora.quantize is not None:
-            check_bitsandbytes()
+            check_nf4(model)
         add_adapters(model, stage.lora)  # freezes all but the adapters
     for name, part in module_parameters(model).items():
         if stage.lora is None or name not in stage.lora.modules:

@@ -48,8 +48,13 @@ class _RoundedNf4Linear(Nf4Linear):
         return super().forward(input.bfloat16().to(input.dtype)).bfloat16().to(input.dtype)
 
 
-def check_bitsandbytes() -> None:
-    """Raise ValueError if bitsandbytes is not installed."""
+def check_nf4(model: PreTrainedModel) -> None:
+    """Raise ValueError if bitsandbytes is not installed, or the weights are mostly experts."""
+    if any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters()):
+        raise ValueError(
+            "lora.quantize: nf4 quantizes linear layers, and most weights of this model are "
+            "experts; remove quantize and set precision to coat, which stores them in FP8"
+        )
     if find_spec("bitsandbytes") is None:
         raise ValueError(
             "lora.quantize: nf4 needs the bitsandbytes package: pip install -e '.[qlora]', or "

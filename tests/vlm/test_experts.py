@@ -12,6 +12,7 @@ from families import build
 from family_folders import MAKERS
 from family_samples import sample_of
 from one_block import relative
+from one_stage import one_stage
 from test_fp8_families import known_blocks, live_inputs, run_model, without_rounding
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,6 +31,7 @@ from coat_kernels import (
 )
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, fp8_blocks, store_frozen_weights
 from coat_vlm.fp8 import experts as fp8_experts
 from coat_vlm.fp8.block_error import BlockError, block_error
@@ -38,6 +40,7 @@ from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.stage import plan_recipe
+from coat_vlm.train.model_setup import set_trainable
 from coat_vlm.train.passes import copy_batch_to_device
 
 __all__ = ["without_rounding"]  # a fixture
@@ -299,6 +302,12 @@ def test_training_lowers_the_loss_with_fp8_moments() -> None:
     state = optimizer.state[experts.gate_up_proj]
     assert state["exp_avg"].shape == experts.gate_up_proj.shape
     assert state["exp_avg"].dtype.itemsize == 1
+
+
+def test_experts_are_not_left_out_of_nf4_without_a_word() -> None:
+    lora = LoraTraining(rank=4, quantize="nf4", modules=["language"])
+    with pytest.raises(ValueError, match="most weights of this model are experts; remove quantize"):
+        set_trainable(build(FAMILY)[0], one_stage("language", lora=lora))
 
 
 def test_layers_without_experts_are_refused() -> None:
