@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import is_flash_attention_requested
 
 from coat_data.load.encode import EncodedSample
+from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import METHOD, make_load_arguments, read_compression
 from coat_vlm.model.families import Family, find_family, find_parts
 from coat_vlm.model.family_layout import Placeholders, known_placeholders
@@ -69,6 +70,15 @@ class FamilyVlm:
     def language(self: Any) -> PreTrainedModel:
         """The decoder, without the output layer."""
         return self.get_submodule(self.family.parts["language"][0])
+
+    @property
+    def part_names(self) -> dict[ModuleName, tuple[str, ...]]:
+        """Names of modules and parameters by part of the model."""
+        return self.family.parts
+
+    def find_parts(self: Any) -> dict[ModuleName, nn.Module]:
+        """Return the parts of the model."""
+        return find_parts(self, self.family)
 
     @property
     def packs(self) -> bool:
@@ -279,7 +289,7 @@ def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
             model(input_ids=image.input_ids[None], **pixels)
     finally:
         del language.forward
-    used = {id(p) for p in find_parts(model, model.family)["language"].parameters()}
+    used = {id(p) for p in model.find_parts()["language"].parameters()}
     nodes: list[Any] = [tensor.grad_fn for tensor in inputs]
     seen: set[Any] = {None}
     while nodes:
@@ -322,7 +332,7 @@ def load_family_model(
     with _explain_attention(where, path, family, attention):
         options = {"dtype": dtype, "attn_implementation": attention, **options}
         model: Any = load_weights(kind, where, path, **options)
-    find_parts(model, model.family)
+    model.find_parts()
     model.base_files = read_files(path, "config.json", TENSORS)
     return model
 

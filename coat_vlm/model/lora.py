@@ -17,13 +17,8 @@ from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
+from coat_vlm.model.vlm import count_parameters, module_parameters
 
-_PARTS: Mapping[ModuleName, tuple[str, ...]] = {
-    "vision": ("vision_tower",),
-    "projector": ("projector",),
-    "language": ("language_model",),
-}
 _ADAPTER = "default"  # peft's default adapter name
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _IN_BLOCK = r"\.(.*\.)?\d+\.(.*\.)?"
@@ -86,16 +81,12 @@ def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
             )
         # Only within its module: a tower and a language model have layers of the same names.
         within = _IN_BLOCK if name == "vision" else r"\.(.*\.)?"
-        own = "|".join(map(re.escape, _name_modules(model)[name]))
+        own = "|".join(map(re.escape, cast(Any, model).part_names[name]))
         own = f"({own})" if "|" in own else own
         patterns.append(rf"{own}{within}({'|'.join(map(re.escape, chosen))})")
     unused = "|".join(map(re.escape, getattr(model, "unused", ())))
     pattern = "|".join(patterns)
     return rf"(?!({unused})(\.|$))({pattern})" if unused else pattern
-
-
-def _name_modules(model: PreTrainedModel) -> Mapping[ModuleName, tuple[str, ...]]:
-    return _PARTS if isinstance(model, CoatVlm) else cast(Any, model).family.parts
 
 
 def _split_lists(model: PreTrainedModel, name: str) -> list[str]:
@@ -201,7 +192,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
         module
         for name, part in module_parameters(model).items()
         if count_parameters(part, trainable_only=True) and not has_adapters(part)
-        for whole in _name_modules(model)[name]
+        for whole in cast(Any, model).part_names[name]
         for module in _split_lists(model, whole)
     ]
     return dataclasses.replace(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import make_load_arguments, read_compression
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.families import find_parts
 from coat_vlm.model.generation import ImageGenerationMixin, count_images
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import (
@@ -128,6 +127,19 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
     def language(self) -> PreTrainedModel:
         """The decoder with its output layer."""
         return self.language_model
+
+    part_names: ClassVar[dict[ModuleName, tuple[str, ...]]] = {
+        "vision": ("vision_tower",),
+        "projector": ("projector",),
+        "language": ("language_model",),
+    }
+    """Names of modules by part of the model."""
+
+    def find_parts(self) -> dict[ModuleName, nn.Module]:
+        """Return the parts of the model; there may be only a language model."""
+        parts: dict[ModuleName, Any]
+        parts = {name: getattr(self, own[0]) for name, own in self.part_names.items()}
+        return {name: part for name, part in parts.items() if part is not None}
 
     packs = shares_tokens = True
     """Whether rows may have several samples, and several ranks; the language model decides."""
@@ -435,14 +447,7 @@ class Backbone:
 
 def module_parameters(model: PreTrainedModel) -> dict[ModuleName, nn.Module]:
     """Return the existing parts of a composed or published model by the names in recipes."""
-    if not isinstance(model, CoatVlm):
-        return find_parts(model, cast(Any, model).family)
-    parts: dict[ModuleName, nn.Module | None] = {
-        "vision": model.vision_tower,
-        "projector": model.projector,
-        "language": model.language_model,
-    }
-    return {name: part for name, part in parts.items() if part is not None}
+    return cast(Any, model).find_parts()
 
 
 def count_parameters(module: nn.Module, trainable_only: bool = False) -> int:
