@@ -141,22 +141,16 @@ def count_units(inputs: Mapping[str, Tensor], config: Any) -> tuple[int, int]:
         patches = inputs["spatial_shapes"].prod(1)
     elif "image_position_ids" in inputs:
         patches = (inputs["image_position_ids"] >= 0).all(-1).sum(1)
-    elif "image_sizes" in inputs and not hasattr(config, "image_grid_pinpoints"):
+    elif "image_sizes" in inputs and hasattr(config, "image_grid_pinpoints"):
+        numbers = inputs.get("batch_num_images", torch.ones_like(inputs["image_sizes"][:, 0]))
+        return sum(count_image_tiles(inputs["image_sizes"], numbers.tolist(), config)), 0
+    elif "image_sizes" in inputs:
         patches = (inputs["image_sizes"] // vision.patch_size).prod(1)
     else:
-        return _count_tiles(inputs, config), 0
+        tiles = (inputs[name] for name in ("pixel_values", "pixel_values_videos") if name in inputs)
+        return sum(math.prod(own.shape[:-3]) for own in tiles), 0
     pairs = full * patches.long().square().sum() + windowed * windows.long().square().sum()
     return int(patches.sum()), int(pairs)
-
-
-def _count_tiles(inputs: Mapping[str, Tensor], config: Any) -> int:
-    """Count tiles, without those that fill rows up, and frames."""
-    if "image_sizes" in inputs:
-        sizes = inputs["image_sizes"]
-        numbers = inputs.get("batch_num_images", torch.ones(len(sizes), dtype=torch.int64))
-        return sum(count_image_tiles(sizes, numbers.tolist(), config))
-    names = ("pixel_values", "pixel_values_videos")
-    return sum(math.prod(inputs[name].shape[:-3]) for name in names if name in inputs)
 
 
 def count_image_tiles(sizes: Any, numbers: list[int], config: Any) -> list[int]:

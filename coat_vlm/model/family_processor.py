@@ -371,7 +371,7 @@ class FamilyEncoder(Encoder):
             texts, found, tiles = self._read(media, _empty_image, self.media.measure_video)
             ids, _ = self._tokens(segments, texts)
         self._check_tokens(sample, len(ids))
-        return Size(len(ids), tiles, *self._count_units(found))
+        return Size(len(ids), tiles, **self._count_units(found))
 
     def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation, with boxes as the family writes them."""
@@ -439,20 +439,20 @@ class FamilyEncoder(Encoder):
         self._check_tokens(sample, len(ids))
         counts, self.media.counts = self.media.counts, Counter()
         inputs = _join(found)
-        units, pairs = self._count_units(found)
         return EncodedSample(
             as_tensor(ids),
             as_tensor(labels),
             inputs.pop("pixel_values", torch.empty(0)),
-            counts={**counts, "images": tiles, "units": units, "pairs": pairs},
+            counts={**counts, "images": tiles, **self._count_units(found)},
             extras=inputs,
         )
 
-    def _count_units(self, inputs: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
+    def _count_units(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, int]:
         """See :func:`count_units`; 0 for unknown families."""
-        known = inputs if self._family.is_known else ()
-        found = [(0, 0), *(count_units(own, self._config) for own in known)]
-        return sum(units for units, _ in found), sum(pairs for _, pairs in found)
+        found = [count_units(own, self._config) for own in inputs if self._family.is_known]
+        return dict(
+            zip(("units", "pairs"), map(sum, zip((0, 0), *found, strict=True)), strict=True)
+        )
 
     def _check_tokens(self, sample: Sample, length: int) -> None:
         if length <= self.max_length:
@@ -538,8 +538,7 @@ class FamilyEncoder(Encoder):
         texts, inputs = self._read_images([Image.new("RGB", size)] * number)
         ids = torch.tensor(self.tokenizer.encode([Segment("literal", "\n".join(texts))])[0])
         labels = torch.full_like(ids, IGNORE_INDEX)
-        units, pairs = self._count_units([inputs])
-        counts = {"images": number, "units": units, "pairs": pairs}
+        counts = {"images": number, **self._count_units([inputs])}
         return EncodedSample(ids, labels, inputs.pop("pixel_values"), counts=counts, extras=inputs)
 
 

@@ -13,14 +13,13 @@ of a linear attention the three products of its recurrence with a state [K, V] p
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import count_layers
@@ -105,17 +104,21 @@ class ModelFlops:
         return flops
 
 
-def count_flops(model: PreTrainedModel) -> ModelFlops:
+def count_flops(model: Any) -> ModelFlops:
     """Count a model's FLOPs, before DeepSpeed wraps it, with its ``requires_grad`` flags.
 
     Registration order decides which modules are below others. With LoRA on only the language model,
     grad-input of the first block's k and v counts, which training does not compute. Raises
-    ValueError for the models of :func:`why_not_counted`.
+    ValueError for a model with other layers, or of a family that is not tested.
     """
-    why = why_not_counted(model)
-    if why is not None:
-        raise ValueError(f"FLOPs of {type(model).__name__}: {why}")
-    config: Any = model.config
+    config, text, family = model.config, model.language.config, getattr(model, "family", None)
+    if family is not None and not family.is_known:
+        raise ValueError(f"{family.name} is not of a tested family")
+    if not getattr(text, "num_attention_heads", None) or getattr(text, "kv_lora_rank", None):
+        raise ValueError("its attention heads do not have one common width")
+    types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    if other := set(types) - _WINDOWED.keys():
+        raise ValueError(f"it has layers of the types {', '.join(sorted(other))}")
     parts = module_parameters(model)
     names = tuple(f"{name}." for name in getattr(model, "unused", ()))
     unused = {id(p) for name, p in model.named_parameters() if f"{name}.".startswith(names or "-")}
@@ -135,12 +138,10 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
             unit, unit_pair = unit + layers * positions**2 * unit_pair, 0
     if "projector" in parts:
         projected, trains = count(parts["projector"], trains)
-    language: Any = cast(Any, model).language
-    output: Any = cast(Any, model).get_output_embeddings().weight
-    text = language.config
+    output = model.get_output_embeddings().weight
     token, trains = count(parts["language"], trains, without=output, text=text)
     windows: Counter[int | None] = Counter()
-    for layer, kind in zip(text.per_layer_config, _list_types(text), strict=True):
+    for layer, kind in zip(text.per_layer_config, types, strict=True):
         windowed = _WINDOWED[kind]
         if windowed is not None:
             heads = layer.num_attention_heads
@@ -163,35 +164,13 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     )
 
 
-def why_not_counted(model: PreTrainedModel) -> str | None:
-    """Return why :func:`count_flops` does not support a model; None if it does."""
-    family, language = getattr(model, "family", None), cast(Any, model).language
-    if family is not None and not family.is_known:
-        return f"{family.name} is not of a tested family"
-    config: Any = language.config
-    for name, parameter in language.named_parameters():
-        if parameter.ndim > 2 and not _count_used(parameter, config):
-            return f"{name} has {parameter.ndim} dimensions"
-    if not getattr(config, "num_attention_heads", None) or getattr(config, "kv_lora_rank", None):
-        return "its attention heads do not have one common width"
-    other = set(_list_types(config)) - _WINDOWED.keys()
-    if other:
-        return f"it has layers of the types {', '.join(sorted(other))}"
-    return None
-
-
-def _list_types(text: Any) -> list[str]:
-    types = getattr(text, "layer_types", None)
-    return ["sliding_attention"] * text.num_hidden_layers if types is None else types
-
-
-def _describe_unit(model: PreTrainedModel, tower: nn.Module) -> tuple[int, int, int | None]:
+def _describe_unit(model: Any, tower: nn.Module) -> tuple[int, int, int | None]:
     """Return patches and class tokens of one of :attr:`Work.units`, and projector outputs of it.
 
     The latter are None if there is one per vision token.
     """
-    config: Any = model.config
-    vision, family = config.vision_config, getattr(model, "family", None)
+    config, family = model.config, getattr(model, "family", None)
+    vision = config.vision_config
     if family is not None and family.reads_patches:
         return 1, 0, None
     sides = (vision.image_size, vision.patch_size)
@@ -210,9 +189,9 @@ def _describe_unit(model: PreTrainedModel, tower: nn.Module) -> tuple[int, int, 
 
 
 def _count_used(weight: Tensor, text: Any) -> int:
-    """Count the elements of a weight that multiply a token or patch, of experts the active ones.
+    """Count the elements that multiply a token or patch, of experts the active ones.
 
-    ``text``: configuration of a language model that has the weight; None for other parts.
+    ``text`` is the configuration of a language model, None for other parts. ValueError: unknown.
     """
     if text is None or weight.ndim < 3:
         return weight.numel() if weight.ndim in (2, 4, 5) else 0  # others are added
@@ -220,18 +199,9 @@ def _count_used(weight: Tensor, text: Any) -> int:
     if weight.ndim == 3 and len(weight) == experts:
         active = getattr(text, "num_experts_per_tok", None) or text.top_k_experts
         return weight[0].numel() * active
-    by_channel = weight.ndim == 3 and weight.shape[1] == 1  # a convolution
-    return weight.numel() if by_channel else 0
-
-
-def _list_owners(module: nn.Module) -> Iterator[nn.Module]:
-    """List modules behind their children, because their own parameters are positions and the like.
-
-    A part's own parameters are used after its modules as well.
-    """
-    for child in module.children():
-        yield from _list_owners(child)
-    yield module
+    if weight.ndim > 3 or weight.shape[1] > 1:  # not a convolution of each channel
+        raise ValueError(f"it has a weight of the shape {tuple(weight.shape)}")
+    return weight.numel()
 
 
 def _count_attention(pairs: int, width: int, trains: bool) -> int:
@@ -256,7 +226,8 @@ def _count_gemms(
     module in the part or below it is trained.
     """
     flops = 0
-    for owner in _list_owners(part):
+    # Parameters of modules with children are positions and the like, used behind the children.
+    for owner in sorted(part.modules(), key=lambda module: any(True for _ in module.children())):
         looked_up = isinstance(owner, nn.Embedding)
         for name, weight in owner.named_parameters(recurse=False):
             # open_clip's positional_embedding is a matrix that is added, not multiplied.

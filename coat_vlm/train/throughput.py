@@ -17,7 +17,7 @@ from coat_data.sample import NOTES
 from coat_vlm.config import MODULES
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
-from coat_vlm.model.flops import ModelFlops, Work, count_flops, why_not_counted
+from coat_vlm.model.flops import ModelFlops, Work, count_flops
 from coat_vlm.model.placeholders import KINDS
 from coat_vlm.train.tracking import print_on_main
 
@@ -35,10 +35,11 @@ class Throughput:
         self._media_token_ids = [token for token in ids if token is not None]
         self._replica = world.rank // sequence_parallel
         self._replicas = world.size // sequence_parallel
-        why = why_not_counted(model)
-        self.flops: ModelFlops | None = None if why else count_flops(model)
-        if why is not None:
-            print_on_main(world, f"  no TFLOP/s: the model's FLOPs are not known: {why}")
+        self.flops: ModelFlops | None = None  # not known
+        try:
+            self.flops = count_flops(model)
+        except ValueError as error:
+            print_on_main(world, f"  no TFLOP/s: the model's FLOPs are not known: {error}")
 
     def count(self, micro_batches: Sequence[LoadedBatch], micro_steps: int) -> dict[str, float]:
         """Count this rank's micro-batches of a step; the result is to be summed over the ranks.
