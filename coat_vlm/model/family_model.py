@@ -35,7 +35,6 @@ from coat_vlm.model.loss import (
     why_logits_are_needed,
 )
 from coat_vlm.model.packing import (
-    ARGUMENTS,
     PACKED,
     PACKED_IMAGES,
     Packing,
@@ -155,13 +154,7 @@ def trainable_class(family: Family) -> Any:
         loss_inside: AbstractContextManager[None] = nullcontext()
         if fused:
             loss_inside = loss_for_logits(self.get_output_embeddings(), *divided)
-        own = {name: kwargs.pop(name) for name in (*ARGUMENTS, SHARD) if name in kwargs}
-        with (
-            loss_inside,
-            known_layout(self, kwargs, shard),
-            _add_arguments(self.language, own),
-            skip_packing_search(True, packing),
-        ):
+        with loss_inside, known_layout(self, kwargs), skip_packing_search(True, packing):
             out = original.forward(self, *args, **kwargs, return_dict=True)
         if shard is not None:
             shard.check(self.language)
@@ -235,23 +228,10 @@ def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
 
 
 @contextmanager
-def _add_arguments(language: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
-    """Call the decoder with ``arguments``, which the whole model would give its tower, too."""
-    hook = language.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | arguments), with_kwargs=True
-    )
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def known_layout(
-    model: Any, inputs: dict[str, Any], shard: SequenceShard | None = None
-) -> Iterator[None]:
+def known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """Run the tower once, and place features where the batch says; reads that from ``inputs``."""
     places: dict[str, Placeholders] = {}
+    shard: SequenceShard | None = inputs.get(SHARD)
     for kind in KINDS:
         if shard is not None:
             places[kind] = Placeholders.of_shard(shard, kind, inputs["input_ids"].device)

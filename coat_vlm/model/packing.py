@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import generic
 
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.placeholders import copy_to_device
@@ -39,8 +40,8 @@ Kernel = Literal["flash", "sdpa"]
 UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Attention arguments of some models that packed attention does not support."""
 
-ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments of a packed row: transformers' FlashAttentionKwargs."""
+# Arguments of FlashAttentionKwargs.
+_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Packing:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' models."""
         return dict(
-            zip(ARGUMENTS, (self.bounds, self.bounds, self.longest, self.longest), strict=True)
+            zip(_NAMES, (self.bounds, self.bounds, self.longest, self.longest), strict=True)
         )
 
     def split(self, *heads: Tensor) -> list[tuple[Tensor, ...]]:
@@ -111,7 +112,7 @@ def read_packing(
     ``cu_seq_lens_q`` and ``max_length_q`` are required. Raises ValueError if they do not describe
     the sequences of one row; values of bounds on a GPU are not checked, to avoid a synchronization.
     """
-    given = {name: arguments.get(name) for name in ARGUMENTS}
+    given = {name: arguments.get(name) for name in _NAMES}
     if all(value is None for value in given.values()):
         return None
     bounds, _, longest, _ = given.values()  # transformers also gives the keys'
@@ -341,6 +342,8 @@ def register() -> None:
     AttentionInterface.register(PACKED_IMAGES, packed_attention)
     AttentionMaskInterface.register(PACKED, packed_mask)
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    # Arguments for the language model, which are not passed to towers.
+    generic._FLASH_VARLEN_KWARGS = (*_NAMES, SHARD)
 
 
 _search = masking_utils.find_packed_sequence_indices
