@@ -13,7 +13,6 @@ as ``mlp.py``, the norm statistics, p and the order. With dy_e = W_down,e^T dy a
 the activation, the gradient of p_e is the sum of dy_e act, and so needs no output of the experts.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from coat_kernels import (
     quantize_group,
     quantize_rows,
     scaled_grouped_mm,
-    transpose_experts,
+    transpose_quantized,
 )
 from coat_kernels.formats import check_group
 from coat_kernels.reference import norm_values
@@ -41,16 +40,6 @@ from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.gemm import matrix
 from coat_vlm.fp8.mlp import HIGH_PRECISION
 from coat_vlm.fp8.norm import NormSettings
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSettings:
-    """Settings of a mixture of experts."""
-
-    activation: str
-    top_k: int
-    stored: tuple[TensorScaled, TensorScaled] | None
-    """W_in and W_down if they are stored in FP8."""
 
 
 def norm_experts(
@@ -62,10 +51,9 @@ def norm_experts(
     probabilities, and ``experts`` with ``gate_up_proj`` (E, 2F, K) and ``down_proj`` (E, K, F).
     """
     experts, gate = mlp.experts, mlp.gate
-    settings = ExpertSettings(activation, gate.top_k, weights.stored_experts(experts))
     y, residual, logits = _NormExperts.apply(
-        x, delta, *norms.arguments(norm, group_size), settings, gate.weight,
-        experts.gate_up_proj, experts.down_proj,
+        x, delta, *norms.arguments(norm, group_size), activation, gate.top_k,
+        weights.stored_experts(experts), gate.weight, experts.gate_up_proj, experts.down_proj,
     )  # fmt: skip
     # transformers' hook on the router collects the logits for the load-balancing loss.
     gate.forward = lambda _: (logits, None, None)
@@ -113,12 +101,14 @@ class _NormExperts(torch.autograd.Function):
         norm_weight: Tensor,
         norm_bias: None,
         norm: NormSettings,
-        settings: ExpertSettings,
+        kind: str,
+        top_k: int,
+        stored: tuple[TensorScaled, TensorScaled] | None,
         gate: Tensor,
         w_in: Tensor,
         w_down: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, kind, top_k = x.dtype, settings.activation, settings.top_k
+        dtype = x.dtype
         residual, a8, of_norm = norm_fwd(
             matrix(x), norm_weight, norm_bias, norm.eps, centered=False, group_size=norm.group_size,
             delta=matrix(delta),
@@ -130,7 +120,7 @@ class _NormExperts(torch.autograd.Function):
         p = values.softmax(-1)
         order, ends = _sort(index, len(gate))
         tokens = order // top_k
-        if settings.stored is None:
+        if stored is None:
             rows = a.index_select(0, tokens)
             h = F.grouped_mm(rows, w_in.to(dtype).transpose(1, 2), offs=ends)
             saved = quantize_group(h, norm.group_size)
@@ -139,17 +129,15 @@ class _NormExperts(torch.autograd.Function):
             out = F.grouped_mm(act, w_down.to(dtype).transpose(1, 2), offs=ends)
         else:
             scales = a8.scale.repeat(len(tokens))
-            h = scaled_grouped_mm(_take(a8.q, tokens), scales, settings.stored[0], ends, dtype)
+            h = scaled_grouped_mm(_take(a8.q, tokens), scales, stored[0], ends, dtype)
             act8, (saved, scale) = activation_fwd(h, kind, group_size=norm.group_size)
             saturation.observe("activation input", saved.q, h)
             del h
-            out = scaled_grouped_mm(
-                act8.q, scale.repeat(len(tokens)), settings.stored[1], ends, dtype
-            )
+            out = scaled_grouped_mm(act8.q, scale.repeat(len(tokens)), stored[1], ends, dtype)
         y = torch.bmm(p.to(dtype)[:, None], _by_token(out, order, top_k)).view(x.shape)
         tensors = (norm_weight, gate, w_in, w_down, p, index, order, ends)
         gemm.save(ctx, [*of_norm.x, *of_norm[1:]], saved, tensors)
-        ctx.settings, ctx.shape, ctx.dtype = settings, x.shape, dtype
+        ctx.settings, ctx.shape, ctx.dtype = (kind, top_k, stored), x.shape, dtype
         ctx.set_materialize_grads(False)
         return y, residual.view(x.shape), logits
 
@@ -161,8 +149,8 @@ class _NormExperts(torch.autograd.Function):
         (q, exponents, *rest), saved, tensors = gemm.load(ctx)
         norm_weight, gate, w_in, w_down, p, index, order, ends = tensors
         of_norm = NormSaved(GroupScaled(q, exponents), *rest)
-        kind, top_k, stored = ctx.settings.activation, ctx.settings.top_k, ctx.settings.stored
-        needs_gate, needs_in, needs_down = ctx.needs_input_grad[6:]
+        kind, top_k, stored = ctx.settings
+        needs_gate, needs_in, needs_down = ctx.needs_input_grad[8:]
         grad_y, h, dtype = matrix(grad_y), GroupScaled(*saved), ctx.dtype
         tokens, row_p = order // top_k, p.flatten().index_select(0, order)
         a = None
@@ -185,13 +173,15 @@ class _NormExperts(torch.autograd.Function):
             grad_rows = F.grouped_mm(grad_h, w_in.to(dtype), offs=ends)
         else:
             rows8, scales = quantize_rows(grad_y)
-            grad_act = scaled_grouped_mm(
-                _take(rows8, tokens), scales.index_select(0, tokens), transpose_experts(stored[1]),
-                ends, dtype,
-            )  # fmt: skip
+            rows8, scales = _take(rows8, tokens), scales.index_select(0, tokens)
+            w8 = transpose_quantized(stored[1])
+            grad_act = scaled_grouped_mm(rows8, scales, w8, ends, dtype)
+            del rows8, w8
             grad_h, scales, grad_p, _ = expert_gradient(grad_act, h, row_p, kind, quantized=True)
             del grad_act
-            grad_rows = scaled_grouped_mm(grad_h, scales, transpose_experts(stored[0]), ends, dtype)
+            w8 = transpose_quantized(stored[0])
+            grad_rows = scaled_grouped_mm(grad_h, scales, w8, ends, dtype)
+            del w8
         del grad_h
         grad_a = _by_token(grad_rows, order, top_k).sum(1)
         del grad_rows
@@ -207,5 +197,5 @@ class _NormExperts(torch.autograd.Function):
         grad_x, grad_norm, _ = norm_bwd(grad_a, of_norm, norm_weight, residual)
         return (
             *norms.grads_of_sum(grad_x.view(ctx.shape), ctx), grad_norm.to(norm_weight.dtype), None,
-            None, None, grad_gate, grad_in, grad_down,
+            None, None, None, None, grad_gate, grad_in, grad_down,
         )  # fmt: skip

@@ -14,12 +14,7 @@ from coat_kernels.activation import (
 )
 from coat_kernels.adamw import AdamwItem, AdamwTable, adamw_step
 from coat_kernels.cross_entropy import GRADIENT_SCALE, cross_entropy_, logit_gradient
-from coat_kernels.experts import (
-    expert_gradient,
-    quantize_rows,
-    scaled_grouped_mm,
-    transpose_experts,
-)
+from coat_kernels.experts import expert_gradient, quantize_rows, scaled_grouped_mm
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -109,6 +104,5 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "share_scales",
-    "transpose_experts",
     "transpose_quantized",
 ]

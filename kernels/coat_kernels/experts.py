@@ -21,9 +21,8 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.activation import ACTIVATIONS, gradients, is_gated
 from coat_kernels.device import SMALLEST_NORMAL, load_tile, magnitude_bits, row_offsets
-from coat_kernels.formats import E4M3, GEMM_MULTIPLE, GroupScaled, TensorScaled, check_matrix
+from coat_kernels.formats import E4M3, GroupScaled, TensorScaled, check_matrix
 from coat_kernels.launch import TOKENS, cdiv, launch
-from coat_kernels.quantize import transpose_matrices
 from coat_kernels.registry import register
 
 ELEMENTS = 4096
@@ -117,11 +116,6 @@ def scaled_grouped_mm(
     b has E4M3 data [E, N, K] and scales [E]; K and N are multiples of 16. Returns [S, N], on a GPU
     rounded to BF16.
     """
-    if b.q.shape[1] % GEMM_MULTIPLE or b.q.shape[2] % GEMM_MULTIPLE:
-        raise ValueError(
-            f"scaled_grouped_mm: experts are [N, K] = {list(b.q.shape[1:])}, and both must be "
-            f"multiples of {GEMM_MULTIPLE}: leave the experts in BF16"
-        )
     if a.is_meta:
         return a.new_empty((len(a), b.q.shape[1]), dtype=dtype)
     if a.device.type == "cpu":
@@ -132,8 +126,3 @@ def scaled_grouped_mm(
         use_fast_accum=True,
     )  # fmt: skip
     return y.to(dtype)
-
-
-def transpose_experts(b: TensorScaled) -> TensorScaled:
-    """Transpose E4M3 data [E, N, K] of experts to [E, K, N]; N is a multiple of 16."""
-    return TensorScaled(transpose_matrices(b.q), b.scale)

@@ -383,14 +383,9 @@ def to_quantized_gradient(
 
 
 def transpose_quantized(x: TensorScaled) -> TensorScaled:
-    """Transpose FP8 data [M, N] to [N, M'], M padded with zeros to a multiple of 16."""
-    check_quantized("transpose_quantized", "x", x.q)
+    """Transpose FP8 data [..., M, N] to [..., N, M'], M padded with zeros to a multiple of 16."""
+    check_quantized("transpose_quantized", "x", x.q.flatten(0, -2))
     return TensorScaled(_transpose_quantized(x.q), x.scale)
-
-
-def transpose_matrices(q: Tensor) -> Tensor:
-    """Transpose contiguous FP8 matrices [E, M, N] to [E, N, M'], padded likewise."""
-    return _transpose_quantized(q)
 
 
 def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
