@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as modeling
 
 import harness
 from coat_cli.command import at_least
@@ -43,6 +41,13 @@ LIMITS = (0.15, 0.20)
 PUBLISHED = Path(__file__).parent / "published" / "qwen3_vl_30b_a3b"
 
 
+def _import_modeling() -> Any:
+    # After coat_vlm, which registers the operations of torchvision where it has none.
+    from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
+
+    return modeling_qwen3_vl_moe
+
+
 class Holder(nn.Module):
     """A layer, behind a parameter on the device: the layer's own ones may be on the CPU."""
 
@@ -63,12 +68,14 @@ def read_config(**changes: Any) -> Any:
 def build(config: Any, device: torch.device, dtype: torch.dtype, lora: int | None) -> Holder:
     """Build the layer on the device with weights N(0, 0.02^2), seed 0, and random adapters."""
     with device:
-        layer = modeling.Qwen3VLMoeTextDecoderLayer(config, 0).to(dtype).train()
+        layer = _import_modeling().Qwen3VLMoeTextDecoderLayer(config, 0).to(dtype).train()
     torch.manual_seed(0)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else nn.init.ones_(parameter)
     holder = Holder(layer, device, dtype)
     if lora is not None:
+        from peft import LoraConfig, inject_adapter_in_model
+
         layer.requires_grad_(False)
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         inject_adapter_in_model(LoraConfig(r=lora, target_modules=targets), holder)
@@ -105,7 +112,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Holder], None]] = {
 def build_forward(config: Any, holder: Holder, length: int) -> Forward:
     """Return ``hidden_states [batch, length, hidden] -> same shape``, causal."""
     device = holder.anchor.device
-    rotary = modeling.Qwen3VLMoeTextRotaryEmbedding(config).to(device)
+    rotary = _import_modeling().Qwen3VLMoeTextRotaryEmbedding(config).to(device)
     positions = torch.arange(length, device=device).expand(3, 1, -1)
     embeddings = rotary(holder.anchor, positions)
     return lambda x: holder.layers[0](x, position_embeddings=embeddings)
