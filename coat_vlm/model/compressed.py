@@ -27,8 +27,6 @@ METHOD = "compressed-tensors"
 BLOCK = 128
 RECORD = "quantization.json"
 """File with SQNR and bytes of each compressed layer, and why others are uncompressed."""
-_PARTS = ("vision_tower", "projector")
-"""Uncompressed parts of a composed model, in the layouts ``coat`` and ``llava``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +197,10 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 def describe_compression(folder: Path, record: dict[str, Any], model: PreTrainedModel) -> None:
     """Write quantization.json, and ``quantization_config`` in config.json."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    family: Any = getattr(model, "family", None)
-    others = _PARTS if family is None else (*family.vision, *family.projector)
+    names = cast(Any, model).part_names
     # Other programs use other prefixes of layer names.
-    parts = (f"re:.*{re.escape(name.removeprefix('model.'))}.*" for name in others)
+    others = (name.removeprefix("model.") for name in (*names["vision"], *names["projector"]))
+    parts = (f"re:.*{re.escape(name)}.*" for name in others)
     ends = (re.sub(r"^.*?(?=layers\.)", "", name) for name in record["left"])
     ignore = ["re:.*lm_head", *parts, *(f"re:.*{re.escape(end)}$" for end in ends)]
     path = folder / "config.json"

@@ -450,9 +450,8 @@ class FamilyEncoder(Encoder):
     def _count_units(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, int]:
         """See :func:`count_units`; 0 for unknown families."""
         found = [count_units(own, self._config) for own in inputs if self._family.is_known]
-        return dict(
-            zip(("units", "pairs"), map(sum, zip((0, 0), *found, strict=True)), strict=True)
-        )
+        units, pairs = map(sum, zip((0, 0), *found, strict=True))
+        return {"units": units, "pairs": pairs}
 
     def _check_tokens(self, sample: Sample, length: int) -> None:
         if length <= self.max_length:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import count_layers
 from coat_vlm.model.loss import why_logits_are_needed
-from coat_vlm.model.vlm import module_parameters
 
 # Layer types, and whether they have a sliding window; None if they compare no pairs of tokens.
 _WINDOWED = {
@@ -111,15 +110,15 @@ def count_flops(model: Any) -> ModelFlops:
     grad-input of the first block's k and v counts, which training does not compute. Raises
     ValueError for a model with other layers, or of a family that is not tested.
     """
-    config, text, family = model.config, model.language.config, getattr(model, "family", None)
-    if family is not None and not family.is_known:
-        raise ValueError(f"{family.name} is not of a tested family")
+    config, text = model.config, model.language.config
+    if not model.packs:
+        raise ValueError("it is not of a tested family")
     if not getattr(text, "num_attention_heads", None) or getattr(text, "kv_lora_rank", None):
         raise ValueError("its attention heads do not have one common width")
     types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     if other := set(types) - _WINDOWED.keys():
         raise ValueError(f"it has layers of the types {', '.join(sorted(other))}")
-    parts = module_parameters(model)
+    parts = model.find_parts()
     names = tuple(f"{name}." for name in getattr(model, "unused", ()))
     unused = {id(p) for name, p in model.named_parameters() if f"{name}.".startswith(names or "-")}
     count = partial(_count_gemms, unused=unused)
@@ -169,14 +168,13 @@ def _describe_unit(model: Any, tower: nn.Module) -> tuple[int, int, int | None]:
 
     The latter are None if there is one per vision token.
     """
-    config, family = model.config, getattr(model, "family", None)
-    vision = config.vision_config
-    if family is not None and family.reads_patches:
+    config, vision = model.config, model.config.vision_config
+    if getattr(getattr(model, "family", None), "reads_patches", False):
         return 1, 0, None
     sides = (vision.image_size, vision.patch_size)
     image, patch = (side if isinstance(side, int) else side[0] for side in sides)
     patches = (image // patch) ** 2
-    if family is None:
+    if hasattr(config, "tokens_per_image"):
         per_unit = None if config.s2_scales else config.tokens_per_image
         return patches, config.num_prefix_tokens, per_unit
     names = (name for name, _ in tower.named_parameters())

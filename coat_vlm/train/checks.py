@@ -209,13 +209,9 @@ def _build_processor(
     """
     model, size = recipe.model, recipe.model.tokenizer.train_vocab_size
     images = model.vision is not None
-    if start is not None:
-        with findings.collect("init_from"):
-            return start_processor(recipe, str(start)), 0
-        return None, 0
-    if model.pretrained is not None:
-        with findings.collect():
-            return start_processor(recipe, None), 0
+    if start is not None or model.pretrained is not None:
+        with findings.collect("init_from" if start else ""):
+            return start_processor(recipe, str(start) if start else None), 0
         return None, 0
     if _needs_weights(recipe):
         return None, 0
