@@ -134,7 +134,7 @@ class _NormExperts(torch.autograd.Function):
             saturation.observe("activation input", saved.q, h)
             del h
             out = scaled_grouped_mm(act8.q, scale.repeat(len(tokens)), stored[1], ends, dtype)
-        y = torch.bmm(p.to(dtype)[:, None], _by_token(out, order, top_k)).view(x.shape)
+        y = _by_token(out, order, top_k).mul_(p[..., None]).sum(1).view(x.shape)
         tensors = (norm_weight, gate, w_in, w_down, p, index, order, ends)
         gemm.save(ctx, [*of_norm.x, *of_norm[1:]], saved, tensors)
         ctx.settings, ctx.shape, ctx.dtype = (kind, top_k, stored), x.shape, dtype
