@@ -238,7 +238,7 @@ def measure(model: nn.Module, batch: Any) -> BlockError:
     live = live_inputs(model, batch, names)
     worst = BlockError()
     for name in names:
-        error = block_error(model.get_submodule(name), live[name], round_linears=False)
+        error = block_error(model.get_submodule(name), live[name], round_linears=True)
         worst.output = max(worst.output, error.output, key=lambda pair: pair[0] / (pair[1] or 1))
         worst.gradient = max(
             worst.gradient, error.gradient, key=lambda pair: pair[0] / (pair[1] or 1)
