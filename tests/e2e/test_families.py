@@ -98,6 +98,7 @@ def run(
     folder = tmp_path_factory.mktemp(request.param)
     source = published / request.param
     recipe = make_recipe(tiny_data, source, folder / "run", questions)
+    recipe["stages"]["sft"]["balance"] = True
     train({**recipe, "zero_stage": 2}, folder, ranks=2)
     return folder / "run"
 
@@ -143,6 +144,8 @@ def test_stages_train_their_parts(run: Path, published: Path) -> None:
     last = [row for row in rows if row["kind"] == "step"][-1]
     assert last["lr"]["vision"] == pytest.approx(last["lr"]["language"] / 10)
     assert 0 < last["tiles"] <= last["samples"] == 4
+    assert list(last["tflop"]) == ["vision", "projector", "language"]
+    assert 0 <= last["imbalance"] < 0.5
     assert [row for row in rows if row["kind"] == "eval"]
     assert len({row["loss"] for row in rows if row["kind"] == "step"}) == 5
 
