@@ -249,6 +249,34 @@ def _encode_tiles(
     return BaseModelOutputWithPooling(pooler_output=features)
 
 
+def _encode_sizes(
+    model: Any,
+    pixel_values: Tensor,
+    spatial_shapes: Tensor,
+    pixel_attention_mask: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Return LFM2-VL's features of images; one call of the projector projects all of them.
+
+    Under ZeRO-3 a call gathers the weights from all ranks, which may have other numbers of images.
+    """
+    kwargs |= {"spatial_shapes": spatial_shapes, "pixel_attention_mask": pixel_attention_mask}
+    out = model.vision_tower(pixel_values=pixel_values, **kwargs | {"return_dict": True})
+    side = model.multi_modal_projector.factor  # of the squares of patches that become one token
+    squares = [
+        hidden[: height * width]
+        .view(height // side, side, width // side, side, -1)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for hidden, (height, width) in zip(
+            out.last_hidden_state, spatial_shapes.tolist(), strict=True
+        )
+    ]
+    features = model.multi_modal_projector(torch.cat(squares)).flatten(0, 2)
+    out.pooler_output = [*features.split([len(one) for one in squares])]
+    return out
+
+
 def _embed_patches(
     embeddings: Any, hidden: Tensor, lengths: Tensor, grids: Tensor, *coordinates: Tensor
 ) -> Tensor:
@@ -306,6 +334,7 @@ def known_placeholders(
     both = "video_features" in known
     masks = model if "image_features" in known else None  # Gemma 4's are of no use here
     tiles = model if hasattr(model, "connector") else None
+    squares = model if hasattr(getattr(model, "multi_modal_projector", None), "factor") else None
     embeddings = getattr(getattr(model, "visual", None), "embeddings", None)
     searches = (
         (masks, "get_placeholder_mask", get_placeholder_mask),
@@ -313,6 +342,7 @@ def known_placeholders(
         (language, "_deepstack_process", deepstack),  # Qwen3-VL
         (embeddings, "forward", partial(_embed_patches, embeddings)),  # GLM
         (tiles, "get_image_features", partial(_encode_tiles, model)),  # Idefics3
+        (squares, "get_image_features", partial(_encode_sizes, model)),  # LFM2-VL
     )
     replaced = [(owner, name, own) for owner, name, own in searches if hasattr(owner, name)]
     for owner, name, own in replaced:

@@ -5,7 +5,7 @@ import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,14 @@ import step
 from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model.vlm import count_parameters
-from coat_vlm.plan.measure import StageCase, build_stage_model, make_batch, open_case, take_steps
+from coat_vlm.plan.measure import (
+    RowShape,
+    StageCase,
+    build_stage_model,
+    make_batch,
+    open_case,
+    take_steps,
+)
 from step import Implementation, StepResult, StepRun, list_implementations
 from step_models import (
     SIZES,
@@ -85,7 +92,7 @@ def test_published_models(size: str, parameters: int, patches: int, image_tokens
     case = tiny(size)
     model: Any = case.meta_model
     assert count_parameters(model) == parameters
-    batch: Any = make_step_batch(model, case.row, 2, None, 0).batch
+    batch: Any = make_step_batch(model, cast(RowShape, case.row), 2, None, 0).batch
     is_image = batch["input_ids"] == model.config.image_token_id
     assert is_image.sum(1).tolist() == [4 * image_tokens] * 2
     assert batch["extras"]["image_grid_thw"].prod(1).tolist() == [patches] * 8
@@ -133,7 +140,7 @@ def test_steps_of_published_models(world: World, published: str) -> None:
     # The losses of transformers' whole model and of the reference are the same number.
     case = tiny(published)
     model = build_stage_model(case, CPU).train()
-    loaded = make_step_batch(model, case.row, 1, None, 0)
+    loaded = make_step_batch(model, cast(RowShape, case.row), 1, None, 0)
     reference = step.measure_reference(model, [loaded])
     inputs: Any = {**loaded.batch}
     inputs |= inputs.pop("extras")

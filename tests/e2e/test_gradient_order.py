@@ -32,7 +32,8 @@ def eager() -> dict[str, Any]:
     return run("none", WHOLE, "as it comes")
 
 
-@pytest.mark.parametrize("bucket", [WHOLE, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [WHOLE, 20_000])
 def test_gradients_are_those_of_eager_ranks(eager: dict[str, Any], bucket: int) -> None:
     """Equal bit by bit; also if a bucket is full in the middle of a block."""
     found = run("first", bucket, "ordered")

@@ -47,7 +47,10 @@ def assert_alike(run: Path, other: Path, rel: float = 2e-5) -> None:
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=rel)
 
 
-@pytest.mark.parametrize(("zero_stage", "ranks", "size"), [(0, 2, 2), (2, 4, 2), (3, 4, 4)])
+@pytest.mark.parametrize(
+    ("zero_stage", "ranks", "size"),
+    [(0, 2, 2), (2, 4, 2), pytest.param(3, 4, 4, marks=pytest.mark.slow)],
+)
 def test_ranks_that_share_tokens_give_the_losses_of_one(
     one_rank: Path, tiny_data: Path, tmp_path: Path, zero_stage: int, ranks: int, size: int
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_run import ENV, TRAIN, tiny_recipe, write_recipe
 
 from coat_vlm.report.run_folder import describe_run
@@ -26,6 +27,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
     return value
 
 
+@pytest.mark.faults
 def test_a_stopped_rank_ends_the_run_within_the_time_limit_and_is_named(
     tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -3,10 +3,7 @@
 import contextlib
 from typing import Any
 
-import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -71,8 +68,6 @@ def decoder(kind: str, **changes: Any) -> Any:
 
 
 def encoder(kind: str, **changes: Any) -> Any:
-    if kind.startswith("dinov2") and Version(transformers.__version__) < Version("5.18"):
-        pytest.skip("its layers had other names before transformers 5.18")
     torch.manual_seed(0)
     config_class, model_class, settings = ENCODERS[kind]
     sizes: dict[str, Any] = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3}

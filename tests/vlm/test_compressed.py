@@ -91,7 +91,8 @@ def inputs_of(x: Tensor, scheme: Scheme) -> Tensor:
         layer.weight.copy_(torch.eye(x.shape[1]))
         with TemporaryDirectory() as folder:
             codes, scale = quantize(layer.weight, scheme)
-            tensors = {"a.weight": codes, "a.weight_scale": scale}
+            tensors = {"language.a.weight": codes, "language.a.weight_scale": scale}
             save_file(tensors, Path(folder) / "model.safetensors")
-            round_inputs(nn.ModuleDict({"a": layer}), scheme, Path(folder))
+            language = nn.ModuleDict({"a": layer})
+            round_inputs(nn.ModuleDict({"language": language}), scheme, Path(folder))
         return layer(x)

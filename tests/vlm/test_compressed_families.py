@@ -24,7 +24,13 @@ def export(source: Path, target: Path, *options: str) -> int:
     return main(["export", "--model", str(source), "--to", str(target), *options])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - EXPERTS))
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("llava", "qwen3_vl") else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(FAMILIES.keys() - EXPERTS)
+    ],
+)
 def test_stock_transformers_computes_what_we_do(family: str, tmp_path: Path) -> None:
     """It also quantizes inputs; the tower, the projector and the output layer are as they were."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")

@@ -37,7 +37,17 @@ FILTERED = ("lfm2_vl", "qwen3_5")
 """Families with short convolutions, which transformers computes for 2 or 3 more tokens."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+# Of tiles, of patches with windows, of patches with experts; all others with --all.
+QUICK = ("llava_next", "qwen2_5_vl", "qwen3_vl_moe")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(FAMILIES)
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / request.param
     MAKERS[request.param](folder)
