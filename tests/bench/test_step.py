@@ -199,6 +199,7 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
     assert not z3_leaf_module(model)
 
 
+@pytest.mark.slow
 def test_text_only_models_and_adapters(world: World) -> None:
     words = ["--size", "tiny-llm", "--optimizer", "none", "own", "--zero", "3"]
     results = measure(world, *words, "--precisions", "coat", "--baselines", "eager")
@@ -252,6 +253,7 @@ def test_losses_of_training(losses: list[float], exact: list[float] | None, prob
     assert bool(problem) == bool(found)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_measurement(world: World) -> None:
     def held() -> int:
         gc.collect()
