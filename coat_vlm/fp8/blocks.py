@@ -326,7 +326,7 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 
 
 class Fp8VitEncoderLayer(Fp8Encoder):
-    """Mixin for the encoder layers of ViT, and base of those of DINO."""
+    """Mixin for ViT's encoder layers, and base of the mixins for DINO's."""
 
     ORIGINALS = ("ViTLayer",)
     LINEARS: ClassVar[Sequence[str]] = (

@@ -1,7 +1,7 @@
 """CUDA graphs of FP8 blocks: the CPU launches one graph in place of some twenty or thirty kernels.
 
-The forward and backward passes of all FP8 blocks of the tower, and of the language model, are
-captured per shape after a few eager passes, and replayed afterwards:
+Passes of all FP8 blocks of the tower, and of the language model, are captured per shape after a few
+eager ones, and replayed afterwards:
 
     pass 1, 2       eager, which also compiles the kernels
     pass 3          forward passes are captured block by block, backward passes in reverse

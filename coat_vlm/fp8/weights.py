@@ -80,7 +80,7 @@ def store_weights(layers: Sequence[nn.Linear]) -> None:
 
 @torch.no_grad()
 def store_experts(experts: Any) -> None:
-    """Store the frozen ``gate_up_proj`` and ``down_proj`` of experts likewise, a scale per expert.
+    """Store frozen experts, ``gate_up_proj`` and ``down_proj``, in FP8 with a scale per expert.
 
     The data are (E, N, K), their scales FP32 (E,).
     """

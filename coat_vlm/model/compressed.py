@@ -297,7 +297,7 @@ def round_inputs(model: nn.Module, scheme: Scheme, folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         with safe_open(str(path), "pt") as file:
             names += file.keys()
-    # Names in a published layout may begin otherwise than those of the modules.
+    # In a published layout, names may have other prefixes than the modules.
     layers = tuple(name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
     for name, module in cast(Any, model).language.named_modules():
         if isinstance(module, nn.Linear) and any(one.endswith(f".{name}") for one in layers):

@@ -179,7 +179,7 @@ def count_needed_layers(num_layers: int, select_layer: int) -> int:
 def count_layers(config: Any) -> tuple[int, int]:
     """Count the blocks of a tower whose outputs are used, by attention to all patches and windows.
 
-    ``config`` is that of a composed or published model.
+    ``config`` is the configuration of a composed or published model.
     """
     vision = config.vision_config
     number = getattr(vision, "depth", None) or vision.num_hidden_layers

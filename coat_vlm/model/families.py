@@ -56,8 +56,8 @@ class Family:
     videos: Videos | None = None
     """None for a family without videos."""
     shares_tokens: bool = True
-    """Whether ranks can share the tokens of a row: none attends to a later one, such as of its
-    image, and no loss but that of the labels reads all of them, as that of experts."""
+    """Whether ranks can share the tokens of a row. They cannot where tokens attend to later ones,
+    such as within an image, or where a loss besides the labels' reads all, as that of experts."""
     has_prefix: bool = False
     """Whether ``token_types`` is 0 up to the first answer, where attention is in both directions,
     and 1 from there on."""

@@ -125,8 +125,8 @@ def describe_grids(grids: Tensor, vision: Any) -> dict[str, Any]:
 def count_units(inputs: Mapping[str, Tensor], config: Any) -> tuple[int, int]:
     """Count what the tower reads, and pairs of patches that attend to each other in all blocks.
 
-    ``inputs`` are those of the media of a conversation, and may be on ``meta`` if their values are
-    pixels. The units are those of :class:`coat_vlm.model.flops.Work`.
+    ``inputs`` are the model's inputs for the media of a conversation; pixels may be on ``meta``.
+    See :class:`coat_vlm.model.flops.Work` for the units.
     """
     vision, names = config.vision_config, [f"{kind}_grid_thw" for kind in KINDS]
     full, windowed = count_layers(config)
@@ -179,18 +179,18 @@ class Placeholders:
 
     positions: Tensor
     here: Tensor
-    """Those of this rank's tokens, counted from its first token."""
+    """Positions among this rank's tokens, counted from its first token."""
     features: slice
     """Their numbers: all, unless ranks share the tokens."""
 
     @classmethod
     def of_batch(cls, positions: Tensor) -> "Placeholders":
-        """Return those of a whole batch."""
+        """Return the placeholders of a whole batch."""
         return cls(positions, positions, slice(0, len(positions)))
 
     @classmethod
     def of_shard(cls, shard: SequenceShard, kind: str, device: torch.device) -> "Placeholders":
-        """Return those of a shard, on a device."""
+        """Return the placeholders of a shard, on a device."""
         here = copy_to_device(shard.find_places(kind), device)
         return cls(copy_to_device(shard.places[kind], device), here, shard.features[kind])
 
@@ -285,6 +285,12 @@ def _embed_patches(
     return type(embeddings).forward(embeddings, hidden, *given, *coordinates)
 
 
+def _drop_layout(_: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Drop the tower's inputs, which transformers passes on: blocks would have a graph for each."""
+    prefixes = tuple(f"{kind}_" for kind in KINDS)
+    return args, {name: inputs[name] for name in inputs if not name.startswith(prefixes)}
+
+
 @contextmanager
 def known_placeholders(
     model: Any, language: Any, places: Mapping[str, Placeholders]
@@ -347,8 +353,10 @@ def known_placeholders(
     replaced = [(owner, name, own) for owner, name, own in searches if hasattr(owner, name)]
     for owner, name, own in replaced:
         setattr(owner, name, own)
+    drop = language.register_forward_pre_hook(_drop_layout, with_kwargs=True)
     try:
         yield
     finally:
+        drop.remove()
         for owner, name, _ in replaced:
             delattr(owner, name)

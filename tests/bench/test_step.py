@@ -122,7 +122,7 @@ def published(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         vision |= {"window_size": 224, "fullatt_block_indexes": [1]}
         config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)  # pyright: ignore[reportArgumentType]
     config.save_pretrained(tmp_path)
-    model = ModelConfig(pretrained=str(tmp_path), max_length=64)
+    model = ModelConfig(pretrained=str(tmp_path), max_length=128)
     monkeypatch.setitem(SIZES, "published", StepModel("published", model, images=2))
     return "published"
 
@@ -156,14 +156,14 @@ def test_steps_of_published_models(world: World, published: str) -> None:
 
 @pytest.mark.slow
 def test_mixed_samples_have_one_loss_packed_and_padded(world: World, published: str) -> None:
-    """Of this project and of transformers' model; text alone is cut off at 64 tokens a row."""
+    """Of this project and of transformers' model; the last sample fills up with text."""
     words = ["--size", published, "--precisions", "bf16", "--baselines", "eager", "--batch", "4"]
     losses: list[str] = []
     for mixed in ("packed", "padded"):
         for result in measure(world, *words, "--mixed", mixed):
-            assert (result.problem, result.tokens) == ("", 256)
+            assert (result.problem, result.tokens) == ("", 512)
             losses.append(result.note.split("; ")[-1].split()[1])
-    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 4, abs=1e-2)
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 4, abs=2e-3)
 
 
 def test_samples_of_an_instruction_mix(published: str) -> None:

@@ -164,7 +164,8 @@ def test_training_steps_on_a_gpu(family: str) -> None:
     for _ in range(5):
         optimizer.step()
         last, _, _ = run_model(model, batch)
-    assert last < 0.99 * loss8  # Gemma 4's falls by 2%, others' by 10% or more
+    # With FP8 only in its MLPs, which per-layer norms follow, Gemma 4 learns slower: 2% on an H200.
+    assert last < (0.99 if family == "gemma4" else 0.9) * loss8
 
 
 def test_what_fp8_does_not_know_is_listed_by_name() -> None:

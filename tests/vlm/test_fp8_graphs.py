@@ -1,6 +1,7 @@
 """FP8 blocks as CUDA graphs: the same losses and gradients, whatever comes in between."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from coat_vlm.fp8.cuda_graphs import (
     EAGER_PASSES,
     Captured,
     find_parameters,
+    round_up_packing,
 )
 from coat_vlm.fp8.memory_choices import DECIDED_AFTER
 from coat_vlm.model.family_model import load_family_model
@@ -151,6 +153,24 @@ def run_model(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, Tenso
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def test_decoder_blocks_get_no_inputs_of_the_tower(tmp_path: Path) -> None:
+    """Their shapes differ with the images of a row, and so would the graphs."""
+    MAKERS["qwen3_vl"](tmp_path / "model")
+    encoder: Any = FamilyProcessor.load("published", str(tmp_path / "model"), 512).encoder()
+    model: Any = load_family_model("published", str(tmp_path / "model"), torch.float32)
+    model.train().prepare_attention(packed=True)
+    row = encoder.complete(
+        collate_packed([encoder(conversation(picture(1)))], pad_token_id=0, align=512)
+    )
+    assert {"image_cu_seqlens", "image_max_seqlen"} <= row["extras"].keys()
+    seen: set[str] = set()
+    block = model.language.layers[0]
+    block.register_forward_pre_hook(lambda _, __, given: seen.update(given), with_kwargs=True)
+    model(**copy_batch_to_device(row, torch.device("cpu")), skip_logits=True)
+    assert "cu_seq_lens_q" in seen
+    assert not [name for name in seen if name.startswith(("image_", "video_"))]
+
+
 @pytest.mark.gpu
 def test_packed_rows_of_a_published_model_share_graphs(tmp_path: Path) -> None:
     """As training makes them, with images and texts of different numbers and sizes."""
@@ -163,17 +183,22 @@ def test_packed_rows_of_a_published_model_share_graphs(tmp_path: Path) -> None:
         convert(model, Fp8Config())
         models.append(model)
     (graphs,) = graph_blocks(models[1])
+    seen: Counter[Any] = Counter()  # passes by rounded shapes
     for step in range(EAGER_PASSES + 4):
         shown = [[picture(step, 40 + 8 * step)], [], [picture(9), picture(step)], []][step % 2 :]
         samples = [encoder(conversation(*one)) for one in shown]
         row = encoder.complete(collate_packed(samples, pad_token_id=0, align=512))
+        bounds, tokens = row["cu_seq_lens_q"], row["input_ids"].shape[1]
+        given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        rounded = round_up_packing(given | {"max_length_q": row["max_length_q"]}, tokens)
+        seen[tokens, len(rounded["cu_seq_lens_q"]), rounded["max_length_q"]] += 1
         inputs = copy_batch_to_device(row, CUDA) | {"skip_logits": True}
         (loss, expected), (found_loss, found) = (run_model(model, inputs) for model in models)
         assert found_loss == pytest.approx(loss, rel=1e-4)
         assert_close(found, expected, 2e-2)
-    # The longest sample of a row is rounded up to a power of two, here to one of two.
-    assert graphs.captures >= 1
-    assert graphs.replays >= graphs.captures
+    passes = [number - EAGER_PASSES for number in seen.values() if number > EAGER_PASSES]
+    assert passes
+    assert (graphs.captures, graphs.replays) == (len(passes), sum(passes))
 
 
 @pytest.mark.gpu
