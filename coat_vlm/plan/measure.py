@@ -127,7 +127,6 @@ def open_case(
     world: World,
     *,
     images: int | None = None,
-    tokens: int | None = None,
     accumulation: int | None = None,
     row: PublishedRow | None = None,
 ) -> StageCase:
@@ -148,7 +147,7 @@ def open_case(
     )
     meta = torch.device("meta")
     model = build_planned_model(recipe, stage, arithmetic_of_recipe(recipe, meta), vocab_size)
-    tokens = tokens or row_tokens(recipe, stage)
+    tokens = row_tokens(recipe, stage)
     groups, pool = (1,) * (images or 0), None
     if isinstance(model, CoatVlm):
         config: Any = model.config
