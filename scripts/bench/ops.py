@@ -3,8 +3,7 @@
 Each op is first compared with its reference on a smaller input; an op that differs is not timed.
 Times are medians on the GPU without CPU launch overhead (a CUDA graph of the op is replayed), with
 flushed caches. The bytes of an op are its arguments, counted once (twice for gradients in FP8,
-which take two passes), and its results; 100% is a copy of 1 GiB in the same process. gemm.py
-measures GEMMs.
+which take two passes), and its results; 100% is a copy of 1 GiB in the same process.
 """
 
 import argparse
@@ -82,8 +81,7 @@ def select_cases(shape: LayerShape, ops: Sequence[str]) -> list[tuple[Case, Case
     unknown = [name for name in ops if name not in known]
     if unknown:
         raise ValueError(
-            f"{shape.name} has no case of {', '.join(unknown)}; use {', '.join(known)} "
-            "(scaled_mm: gemm.py)"
+            f"{shape.name} has no case of {', '.join(unknown)}; use {', '.join(known)}"
         )
     return [pair for pair in pairs if not ops or pair[0].op in ops]
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from adamw import AdamwResult
-from gemm import GemmResult
 from harness import Result, VersionedResult, append_results, measure_median_us
 from lab_fork import ForkResult
 from layer import LayerResult
@@ -56,7 +55,7 @@ def test_results_are_appended_to_a_file_of_the_same_columns(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "kind"),
     {
-        "layer": LayerResult, "kernels": OpResult, "gemm": GemmResult, "adamw": AdamwResult,
+        "layer": LayerResult, "kernels": OpResult, "adamw": AdamwResult,
         "step": StepResult, "fork": ForkResult,
     }.items(),
 )  # fmt: skip
