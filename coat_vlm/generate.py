@@ -1,7 +1,8 @@
 """Loads a composed checkpoint and answers prompts greedily, in left-padded batches.
 
-On a CPU, a BF16 checkpoint runs in FP32 unless a dtype is given: few CPUs multiply BF16 matrices
-faster than FP32 ones, and the conversion is exact. On a GPU, the checkpoint's dtype is used.
+On a CPU, a BF16 checkpoint runs in FP32 unless a dtype or precision is given: few CPUs multiply
+BF16 matrices faster than FP32 ones, and the conversion is exact. On a GPU, the checkpoint's dtype
+is used.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ def load(
 
     The default device is the first GPU, or the CPU if there is none; the default ``dtype`` of the
     weights is the checkpoint's on a GPU and FP32 on a CPU. ``precision``, one of training's,
-    computes with ``fp8`` (default ``Fp8Config()``). Compressed weights are decompressed, and the
+    computes with ``fp8`` (default ``Fp8Config()``); ``bf16`` is BF16 on a CPU as well, not the
+    emulation of training, so that all weights and values are those of a server. Compressed weights
+    are decompressed, and the
     inputs of their layers are rounded as in a server. Raises FileNotFoundError without a
     config.json, ValueError if the precision does not fit the model or the GPU.
     """
@@ -70,9 +73,13 @@ def load(
             "that it was exported from"
         )
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = load_named_model(named, dtype or (torch.float32 if chosen.type == "cpu" else "auto"))
+    arithmetic = None
     if precision is not None:
-        arithmetic_of(precision, fp8, chosen).apply(model)
+        arithmetic = arithmetic_of(precision, fp8, chosen, low_bits=precision == "bf16")
+        dtype = dtype or arithmetic.dtype
+    model = load_named_model(named, dtype or (torch.float32 if chosen.type == "cpu" else "auto"))
+    if arithmetic is not None:
+        arithmetic.apply(model)
     if scheme is not None:
         round_inputs(model, scheme, folder)
     return model.to(chosen).eval(), load_processor(folder)

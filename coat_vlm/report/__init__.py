@@ -70,6 +70,7 @@ def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "
         fp8=build_fp8_sections(run),
         plots=[(stage.name, *plot) for stage in run.stages for plot in plot_stage(stage)],
         results=results,
+        precision=run.eval_json.get("precision"),
         samples=[
             (name, build_sample_cards(report.get("items", []), sets.get(name) or {}))
             for name, report in run.reports.items()

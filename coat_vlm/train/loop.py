@@ -138,7 +138,9 @@ class StageLoop:
             losses = self.validate()
             if losses is None:
                 return False
-            self._write("val", losses=losses, val_s=round(time.perf_counter() - started, 4))
+            seconds = round(time.perf_counter() - started, 4)
+            # In the precision of training; ``coat-vlm eval`` has another default.
+            self._write("val", precision=self.progress.precision, losses=losses, val_s=seconds)
         evaluation = self.evaluation
         if evaluation is not None and self._is_due(evaluation.every) and "eval" not in done:
             self.heartbeat.enter("answering evaluation questions", self.step.finished)
@@ -146,7 +148,7 @@ class StageLoop:
             values = evaluation(self.step.passes.model)
             if values is None:
                 return False
-            self._write("eval", **values)
+            self._write("eval", precision=self.progress.precision, **values)
         return True
 
     def validate(self) -> dict[str, float] | None:

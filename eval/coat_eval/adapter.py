@@ -76,6 +76,11 @@ class ModelAdapter(ABC):
         """Compute the mean loss per token of every row of a batch of choices, in order."""
 
 
+def name_precision(dtype: torch.dtype) -> str:
+    """Return the name of the forward pass of weights in a dtype: ``fp32``, ``bf16``, ``fp16``."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
 @torch.inference_mode()
 def compute_answer_losses(
     model: Any, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor

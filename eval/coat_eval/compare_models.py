@@ -100,6 +100,10 @@ class Comparison:
                 }
                 for name, sets in self.sets.items()
             },
+            "precision": {
+                name: {key: one.conditions.get("precision") for key, one in sets.items()}
+                for name, sets in self.sets.items()
+            },
             "not_comparable": list(self.not_comparable),
             "differences": [asdict(one) for one in self.differences],
         }
@@ -180,6 +184,8 @@ def _describe_comparability(
         for name, value in one.conditions.items():
             if (other := second[key].conditions.get(name, value)) != value:
                 told.append(f"{name} {value or 'default'} in A, {other or 'default'} in B")
+            elif name == "precision":
+                told.append(f"{name} {value}")
     return f"{'; '.join(dict.fromkeys(told))}."
 
 
@@ -262,6 +268,8 @@ class SetComparison(Chance):
     """One value per run of the first group."""
     second: list[float]
     """One value per run of the second group; empty with one group only."""
+    precision: str = ""
+    """Precision of the forward passes of both groups; ``bf16 and coat`` if they differ."""
     not_comparable: Sequence[str] = ()
     """What differs between the runs' sets, which then have only the items in common."""
 
@@ -277,7 +285,8 @@ def compare_runs(
     """Compare groups of runs, one per seed, by evaluation set (headline metric) and loss."""
     _shorten_names([*first, *second])  # a run that is named twice is not two runs
     files = [run / "recipe.yaml" for run in (*first, *second)]
-    sets = [load_run_recipe(file, unset_variables=True).eval_sets for file in files]
+    recipes = [load_run_recipe(file, unset_variables=True) for file in files]
+    sets = [recipe.eval_sets for recipe in recipes]
     common = [name for name in sets[0] if all(name in one for one in sets)]
     some = sorted(set().union(*sets) - set(common))
     if some:
@@ -297,8 +306,9 @@ def compare_runs(
         tested = compare(*map(average, pair)) if second else {}
         tested.pop("discordant", None)
         ours, theirs = ([run.value for run in group] for group in pair)
-        size = runs[0].size
-        rows.append(SetComparison(name, metric, ours, theirs, told, size=size, **tested))
+        precisions = [one.conditions.get("precision", "") for one in read]
+        tested |= {"size": runs[0].size, "precision": _join(precisions, len(first))}
+        rows.append(SetComparison(name, metric, ours, theirs, not_comparable=told, **tested))
     losses = [_read_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -306,10 +316,18 @@ def compare_runs(
                 f"{run} has the losses {sorted(names)} and {first[0]} has {sorted(losses[0])}; "
                 "only runs of one recipe compare"
             )
+    precision = _join([recipe.precision for recipe in recipes], len(first))
     for loss in losses[0]:
         values = [run[loss] for run in losses]
-        rows.append(SetComparison(loss, "loss", values[: len(first)], values[len(first) :]))
+        pair = values[: len(first)], values[len(first) :]
+        rows.append(SetComparison(loss, "loss", *pair, precision=precision))
     return rows
+
+
+def _join(values: Sequence[str], num_first: int) -> str:
+    """Join the distinct values of both groups."""
+    groups = (dict.fromkeys(own) for own in (values[:num_first], values[num_first:]))
+    return " and ".join(dict.fromkeys(filter(None, map("/".join, groups))))
 
 
 def _read_losses(run: Path) -> dict[str, float]:
@@ -341,7 +359,7 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
     head += _describe_winner((f"{row.name} {row.metric}", row) for row in tested)
     for row in rows:
         digits = 4 if row.metric == "loss" else 2
-        cells = [f"{row.name} {row.metric}"]
+        cells = [f"{row.name} {row.metric}{row.precision and f' ({row.precision})'}"]
         for values in (row.first, row.second) if both else (row.first,):
             cells.append(f"{np.mean(values):.{digits}f}")
             cells.append(f"{np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "-")

@@ -21,7 +21,7 @@ from coat_data.media.image import open_image
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import Media, Sample
-from coat_eval.adapter import ModelAdapter, compute_answer_losses
+from coat_eval.adapter import ModelAdapter, compute_answer_losses, name_precision
 from coat_eval.benchmark import IMAGE_LINE
 from coat_eval.files import folder_sha256
 from coat_vlm.generate import GREEDY
@@ -47,6 +47,7 @@ class HubAdapter(ModelAdapter):
             return {
                 **({"model_sha256": folder_sha256(folder)} if folder.is_dir() else commit),
                 "dtype": str(model.dtype).removeprefix("torch."),
+                "precision": name_precision(model.dtype),
                 "num_frames": num_frames,
                 "videos_as": encoder.videos_as,
             }

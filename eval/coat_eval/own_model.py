@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from coat_data.load.collate import Batch
-from coat_eval.adapter import ModelAdapter, compute_answer_losses
+from coat_eval.adapter import ModelAdapter, compute_answer_losses, name_precision
 from coat_eval.files import folder_sha256
 from coat_vlm.config import Precision
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load, media_inputs
+from coat_vlm.model.compressed import read_compression
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.model.named_model import NamedModel, find_model
 
@@ -42,8 +43,10 @@ class CoatAdapter(ModelAdapter):
         super().__init__(model, encoder, lambda: {**weights(), **about})
 
     @classmethod
-    def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
-        """Load what a folder names (:func:`find_model`), a run in its own precision."""
+    def load(
+        cls, model: str, device: torch.device | str | None, precision: str | None = None
+    ) -> "CoatAdapter":
+        """Load what a folder names, in the precision of :func:`load_run_or_model`."""
         loaded, processor, named, precision = load_run_or_model(Path(model), device, precision)
 
         def identity() -> dict[str, Any]:
@@ -70,11 +73,20 @@ class CoatAdapter(ModelAdapter):
 
 
 def load_run_or_model(
-    folder: Path, device: torch.device, precision: str | None = None
-) -> "tuple[PreTrainedModel, AnyProcessor, NamedModel, str | None]":
-    """Load what a folder names; also returns its parts, and the precision or None."""
+    folder: Path, device: torch.device | str | None, precision: str | None = None
+) -> "tuple[PreTrainedModel, AnyProcessor, NamedModel, str]":
+    """Load what a folder names; also returns its parts, and the precision of the forward pass.
+
+    The default of a run is what a server computes: BF16, also if it was trained in FP8; FP32 if it
+    was trained in FP32. The default of other folders is the dtype of the weights (FP32 on a CPU),
+    or the format of compressed weights.
+    """
     named = find_model(folder)
-    precision = precision or (named.recipe and named.recipe.precision)
+    if precision is None and named.recipe is not None:
+        precision = "fp32" if named.recipe.precision == "fp32" else "bf16"
     fp8 = named.recipe and named.recipe.fp8
     loaded, processor = load(folder, device, precision=cast(Precision | None, precision), fp8=fp8)
+    if precision is None:
+        scheme = read_compression(named.folder)
+        precision = name_precision(loaded.dtype) if scheme is None else scheme.name
     return loaded, processor, named, precision

@@ -26,7 +26,7 @@ from coat_data.tools.html_page import sample_evenly
 from coat_eval.adapter import ModelAdapter
 from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
 from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
-from coat_eval.files import REPORT_FILE, Table, folder_sha256, read_json, write_json, write_rows
+from coat_eval.files import REPORT_FILE, Table, read_json, write_json, write_rows
 from coat_eval.generation import (
     PREDICTIONS_FILE,
     RUN_FILE,
@@ -48,7 +48,6 @@ from coat_eval.tasks.question_set import QuestionSet
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.generate import load
 from coat_vlm.model.family_processor import sample_videos
 from coat_vlm.model.folder import takes_videos
 from coat_vlm.model.named_model import find_final_model, find_model
@@ -331,6 +330,7 @@ def evaluate_run(
     generation: Generation,
     *,
     device: torch.device | str | None = None,
+    precision: str | None = None,
     limit: int | None = None,
     world: World = ALONE,
     check: Callable[[], None] = lambda: None,
@@ -338,7 +338,8 @@ def evaluate_run(
     """Run all evaluation sets of ``run_dir/recipe.yaml`` on the last stage's model, on all ranks.
 
     Writes ``run_dir/eval/<set>/`` and ``run_dir/eval.json`` (``{"precision": ..., set: {metric:
-    percent}}``), in place of an earlier model's. ``limit`` is the number of questions per set.
+    percent}}``), in place of an earlier model's. The default ``precision`` of the forward pass is
+    BF16, or FP32 after training in FP32. ``limit`` is the number of questions per set.
     Returns on rank 0 a message for each ``require`` entry that the model does not reach.
     """
     run_dir = Path(run_dir)
@@ -352,9 +353,7 @@ def evaluate_run(
     for name, settings in recipe.eval_sets.items():
         _check_required_metrics(name, tasks[name], Path(settings.path), settings.require)
     model_dir = find_final_model(run_dir, recipe)
-    # Evaluation uses the precision of training: a model trained in FP8 is evaluated in FP8.
-    model, processor = load(model_dir, device, None, recipe.precision, recipe.fp8)
-    adapter = CoatAdapter(model, processor, lambda: {"model_sha256": folder_sha256(model_dir)})
+    adapter = CoatAdapter.load(str(run_dir), device, precision)
     results: dict[str, dict[str, float]] = {}
     for name, settings in recipe.eval_sets.items():
         report = run_benchmark(
@@ -370,7 +369,7 @@ def evaluate_run(
         results[name] = report.get("metrics", {})
     if not world.is_main:
         return []
-    write_json(run_dir / "eval.json", {"precision": recipe.precision, **results})
+    write_json(run_dir / "eval.json", {"precision": adapter.identity["precision"], **results})
     return [
         f"{name}: {metric} is {value:.2f}, required {required:.2f}"
         for name, settings in recipe.eval_sets.items()

@@ -80,11 +80,10 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
             f"{path} has no scored set: give a RUN after coat-vlm eval --model RUN, a report of "
             "coat-vlm score --items, or a folder with TASK/report.json"
         )
-    precision = read_json(path / "eval.json", "evaluate again").get("precision") if run else None
-    return {report.parent.name: _read_report(report, precision) for report in reports}
+    return {report.parent.name: _read_report(report) for report in reports}
 
 
-def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
+def _read_report(path: Path) -> ScoredSet:
     report = read_json(path, _AGAIN)
     if not isinstance(report.get("items"), list) or "task" not in report:
         problem = "has no items to compare"
@@ -106,8 +105,7 @@ def _read_report(path: Path, precision: str | None = None) -> ScoredSet:
         seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     size = ", ".join(f"{key} {value}" for key, value in report.get("image_size", {}).items())
-    precision = precision or report.get("precision") or report.get("dtype")
-    conditions = {"precision": precision, "image size": size or None}
+    conditions = {"precision": report.get("precision"), "image size": size or None}
     conditions |= {key: report.get(key) for key in _CONDITIONS}
     return ScoredSet(
         path=path,

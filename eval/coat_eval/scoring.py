@@ -190,6 +190,8 @@ def format_headline(report: Mapping[str, Any]) -> str:
         always = ("n", "n_empty", "n_unparsed", "n_needs_judge")
         if name in always or (name.startswith("n_") and value):
             lines.append(f"{name.ljust(width)}  {value:5d}")
+    if report.get("precision"):
+        lines.append(f"precision of the forward pass: {report['precision']}")
     lines.append(f"profile {report['profile']}: rules of {report['follows']}")
     if report.get("judge"):
         own = "; coat-vlm's prompt, not the authors'" if report["judge_prompt"] else ""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from coat_data.sample import DataError
+from coat_eval.adapter import name_precision
 from coat_eval.files import read_json, read_table
 from coat_eval.generation import select_device
 from coat_eval.own_model import load_run_or_model
@@ -34,13 +35,16 @@ _ROW_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".ndjson")
 
 def load_language_model(
     folder: Path, precision: Precision | None = None
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load the causal language model of a run, a model folder or any other, and tokenizer."""
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
+    """Load the causal language model of a run, a model folder or any other; tokenizer, precision.
+
+    The default precision is as in :func:`load_run_or_model`.
+    """
     folder = Path(folder)
     config = read_json(folder / "config.json", "copy the model again")
     if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
-        model, processor, *_ = load_run_or_model(folder, select_device(), precision)
-        return cast(Any, model).language_model, processor.tokenizer
+        model, processor, _, found = load_run_or_model(folder, select_device(), precision)
+        return cast(Any, model).language_model, processor.tokenizer, found
     if not config:
         raise FileNotFoundError(
             f"{folder} has no config.json; give a run folder, RUN/sft/model, an exported folder or "
@@ -55,7 +59,7 @@ def load_language_model(
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
     language: Any = load_auto(AutoModelForCausalLM, folder, dtype=dtype, local_files_only=True)
     tokenizer = load_auto(AutoTokenizer, folder, local_files_only=True)
-    return language.to(device).eval(), tokenizer
+    return language.to(device).eval(), tokenizer, name_precision(language.dtype)
 
 
 def read_documents(path: Path, text_field: str = "text") -> list[str]:

@@ -90,8 +90,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="default: the run's for a run folder, the dtype of the weights for a model folder "
-        "(FP32 on a CPU)",
+        help="of the forward pass; default: bf16 for a run folder (fp32 after training in fp32), "
+        "the dtype of the weights for a model folder (fp32 on a CPU)",
     )
     parser.add_argument(
         "--max-pixels",

@@ -165,7 +165,7 @@ def _eval(args: argparse.Namespace) -> int:
         return _eval_text(args)
     if args.tasks:
         return _eval_tasks(args)
-    names = ("precision", "max_pixels", "to")
+    names = ("max_pixels", "to")
     check_effects(args, dict.fromkeys(names, "is for --tasks and --text; here the run decides"))
     return _eval_run(args)
 
@@ -198,11 +198,18 @@ def _eval_run(args: argparse.Namespace) -> int:
     device = select_device()
     with join_ranks() as world, lock_folder(run / LOCK, "eval", world) as lock:
         missed = evaluate_run(
-            run, generation, device=device, limit=args.limit, world=world, check=lock.check
+            run,
+            generation,
+            device=device,
+            precision=args.precision,
+            limit=args.limit,
+            world=world,
+            check=lock.check,
         )
         if world.is_main:
             eval_json = json.loads((run / "eval.json").read_text(encoding="utf-8"))
             say(format_table(eval_json, recipe))
+            say(f"precision of the forward pass: {eval_json['precision']}")
             for name in recipe.eval_sets:
                 report = read_json(run / "eval" / name / REPORT_FILE, "evaluate again")
                 _warn(report, f"{name}: ")
@@ -220,7 +227,7 @@ def _eval_text(args: argparse.Namespace) -> int:
     check_outputs([out], args.text)
     # Errors in a file are reported before the model is loaded.
     documents = {path: read_documents(path, args.text_field or "text") for path in args.text}
-    model, tokenizer = load_language_model(Path(args.model), args.precision)
+    model, tokenizer, precision = load_language_model(Path(args.model), args.precision)
     report: dict[str, Any] = {}
     for path, texts in documents.items():
         sizes = {"window": args.window, "batch_size": args.batch_size or 4}
@@ -229,10 +236,10 @@ def _eval_text(args: argparse.Namespace) -> int:
         say(
             f"{path}: perplexity {measured['perplexity']:.4f}  bits/byte "
             f"{measured['bits_per_byte']:.4f}  {measured['tokens']:,} tokens  last words "
-            f"{measured['last_word_accuracy']:.2f}%"
+            f"{measured['last_word_accuracy']:.2f}%  in {precision}"
         )
     if out is not None:
-        write_json(out, {"model": args.model, "text": report})
+        write_json(out, {"model": args.model, "precision": precision, "text": report})
         say(f"metrics: {out}")
     return 0
 

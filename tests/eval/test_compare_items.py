@@ -280,7 +280,7 @@ def test_the_first_five_lines_say_what_a_reader_asks(
         path = answer_doors(tmp_path, "one.json", ["no"] * wrong + large[wrong:])
         report = json.loads(path.read_text()) | {
             "image_size": {"height": size},
-            "dtype": "bfloat16",
+            "precision": "coat" if name == "8b" else "bf16",
         }
         (tmp_path / name / "gqa" / "report.json").write_text(json.dumps(report))
     capsys.readouterr()
@@ -292,7 +292,9 @@ def test_the_first_five_lines_say_what_a_reader_asks(
         head = capsys.readouterr().out.splitlines()[:5]
         assert head[0] == f"A = 13b, B = {name}"
         alike = "Comparable: same items, references and rules"
-        assert head[1] == f"{alike}; image size height 448 in A, height 336 in B."
+        precision = "bf16 in A, coat in B" if name == "8b" else "bf16"
+        size = "image size height 448 in A, height 336 in B"
+        assert head[1] == f"{alike}; precision {precision}; {size}."
         assert head[2].startswith(line)
         p = 2 * 0.5**12 if name == "8b" else 1.0
         assert head[2].endswith(f", p {p:.2g}).")

@@ -12,7 +12,7 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Sample
-from coat_eval import own_model, runner
+from coat_eval import own_model
 from coat_eval.files import folder_sha256
 from coat_eval.generation import Generation
 from coat_eval.own_model import CoatAdapter
@@ -246,7 +246,7 @@ def run_dir(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Pa
     (folder / "sft").mkdir()
     (folder / "model").rename(folder / "sft" / "model")
     require(folder, "{accuracy: 100, begin.f1: 50}")
-    monkeypatch.setattr(runner, "load", lambda *_: (script, SimpleNamespace()))
+    monkeypatch.setattr(own_model, "load", lambda *_, **__: (script, SimpleNamespace()))
     return folder
 
 

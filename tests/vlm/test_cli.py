@@ -122,7 +122,7 @@ OWN_SET = ["--model", "m", "--tasks", "yes_no=d", "--to", "o"]
         (["--model", "m"], "m is not a run folder: name what to evaluate with --tasks or --text"),
         (["--model", "m", "--tasks", "yesno=d", "--to", "o"], "allowed: yes_no"),
         ([*OWN_SET, "--split", "test"], "--split has no effect: it is for benchmarks"),
-        (["--model", "m", "--precision", "coat"], "here the run decides"),
+        (["--model", "m", "--max-pixels", "9"], "here the run decides"),
         ([*OWN_SET[:-2], "yes_no=e/d", "--to", "o"], "two of them would write to d"),
     ],
 )
