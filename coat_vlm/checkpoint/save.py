@@ -9,7 +9,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,39 +46,26 @@ from coat_vlm.distributed import World
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepRule:
-    """Which checkpoints are kept; one that any of these rules names is kept."""
-
-    last: int
-    """The newest ones, except checkpoints of a spike."""
-    every_steps: int = 0
-    """Those whose step is a multiple of this; 0 turns this off."""
-    best: bool = False
-    """The one with the lowest validation loss."""
-
-
 def choose_deletions(
-    spikes: Mapping[int, bool], newest: int, rule: KeepRule, losses: Mapping[int, float]
+    spikes: Mapping[int, bool], newest: int, last: int, losses: Mapping[int, float]
 ) -> list[int]:
     """Return the steps of the checkpoints to delete; never ``newest``, the one just completed.
 
-    ``spikes``: step of each checkpoint -> whether loss or gradient norm had diverged then. Such a
-    checkpoint never takes the place of a good one in ``rule.last``, and stays only while there are
-    fewer. Later ones than ``newest`` are another process's.
+    The ``last`` ones and that with the lowest of ``losses`` stay. ``spikes``: step of each
+    checkpoint -> whether loss or gradient norm had diverged then. Such a checkpoint never takes the
+    place of a good one, and stays only while there are fewer. Later ones than ``newest`` are
+    another process's.
     """
     earlier = sorted(step for step in spikes if step < newest)
     good = [step for step in earlier if not spikes[step]]
     spike = spikes[newest]
-    others = rule.last if spike else rule.last - 1
+    others = last if spike else last - 1
     kept = {newest, *good[max(0, len(good) - others) :]}
     marked = [step for step in reversed(earlier) if spikes[step]]
-    kept.update(marked[: max(0, rule.last - len(kept))])
-    if rule.every_steps:
-        kept.update(step for step in good if step % rule.every_steps == 0)
+    kept.update(marked[: max(0, last - len(kept))])
     candidates = good if spike else [*good, newest]
     measured = [step for step in candidates if math.isfinite(losses.get(step, math.inf))]
-    if rule.best and measured:
+    if measured:
         kept.add(min(measured, key=lambda step: losses[step]))
     return [step for step in earlier if step not in kept]
 
@@ -132,7 +119,7 @@ class CheckpointSaver:
 
     All ranks must call :meth:`save` and :meth:`finish` at the same steps. ``description``
     has configuration, tokenizer and processor as files by name. ``background`` writes copies of the
-    tensors in a thread. ``losses`` returns validation losses by step, for ``keep.best``. ``check``
+    tensors in a thread. ``losses`` returns validation losses by step, to keep the best. ``check``
     is called on the main process before it writes, renames or deletes.
     """
 
@@ -141,7 +128,7 @@ class CheckpointSaver:
         folder: Path,
         engine: DeepSpeedEngine,
         world: World,
-        keep: KeepRule,
+        keep: int,
         *,
         description: Mapping[str, bytes] | None = None,
         background: bool = True,

@@ -136,8 +136,6 @@ class Recipe:
     minute which rank is missing."""
     save_total_limit: Positive = 2
     """Checkpoints per stage; older ones are deleted after a new one is complete."""
-    keep_every_steps: NonNegative = 0
-    """Checkpoints whose step is a multiple of this are never deleted; 0 turns this off."""
     keep_best: str | None = None
     """Name of a source in ``val_data``: of the checkpoints at whose step it was validated
     (``eval_steps``), the one with its lowest loss is not deleted."""
@@ -191,11 +189,6 @@ class Recipe:
         self._check_choose()
 
     def _check_kept(self) -> None:
-        if self.keep_every_steps and not any(one.save_steps for one in self.stages.values()):
-            raise ValueError(
-                f"keep_every_steps: {self.keep_every_steps} has no effect without save_steps "
-                "of a stage; set it, or remove keep_every_steps"
-            )
         stages = [stage for stage in self.stages.values() if stage.save_steps and stage.eval_steps]
         validated = sorted({source.name for stage in stages for source in stage.val_data})
         if self.keep_best is not None and self.keep_best not in validated:

@@ -24,7 +24,7 @@ from coat_vlm.checkpoint.atomic_folder import remove_folder
 from coat_vlm.checkpoint.load import FoundCheckpoint, list_checkpoints, load_checkpoint
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.load import describe_recipe
 from coat_vlm.distributed import World, join_world
@@ -368,9 +368,7 @@ def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSa
         stage.checkpoints,
         passes.engine,
         stage.world,
-        KeepRule(
-            last=recipe.save_total_limit, every_steps=recipe.keep_every_steps, best=best is not None
-        ),
+        recipe.save_total_limit,
         description=opened.files,
         background=recipe.async_save,
         check=stage.lock.check,

@@ -22,7 +22,7 @@ from torch import nn
 from coat_kernels import decode_moment, join_master
 from coat_vlm.checkpoint.load import load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.distributed import World
 from coat_vlm.optim import CoatAdamW
 
@@ -224,8 +224,7 @@ def work(folder: Path, run: dict[str, Any]) -> None:
         stage="sft", step=first + run["steps"], world_size=world.size, zero_stage=run["zero"],
         precision="x", bad_samples=0, sampler_state=(0, 0),
     )  # fmt: skip
-    keep = KeepRule(last=2)
-    saver = CheckpointSaver(folder / run["name"], engine, world, keep, background=False)
+    saver = CheckpointSaver(folder / run["name"], engine, world, 2, background=False)
     path = saver.save(done)
     if world.is_main:
         result["checkpoint"] = str(path.relative_to(folder))

@@ -21,7 +21,7 @@ from torch import nn
 from coat_vlm.checkpoint.atomic_folder import recover_folders
 from coat_vlm.checkpoint.load import find_checkpoint
 from coat_vlm.checkpoint.metadata import Progress, read_progress
-from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.distributed import ALONE
 from coat_vlm.optim import CoatAdamW
@@ -56,7 +56,7 @@ def save_for_ever(folder: Path, step: int, report: int) -> None:
         )  # fmt: skip
         engine = engine_of(step)
         os.write(report, b"+")  # begins
-        saver = CheckpointSaver(folder, engine, ALONE, KeepRule(last=2), background=BACKGROUND)
+        saver = CheckpointSaver(folder, engine, ALONE, 2, background=BACKGROUND)
         for _ in range(2):
             saver.save(progress)
         saver.finish()

@@ -27,7 +27,7 @@ from coat_vlm.checkpoint import atomic_folder, verify
 from coat_vlm.checkpoint.atomic_folder import write_folder
 from coat_vlm.checkpoint.load import find_checkpoint, load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
-from coat_vlm.checkpoint.save import CheckpointSaver, KeepRule
+from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.distributed import World
 
 
@@ -50,10 +50,11 @@ def limit_files(run: dict[str, Any], world: World) -> None:
 
 
 def saver_of(run: dict[str, Any], world: World, engine: Any, **options: Any) -> CheckpointSaver:
-    rule = KeepRule(last=run.get("keep", 9))
     background = run.get("background", True)
     folder = Path(run["folder"])
-    return CheckpointSaver(folder, engine, world, rule, background=background, **options)
+    return CheckpointSaver(
+        folder, engine, world, run.get("keep", 9), background=background, **options
+    )
 
 
 def save(run: dict[str, Any], world: World) -> list[str]:
