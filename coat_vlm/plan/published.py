@@ -23,6 +23,11 @@ TOWERS: dict[str, Mapping[str, Any]] = {
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
         "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
     },
+    "facebook/dinov2-small": {
+        "model_type": "dinov2",
+        "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6,
+        "image_size": 224, "patch_size": 14,  # the size that its image processor makes
+    },
 }  # fmt: skip
 _QWEN = {
     "model_type": "qwen2",
@@ -47,11 +52,19 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
         "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
+    "HuggingFaceTB/SmolLM2-135M-Instruct": {
+        "model_type": "llama",
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 TOKENIZERS = {
     "Qwen/Qwen2.5-7B-Instruct": 151665,
     "Qwen/Qwen2.5-1.5B-Instruct": 151665,
     "lmsys/vicuna-7b-v1.5": 32000,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 49152,
 }
 """Vocabulary sizes without ``<image>`` by ``model.tokenizer.name_or_path``."""
 

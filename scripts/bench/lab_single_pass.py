@@ -173,13 +173,13 @@ def format_runs(runs: dict[tuple[str, int], dict[str, float]]) -> str:
         cells = [f"{mean:,.0f}" if measure == "tokens per second" else f"{mean:.4f}"]
         for name in others:
             percent = 100 * (values[name] / values[first] - 1)
-            cells.append(f"{percent.mean():+.2f}%{_format_interval(percent)}")
+            cells.append(f"{percent.mean():+.2f}%{format_interval(percent)}")
         lines.append([measure, *cells])
     head = ["measure", first, *(f"{name}: difference" for name in others)]
     return harness.format_table(head, lines)
 
 
-def _format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
+def format_interval(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
     """Format half of the 95% interval of the mean as `` +- 0.05``; nothing for one value."""
     n = len(differences)
     if n == 1:

@@ -184,6 +184,7 @@ def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
         "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
         "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
         "lmsys/vicuna-7b-v1.5": 6_738_415_616,
+        "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     }
     assert published.keys() == LANGUAGES.keys()
     for name, parameters in published.items():

@@ -127,7 +127,7 @@ def test_yaml_bombs_are_refused(recipe_path: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VILA_DATA", "LLAVA_DATA", "TEXT_DATA"):
+    for name in ("VILA_DATA", "LLAVA_DATA", "TEXT_DATA", "REAL_PARTS"):
         monkeypatch.setenv(name, "/data")
 
 
@@ -142,7 +142,7 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_video_sft",
         "vila_long_video",
     }
-    assert {"quickstart", "vila_sft_lora"} | published == set(list_builtin_recipes())
+    assert {"quickstart", "vila_sft_lora", "real_parts"} | published == set(list_builtin_recipes())
     for name in list_builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
