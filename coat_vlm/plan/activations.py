@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from coat_vlm.config import MODULES
 from coat_vlm.fp8.weights import list_stored
-from coat_vlm.model.loss import IGNORE_INDEX
-from coat_vlm.model.projector import Grid
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.model.vlm import module_parameters
 
 _ATEN: Any = torch.ops.aten
 _FLASH = 1
@@ -173,34 +171,6 @@ class Activations:
         )
 
 
-def trace(
-    model: CoatVlm, batch: int, length: int, images: int, *, pool_frames: int = 1
-) -> Activations:
-    """Trace a composed model with ``batch`` full rows; see :func:`trace_inputs`.
-
-    ``images`` are tiles per row, of which ``pool_frames`` share the tokens of one. All text tokens
-    but the first are supervised. Raises ValueError as :func:`image_groups` does.
-    """
-    groups = image_groups(model, length, images, pool_frames)
-    tower = model.vision_tower
-    in_images = len(groups) * model.config.tokens_per_image
-    text = length - 1 - in_images
-    inputs: dict[str, Tensor] = {
-        "input_ids": torch.empty(batch, length, dtype=torch.int64, device="meta"),
-        "labels": torch.full((batch, length), IGNORE_INDEX),
-        "image_positions": torch.zeros(batch * in_images, dtype=torch.int64),
-    }
-    inputs["labels"][:, length - text :] = 0
-    if images and tower is not None:
-        shape = (batch * images, 3, tower.image_size, tower.image_size)
-        inputs["pixel_values"] = torch.empty(shape, device="meta")
-        if pool_frames > 1:
-            inputs["frame_groups"] = torch.tensor(groups * batch)
-        if model.config.s2_scales is not None:
-            inputs["image_grids"] = torch.tensor(_image_grids(model, images) * batch)
-    return trace_inputs(model, inputs)
-
-
 def trace_inputs(model: Any, inputs: Mapping[str, Any]) -> Activations:
     """Run both passes of a micro-batch on ``meta`` and record their memory.
 
@@ -222,37 +192,6 @@ def trace_inputs(model: Any, inputs: Mapping[str, Any]) -> Activations:
         forward_peak,
         tuple(backward),
     )
-
-
-def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1) -> list[int]:
-    """Return the number of images in each group that shares the tokens of one image.
-
-    Of a model with ``s2_scales`` only the tiles of the largest scale have tokens. Raises ValueError
-    if the images of a row have more tokens than the row, or there is no tower.
-    """
-    per_image = model.config.tokens_per_image
-    groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
-    if model.config.s2_scales is not None:
-        groups = [1] * sum(columns for _, columns in _image_grids(model, images))
-    if model.vision_tower is None and images:
-        raise ValueError(f"--images {images}: the model has no vision tower; remove the option")
-    if len(groups) * per_image >= length:
-        raise ValueError(
-            f"{len(groups)} images of {per_image} tokens leave no tokens for text in rows of "
-            f"{length}; raise model.max_length or lower --images"
-        )
-    return groups
-
-
-def _image_grids(model: CoatVlm, tiles: int) -> list[Grid]:
-    """Distribute tiles over images at all scales; single tiles if they do not fill one image."""
-    scales = model.config.s2_scales or [1]
-    sides = [scale // scales[0] for scale in scales]
-    smaller, largest = sum(side * side for side in sides[:-1]), sides[-1] ** 2
-    full, rest = divmod(tiles, smaller + largest)
-    if full == 0:
-        return [(1, 1)] * tiles
-    return [(1, largest)] * (full - 1) + [(1, largest + rest)]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ images, and random text, of which all tokens are supervised.
 
 import copy
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,16 +21,13 @@ from deepspeed.runtime.zero import parameter_offload
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes, sum_counts
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of_recipe, graph_blocks
-from coat_vlm.model import CoatVlm
-from coat_vlm.plan.activations import image_groups
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
-from coat_vlm.plan.rows import PublishedRow, collate_rows, count_images_per_row, row_tokens
+from coat_vlm.plan.rows import Row, row_tokens
 from coat_vlm.plan.stage import StagePlan, add_graphs
 from coat_vlm.train.engine import steps_overlap
 from coat_vlm.train.model_setup import build_planned_model, prepare_model
@@ -46,21 +42,6 @@ _NO_RUN = Path("no run folder")  # nothing is read from it or written to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowShape:
-    """Shape of a row, as a plan counts it."""
-
-    tokens: int
-    groups: tuple[int, ...]
-    """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
-    pooled: bool = False
-
-    @property
-    def images(self) -> int:
-        """Number of images, tiles or frames that pass the vision tower."""
-        return sum(self.groups)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCase:
     """A measured stage."""
 
@@ -68,7 +49,6 @@ class StageCase:
     recipe: Recipe  # with shapes in place of names of published models
     stage: StageConfig  # with the batch size of this number of ranks
     meta_model: Any
-    row: RowShape | PublishedRow
     accumulation: int  # micro-batches of a step
 
 
@@ -82,13 +62,12 @@ class Timing(NamedTuple):
 
 def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
     """Measure a planned stage on all processes of ``world``, and describe it next to the plan."""
-    row = plan.row if isinstance(plan.row, PublishedRow) else None
-    case = open_case(recipe, plan.name, world, images=plan.row.images, row=row)
+    case, row = open_case(recipe, plan.name, world), plan.row
     stage = case.stage
     model = build_stage_model(case, world.device)
     first = case.recipe.seed + world.rank // stage.sequence_parallel * case.accumulation
     batches = [
-        make_batch(model, [case.row] * stage.micro_batch_size, stage.packing, first + number)
+        make_batch(row, stage.micro_batch_size, stage.packing, first + number)
         for number in range(case.accumulation)
     ]
     step = build_training_step(model, case, world)
@@ -101,7 +80,7 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
         release_engine(step.passes.engine, model)
     text = (
         f"measured, stage {case.name}: {world.size} GPU(s), {case.accumulation} micro-batch(es) of "
-        f"{stage.micro_batch_size} row(s) of {case.row.tokens:,} tokens with {case.row.images} "
+        f"{stage.micro_batch_size} row(s) of {row.tokens:,} tokens with {row.images} "
         "image(s), random weights\n"
     )
     if skipped:
@@ -122,21 +101,13 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
 
 
 def open_case(
-    recipe: Recipe,
-    name: StageName,
-    world: World,
-    *,
-    images: int | None = None,
-    accumulation: int | None = None,
-    row: PublishedRow | None = None,
+    recipe: Recipe, name: StageName, world: World, *, accumulation: int | None = None
 ) -> StageCase:
-    """Build a stage's model on ``meta`` and the shape of its rows, by default those of a plan.
+    """Build a stage's model on ``meta``.
 
-    ``accumulation``: micro-batches of a step; by default the recipe's, at most two. ``row``: that
-    of a plan, for a published model.
+    ``accumulation``: micro-batches of a step; by default the recipe's, at most two.
     """
     recipe = use_published_shapes(recipe)
-    vocab_size = find_vocab_size(recipe)
     stage = recipe.stages[name]
     replicas = stage.count_replicas(world.size)
     per_pass = stage.micro_batch_size * replicas
@@ -145,30 +116,10 @@ def open_case(
     stage = replace(
         stage, batch_size=per_pass * accumulation, max_steps=WARMUP + STEPS, epochs=None
     )
-    meta = torch.device("meta")
-    model = build_planned_model(recipe, stage, arithmetic_of_recipe(recipe, meta), vocab_size)
-    tokens = row_tokens(recipe, stage)
-    groups, pool = (1,) * (images or 0), None
-    if isinstance(model, CoatVlm):
-        config: Any = model.config
-        if config.s2_scales is not None:
-            raise ValueError(
-                "rows of images at several scales (dynamic_s2) are not measured; measure the same "
-                "model with model.image.mode=dynamic init_from=null"
-            )
-        if model.vision_tower is not None and vocab_size is not None:
-            config.image_token_id = vocab_size - 1  # the tokenizer's last
-        if images is None:
-            images, _ = count_images_per_row(recipe, stage, tokens, config)
-        pool = recipe.model.video.pool_frames
-        groups = tuple(image_groups(model, tokens, images, pool or 1))
+    arithmetic = arithmetic_of_recipe(recipe, torch.device("meta"))
+    model = build_planned_model(recipe, stage, arithmetic, find_vocab_size(recipe))
     return StageCase(
-        name=name,
-        recipe=recipe,
-        stage=stage,
-        meta_model=model,
-        row=row or RowShape(tokens=tokens, groups=groups, pooled=pool is not None),
-        accumulation=accumulation,
+        name=name, recipe=recipe, stage=stage, meta_model=model, accumulation=accumulation
     )
 
 
@@ -198,50 +149,12 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
     return model
 
 
-def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
-    """Make a random row for a composed model, from a generator on the CPU."""
-    config: Any = model.config
-    tower = model.vision_tower
-    # Text has any id except the image id.
-    top = config.text_config.vocab_size - (tower is not None)
-    ids = torch.randint(top, (shape.tokens,), generator=generator)
-    labels = ids
-    positions = groups = None
-    size = 0
-    if tower is not None:
-        size = tower.image_size
-        ids += ids >= config.image_token_id
-        labels = ids.clone()
-        positions = torch.arange(1, 1 + len(shape.groups) * config.tokens_per_image)
-        ids[positions] = config.image_token_id
-        labels[positions] = IGNORE_INDEX
-        groups = torch.tensor(shape.groups, dtype=torch.int64) if shape.pooled else None
-    return EncodedSample(
-        input_ids=ids,
-        labels=labels,
-        pixel_values=torch.randn(shape.images, 3, size, size, generator=generator),
-        frame_groups=groups,
-        image_positions=positions,
-    )
-
-
-def make_batch(
-    model: Any,
-    shapes: Sequence[RowShape | PublishedRow],
-    packing: PackingConfig | None,
-    seed: int,
-    make_sample: Callable[..., EncodedSample] = make_sample,
-) -> LoadedBatch:
+def make_batch(row: Row, rows: int, packing: PackingConfig | None, seed: int) -> LoadedBatch:
     """Make a micro-batch of random rows on the CPU; with packing they become one packed row."""
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(shapes[0], PublishedRow):
-        samples = [shapes[0].make(generator) for _ in shapes]
-        batch = shapes[0].collate(samples, packing)
-    else:
-        samples = [make_sample(model, shape, generator) for shape in shapes]
-        batch = collate_rows(samples, packing)
-    counts = sum_counts(samples)
-    return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes), counts=counts)
+    samples = [row.make(generator) for _ in range(rows)]
+    batch, counts = row.collate(samples, packing), sum_counts(samples)
+    return LoadedBatch(batch=batch, bad=[], num_samples=rows, counts=counts)
 
 
 def build_training_step(
@@ -267,7 +180,7 @@ def build_training_step(
             bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
             memory=PeakMemory(world.device),
             world_size=world.size,
-            row_tokens=None if stage.packing is None else case.row.tokens,
+            row_tokens=None if stage.packing is None else row_tokens(recipe, stage),
         ),
         overlaps=steps_overlap(recipe, stage, arithmetic, world),
     )

@@ -1,6 +1,6 @@
 """The rows that plans assume: full ones, with as many images as the data has.
 
-Those of a composed model have a shape. Images of a published model are as large as the data's, and
+Images of a composed model are tiles. Those of a published model are as large as the data's, and
 pass the model's own processor.
 """
 
@@ -22,9 +22,10 @@ from coat_vlm.config.stage import ROW_MULTIPLE, PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.family_processor import FamilyEncoder
 from coat_vlm.model.folder import start_processor
+from coat_vlm.model.projector import Grid
 from coat_vlm.model.sequence_parallel import SequenceGroup, shard_batch
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.plan.activations import Activations, trace, trace_inputs
+from coat_vlm.plan.activations import Activations, trace_inputs
 from coat_vlm.train.open_sources import access_of, open_sources
 from coat_vlm.train.passes import copy_batch_to_device
 
@@ -36,63 +37,43 @@ _SIZE = (640, 480)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComposedRow:
-    """A row of a composed model."""
+class Row:
+    """A full row of a stage: a token of text, images, and text."""
 
     tokens: int
     images: int
-    """Tiles and frames."""
-    reason: str
-    """Source of the number of images, as text."""
-    pool_frames: int = 1
-    """Images that share the tokens of one."""
-
-    def count_patches(self, config: Any) -> int:
-        """Count the patches of a tile in the tower; 0 for a model without one."""
-        vision = config.vision_config
-        return 0 if vision is None else (vision.image_size // vision.patch_size) ** 2
-
-    shares: int = 1
-    """Ranks for which :meth:`trace` divides the tokens of a micro-batch."""
-
-    def trace(self, model: Any, rows: int) -> Activations:
-        """Trace a micro-batch of so many rows; see :func:`coat_vlm.plan.activations.trace`."""
-        return trace(model, rows, self.tokens, self.images, pool_frames=self.pool_frames)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedRow:
-    """A row as the processor of a published model makes it."""
-
-    tokens: int
-    images: int
-    reason: str
+    """Of a composed model tiles and frames."""
+    reason: str = ""
     """Source of the number and size of images, as text."""
     shown: EncodedSample
-    """The images without text; for 0 images the one that training adds to a text."""
+    """The images without text, of a composed model with pixels on ``meta``; for 0 images of a
+    published model the one that training adds to a text."""
     text_ids: Tensor
     """Token ids of text."""
-    complete: Callable[[Batch], Batch] | None
+    complete: Callable[[Batch], Batch] | None = None
     """See :attr:`coat_data.load.encode.Encoder.complete`."""
     shares: int = 1
-    """Ranks that share the tokens of a micro-batch."""
+    """Ranks for which :meth:`trace` divides the tokens of a micro-batch."""
 
     def count_patches(self, config: Any) -> int:
         """Count the patches of an image in the tower; 0 without images."""
         pixels = self.shown.pixel_values
-        values = pixels.shape[-1]  # of a patch
-        if pixels.ndim > 2:  # of tiles
+        patches = pixels.shape[:-1].numel()
+        if pixels.ndim > 3:  # of tiles
             size = config.vision_config.patch_size
-            values = 3 * (size**2 if isinstance(size, int) else math.prod(size))
-        return pixels.numel() // values // self.images if self.images else 0
+            sizes = (size, size) if isinstance(size, int) else size
+            patches = pixels.shape[:-3].numel()
+            for pixels_of_side, side in zip(pixels.shape[-2:], sizes, strict=True):
+                patches *= pixels_of_side // side
+        return patches // self.images if self.images else 0
 
     def trace(self, model: Any, rows: int) -> Activations:
         """Trace a rank's shard of so many rows; see :func:`coat_vlm.plan.activations.trace_inputs`.
 
         Packed rows take the same memory as full ones. ValueError for a model that cannot be traced.
         """
-        row = self.make(torch.Generator())
-        row = replace(row, pixel_values=row.pixel_values.to("meta"))
+        on_meta = replace(self.shown, pixel_values=self.shown.pixel_values.to("meta"))
+        row = replace(self, shown=on_meta).make(None)
         batch: Mapping[str, Any] = self.collate([row] * rows, None)
         if self.shares > 1:
             model.prepare_attention(packed=True)
@@ -108,23 +89,30 @@ class PublishedRow:
                 "metrics.jsonl"
             ) from error
 
-    def make(self, generator: torch.Generator) -> EncodedSample:
-        """Make a row: a token of text, the images with random pixels, random text."""
-        shown = self.shown
-        chosen = torch.randint(len(self.text_ids), (self.tokens,), generator=generator)
-        ids = self.text_ids[chosen]
+    def make(self, generator: torch.Generator | None) -> EncodedSample:
+        """Make a row with random text and pixels; None: with one token and the row's pixels."""
+        shown, shape = self.shown, self.shown.pixel_values.shape
+        ids = self.text_ids[:1].repeat(self.tokens)
+        if generator is not None:
+            chosen = torch.randint(len(self.text_ids), (self.tokens,), generator=generator)
+            ids = self.text_ids[chosen]
         labels = ids.clone()
-        if not self.images:
+        if not self.images and len(shown.input_ids):
             counts = dict.fromkeys(shown.counts, 0)
             return EncodedSample(ids, labels, torch.empty(0), counts=counts, filler=shown)
         images = slice(1, 1 + len(shown.input_ids))
         ids[images], labels[images] = shown.input_ids, IGNORE_INDEX
-        pixels = torch.randn(shown.pixel_values.shape, generator=generator)
+        pixels = shown.pixel_values
+        if generator is not None:
+            pixels = torch.randn(shape, generator=generator)
         return replace(shown, input_ids=ids, labels=labels, pixel_values=pixels)
 
     def collate(self, samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
-        """Collate rows as training does."""
-        batch = collate_rows(samples, packing)
+        """Collate rows as training does; with packing they become one packed row."""
+        if packing is None:
+            batch = collate(samples, pad_token_id=0)
+        else:
+            batch = collate_packed(samples, pad_token_id=0, align=ROW_MULTIPLE)
         return batch if self.complete is None else self.complete(batch)
 
 
@@ -134,16 +122,7 @@ def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
     return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
-def collate_rows(samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
-    """Collate rows of equal length; with packing they become one packed row."""
-    if packing is None:
-        return collate(samples, pad_token_id=0)
-    return collate_packed(samples, pad_token_id=0, align=ROW_MULTIPLE)
-
-
-def plan_row(
-    recipe: Recipe, stage: StageConfig, model: Any, images: int | None
-) -> ComposedRow | PublishedRow:
+def plan_row(recipe: Recipe, stage: StageConfig, model: Any, images: int | None) -> Row:
     """Plan a full row of a stage, by default with as many images as the data has.
 
     Raises ValueError if they leave no tokens for text.
@@ -155,13 +134,58 @@ def plan_row(
     if images is None:
         config = cast(CoatVlmConfig, model.config)
         images, why = count_images_per_row(recipe, stage, tokens, config)
-    pool = recipe.model.video.pool_frames or 1
-    return ComposedRow(tokens=tokens, images=images, reason=why, pool_frames=pool)
+    return compose_row(model, tokens, images, recipe.model.video.pool_frames, why)
+
+
+def compose_row(
+    model: CoatVlm, tokens: int, images: int, pool_frames: int | None = None, reason: str = ""
+) -> Row:
+    """Make a row of a composed model, in which ``pool_frames`` images share the tokens of one.
+
+    With ``s2_scales`` only the tiles of the largest scale have tokens. Raises ValueError if the
+    images have more tokens than the row, or there is no tower.
+    """
+    config, tower = cast(CoatVlmConfig, model.config), model.vision_tower
+    if tower is None and images:
+        raise ValueError(f"--images {images}: the model has no vision tower; remove the option")
+    groups = [min(pool_frames or 1, images - n) for n in range(0, images, pool_frames or 1)]
+    grids = None
+    if config.s2_scales is not None:
+        grids = _image_grids(config.s2_scales, images)
+        groups = [1] * sum(columns for _, columns in grids)
+    count, size = len(groups) * config.tokens_per_image, 0 if tower is None else tower.image_size
+    if count >= tokens:
+        raise ValueError(
+            f"{len(groups)} images of {config.tokens_per_image} tokens leave no tokens for text in "
+            f"rows of {tokens}; raise model.max_length or lower --images"
+        )
+    every = torch.arange(config.text_config.vocab_size)
+    ids = torch.full((count,), config.image_token_id or 0)
+    shown = EncodedSample(
+        input_ids=ids,
+        labels=ids,
+        pixel_values=torch.empty(images, 3, size, size, device="meta"),
+        image_grids=None if grids is None else torch.tensor(grids).reshape(-1, 2),
+        frame_groups=None if pool_frames is None else torch.tensor(groups, dtype=torch.int64),
+        image_positions=None if tower is None else torch.arange(1, 1 + count),
+    )
+    text_ids = every if tower is None else every[every != config.image_token_id]
+    return Row(tokens=tokens, images=images, reason=reason, shown=shown, text_ids=text_ids)
+
+
+def _image_grids(scales: Sequence[int], tiles: int) -> list[Grid]:
+    """Distribute tiles over images at all scales; single tiles if they do not fill one image."""
+    sides = [scale // scales[0] for scale in scales]
+    smaller, largest = sum(side * side for side in sides[:-1]), sides[-1] ** 2
+    full, rest = divmod(tiles, smaller + largest)
+    if full == 0:
+        return [(1, 1)] * tiles
+    return [(1, largest)] * (full - 1) + [(1, largest + rest)]
 
 
 def _plan_published(
     recipe: Recipe, stage: StageConfig, config: Any, tokens: int, images: int | None
-) -> PublishedRow:
+) -> Row:
     processor = start_processor(recipe, recipe.init_from)
     encoder = cast(FamilyEncoder, processor.encoder(template=stage.template))
     needed, sizes, problem, notes = _read_data(recipe, stage, encoder)
@@ -189,7 +213,7 @@ def _plan_published(
     special = [value for name, value in config.to_dict().items() if name.endswith(names)]
     every = torch.arange(config.get_text_config().vocab_size)
     kinds = torch.tensor([value for value in special if isinstance(value, int)])
-    return PublishedRow(
+    return Row(
         tokens=tokens,
         images=images,
         reason=f"{why}; {size[0]} x {size[1]} pixels" if images else why,

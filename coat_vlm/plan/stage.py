@@ -28,7 +28,7 @@ from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations
 from coat_vlm.plan.published import find_vocab_size, use_published_shapes
-from coat_vlm.plan.rows import ComposedRow, PublishedRow, plan_row
+from coat_vlm.plan.rows import Row, plan_row
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     RankMemory,
@@ -88,7 +88,7 @@ class StagePlan:
     stage: StageConfig
     ranks: int
     gpu_bytes: float  # of a GPU as it is sold: 80e9 for one of 80 GB
-    row: ComposedRow | PublishedRow
+    row: Row
     assumed: str  # assumption about the model, as text, or empty
     model: Any  # converted, on meta
     vocab_size: int | None

@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,6 @@ from coat_data.load.loader import LoadedBatch
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import SpareMemory, arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.plan.measure import (
-    RowShape,
     StageCase,
     build_stage_model,
     build_training_step,
@@ -298,23 +297,21 @@ class StepRun:
             self.args.lora,
             packed=self.args.mixed == "packed",
         )
-        images, accumulation = SIZES[self.args.size].images, self.args.accumulation
-        return open_case(recipe, "sft", self.world, images=images, accumulation=accumulation)
+        return open_case(recipe, "sft", self.world, accumulation=self.args.accumulation)
 
     def _measure_reference(self) -> Reference:
         case = self.open_case(Implementation("bf16", False, 0), 1)
         model = build_stage_model(case, self.world.device)
         set_train_mode(model, case.stage)
-        batches = [self._batch(model, case, size) for size in dict.fromkeys((1, *self.args.batch))]
+        batches = [self._batch(model, size) for size in dict.fromkeys((1, *self.args.batch))]
         reference = measure_reference(model, batches)
         del model
         harness.free_memory(self.world.device)
         return reference
 
-    def _batch(self, model: Any, case: StageCase, size: int) -> LoadedBatch:
-        return make_step_batch(
-            model, cast(RowShape, case.row), size, self.args.mixed, self.world.rank
-        )
+    def _batch(self, model: Any, rows: int) -> LoadedBatch:
+        size, mixed = SIZES[self.args.size], self.args.mixed
+        return make_step_batch(model, size, rows, mixed, self.world.rank)
 
     def _measure(
         self,
@@ -328,7 +325,7 @@ class StepRun:
         result.note += harness.note_leftover_memory(world.device)
         model = build_stage_model(case, world.device)
         set_train_mode(model, case.stage)
-        sample, loaded = (self._batch(model, case, batch) for batch in (1, result.batch))
+        sample, loaded = (self._batch(model, batch) for batch in (1, result.batch))
         with contextlib.ExitStack() as stack:
             if implementation.name in BASELINES:
                 stack.enter_context(apply_baseline(implementation.name, model))

@@ -27,7 +27,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.encode import EncodedSample
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import (
     LanguageConfig,
@@ -44,8 +44,8 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.model.family_model import complete_inputs, known_layout
 from coat_vlm.model.placeholders import copy_to_device
-from coat_vlm.plan.measure import RowShape, make_batch
-from coat_vlm.plan.rows import collate_rows
+from coat_vlm.plan.measure import make_batch
+from coat_vlm.plan.rows import Row, compose_row
 from coat_vlm.plan.zero import ZeroStage
 from harness import choose_precision
 from layer import convert_to_torchao
@@ -191,35 +191,33 @@ _MIXED_SIZES = {(640, 480): 5, (640, 427): 2, (480, 640): 2, (427, 640): 1}
 """Common sizes of COCO's images -> how often they are drawn."""
 
 
-def make_step_sample(
-    model: Any, tokens: int, sizes: Sequence[tuple[int, int]], generator: torch.Generator
-) -> EncodedSample:
-    """Make a random sample of a published model, with images of ``sizes`` (width, height).
-
-    Raises ValueError if the images have more tokens.
-    """
+def make_row(model: Any, tokens: int, sizes: Sequence[tuple[int, int]]) -> Row:
+    """Make a row with images, of a published model of these sizes (width, height)."""
+    if isinstance(model, CoatVlm):
+        return compose_row(model, tokens, len(sizes))
     # As the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches.
     config, vision = model.config, model.config.vision_config
     merge = vision.spatial_merge_size
     unit = vision.patch_size * merge
     grid = torch.tensor([[1, *(merge * round(x / unit) for x in size[::-1])] for size in sizes])
-    # Text has any id below the media ids.
-    top = min(config.image_token_id, config.vision_start_token_id)
-    ids = torch.randint(top, (tokens,), generator=generator)
     patches = grid.prod(1).tolist() if sizes else []
-    shown: list[int] = []
+    ids: list[int] = []
     for count in patches:
-        shown += [config.vision_start_token_id] + [config.image_token_id] * (count // merge**2)
-    if len(shown) >= tokens:
-        raise ValueError(f"{len(shown)} tokens of images do not fit into {tokens}")
-    ids[1 : 1 + len(shown)] = torch.tensor(shown, dtype=ids.dtype)
-    is_image = ids == config.image_token_id
+        ids += [config.vision_start_token_id] + [config.image_token_id] * (count // merge**2)
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return EncodedSample(
-        input_ids=ids,
-        labels=ids.masked_fill(is_image, IGNORE_INDEX),
-        pixel_values=torch.randn(sum(patches), pixels, generator=generator),
-        extras={"image_grid_thw": grid} if sizes else {},
+    shown = torch.tensor(ids, dtype=torch.int64)
+    return Row(
+        tokens=tokens,
+        images=len(sizes),
+        shown=EncodedSample(
+            input_ids=shown,
+            labels=shown,
+            pixel_values=torch.empty(sum(patches), pixels, device="meta"),
+            extras={"image_grid_thw": grid} if sizes else {},
+        ),
+        # Text has any id below the media ids.
+        text_ids=torch.arange(min(config.image_token_id, config.vision_start_token_id)),
+        complete=partial(describe_batch, config=config),
     )
 
 
@@ -239,28 +237,26 @@ def draw_samples(model: Any, tokens: int, seed: int) -> list[EncodedSample]:
         unit = model.config.vision_config.patch_size * model.config.vision_config.spatial_merge_size
         image = 0 if text_only else 1 + math.prod(round(x / unit) for x in size[0])
         if text + image + 2 > tokens:
-            samples.append(make_step_sample(model, tokens, [], generator))
+            samples.append(make_row(model, tokens, []).make(generator))
             return samples
-        samples.append(make_step_sample(model, text + image, [] if text_only else size, generator))
+        row = make_row(model, text + image, [] if text_only else size)
+        samples.append(row.make(generator))
         tokens -= text + image
 
 
 def make_step_batch(
-    model: Any, row: RowShape, rows: int, mixed: str | None, seed: int
+    model: Any, size: StepModel, rows: int, mixed: str | None, seed: int
 ) -> LoadedBatch:
     """Make a random micro-batch of full rows, or if ``mixed`` of as many tokens in samples."""
-    if isinstance(model, CoatVlm):
-        if mixed is not None:
-            raise ValueError("--mixed is for the published models; leave the option out")
-        return make_batch(model, [row] * rows, None, seed)
+    tokens = size.model.max_length
+    row = make_row(model, tokens, [_IMAGE_SIZE] * size.images)
     if mixed is None:
-        generator = torch.Generator().manual_seed(seed)
-        sizes = [_IMAGE_SIZE] * row.images
-        samples = [make_step_sample(model, row.tokens, sizes, generator) for _ in range(rows)]
-    else:
-        samples = draw_samples(model, row.tokens * rows, seed)
-    batch = collate_rows(samples, PackingConfig() if mixed == "packed" else None)
-    return LoadedBatch(batch=describe_batch(batch, model.config), bad=[], num_samples=rows)
+        return make_batch(row, rows, None, seed)
+    if isinstance(model, CoatVlm):
+        raise ValueError("--mixed is for the published models; leave the option out")
+    samples = draw_samples(model, tokens * rows, seed)
+    batch = row.collate(samples, PackingConfig() if mixed == "packed" else None)
+    return LoadedBatch(batch=batch, bad=[], num_samples=rows)
 
 
 class Baseline(NamedTuple):

@@ -20,9 +20,7 @@ from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
 from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import param_groups
-from coat_vlm.plan.activations import trace
 from coat_vlm.plan.measure import (
-    RowShape,
     StageCase,
     build_stage_model,
     build_training_step,
@@ -32,8 +30,9 @@ from coat_vlm.plan.measure import (
     take_steps,
 )
 from coat_vlm.plan.published import LANGUAGES, use_published_shapes
+from coat_vlm.plan.rows import compose_row
 from coat_vlm.train.model_setup import set_trainable
-from step_models import LR, make_recipe
+from step_models import LR, SIZES, make_recipe, make_step_batch
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)
@@ -50,9 +49,9 @@ def world() -> Iterator[World]:
         yield world
 
 
-def small(*overrides: str, images: int = 1) -> StageCase:
+def small(*overrides: str) -> StageCase:
     recipe = load_recipe("quickstart", [*SMALL, *overrides], unset_variables=True)
-    return open_case(recipe, "sft", ALONE, images=images)
+    return open_case(recipe, "sft", ALONE)
 
 
 def read_speed(out: str) -> list[float]:
@@ -78,10 +77,7 @@ def test_counts_are_those_made_by_hand(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--gpus", "2"], "--gpus 2 --measure: there are 1 processes"),
-        (["model.image.mode=dynamic_s2"], "are not measured; measure"),
-    ],
+    [(["--gpus", "2"], "--gpus 2 --measure: there are 1 processes")],
 )
 def test_errors_say_what_to_do(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -127,9 +123,17 @@ def test_the_model_is_the_one_that_training_builds(overrides: tuple[str, ...]) -
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["images", "pooled frames"])
+@pytest.mark.parametrize(
+    ("changes", "pool", "images"),
+    [
+        ((), None, 5),
+        (("model.video.pool_frames=2", "model.video.num_frames=5"), 2, 5),
+        (("model.image.mode=dynamic_s2",), None, 15),  # 1, 4 and 9 + 1 tiles
+    ],
+    ids=["images", "pooled frames", "scales"],
+)
 def test_what_is_fed_has_the_shapes_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch, pooled: bool
+    monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...], pool: int | None, images: int
 ) -> None:
     seen: dict[str, dict[str, tuple[int, ...]]] = {}
     forward = CoatVlm.forward
@@ -139,26 +143,24 @@ def test_what_is_fed_has_the_shapes_of_the_plan(
         seen.setdefault(kwargs["input_ids"].device.type, shapes)
         return forward(self, *args, **kwargs)
 
-    changes = ("model.video.pool_frames=2", "model.video.num_frames=5") if pooled else ()
-    case = small(*changes, images=5)
-    assert isinstance(case.row, RowShape)
-    assert case.row.groups == ((2, 2, 1) if pooled else (1,) * 5)
+    case = small(*changes)
+    row = compose_row(case.meta_model, 128, images, pool)
     model = build_stage_model(case, CPU)
-    batch: Any = make_batch(model, [case.row] * 2, None, 0).batch
+    batch: Any = make_batch(row, 2, None, 0).batch
+    assert batch.get("frame_groups", torch.zeros(0)).tolist() == [2, 2, 1] * 2 * bool(pool)
     monkeypatch.setattr(CoatVlm, "forward", watched)
     model(**batch)
-    trace(case.meta_model, 2, 64, 5, pool_frames=2 if pooled else 1)
-    assert seen["cpu"].pop("attention_mask") == (2, 64)  # full rows need none
+    row.trace(case.meta_model, 2)
     assert seen["cpu"] == seen["meta"]
-    assert seen["cpu"]["pixel_values"] == (10, 3, 48, 48)
+    assert seen["cpu"]["pixel_values"] == (2 * images, 3, 48, 48)
 
 
 @pytest.mark.parametrize(("zero_stage", "accumulation"), [(0, 2), (3, 1)])
 def test_the_engine_trains_as_plain_adamw(world: World, zero_stage: Any, accumulation: int) -> None:
     recipe = make_recipe("tiny", 2, zero_stage=zero_stage)
-    case = open_case(recipe, "sft", world, images=2, accumulation=accumulation)
+    case = open_case(recipe, "sft", world, accumulation=accumulation)
     model, plain_model = (build_stage_model(case, CPU) for _ in range(2))
-    loaded = make_batch(model, [case.row] * 2, None, seed=0)
+    loaded = make_step_batch(model, SIZES["tiny"], 2, None, 0)
     step = build_training_step(model, case, world, 4)
     timing = take_steps(step, [loaded] * accumulation, "", world, 3, 1)
     release_engine(step.passes.engine, model)

@@ -5,7 +5,7 @@ import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,8 @@ from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model.vlm import count_parameters
 from coat_vlm.plan.measure import (
-    RowShape,
     StageCase,
     build_stage_model,
-    make_batch,
     open_case,
     take_steps,
 )
@@ -61,7 +59,7 @@ def measure(world: World, *words: str) -> list[StepResult]:
 
 def tiny(size: str = "tiny") -> StageCase:
     world = World(rank=0, size=1, device=CPU)
-    return open_case(make_recipe(size, 1), "sft", world, images=SIZES[size].images, accumulation=1)
+    return open_case(make_recipe(size, 1), "sft", world, accumulation=1)
 
 
 def test_sizes_are_the_published_ones() -> None:
@@ -72,11 +70,11 @@ def test_sizes_are_the_published_ones() -> None:
         model: Any = case.meta_model
         assert count_parameters(model.language_model) == language
         if size == "llama-2-7b":
-            assert (model.vision_tower, case.row.tokens, case.row.images) == (None, 2048, 0)
+            assert (model.vision_tower, SIZES[size].model.max_length) == (None, 2048)
             continue
         assert model.config.tokens_per_image == 256
         assert len(model.vision_tower.model.encoder.layers) == 26
-        assert (case.row.tokens, case.row.images) == (4096, 4)
+        assert (SIZES[size].model.max_length, SIZES[size].images) == (4096, 4)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +90,13 @@ def test_published_models(size: str, parameters: int, patches: int, image_tokens
     case = tiny(size)
     model: Any = case.meta_model
     assert count_parameters(model) == parameters
-    batch: Any = make_step_batch(model, cast(RowShape, case.row), 2, None, 0).batch
+    batch: Any = make_step_batch(model, SIZES[size], 2, None, 0).batch
     is_image = batch["input_ids"] == model.config.image_token_id
     assert is_image.sum(1).tolist() == [4 * image_tokens] * 2
     assert batch["extras"]["image_grid_thw"].prod(1).tolist() == [patches] * 8
     assert len(batch["pixel_values"]) == 8 * patches
-    assert torch.equal(batch["labels"] == -100, is_image)
+    starts = batch["input_ids"] == model.config.vision_start_token_id
+    assert torch.equal(batch["labels"] == -100, is_image | starts)
 
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -140,7 +139,7 @@ def test_steps_of_published_models(world: World, published: str) -> None:
     # The losses of transformers' whole model and of the reference are the same number.
     case = tiny(published)
     model = build_stage_model(case, CPU).train()
-    loaded = make_step_batch(model, cast(RowShape, case.row), 1, None, 0)
+    loaded = make_step_batch(model, SIZES[published], 1, None, 0)
     reference = step.measure_reference(model, [loaded])
     inputs: Any = {**loaded.batch}
     inputs |= inputs.pop("extras")
@@ -214,7 +213,7 @@ def test_text_only_models_and_adapters(world: World) -> None:
 def test_the_reference_is_what_autograd_computes_from_the_logits() -> None:
     case = tiny()
     model = build_stage_model(case, CPU).train()
-    single, double = (make_batch(model, [case.row] * n, None, 5) for n in (1, 2))
+    single, double = (make_step_batch(model, SIZES["tiny"], n, None, 5) for n in (1, 2))
     found = step.measure_reference(model, [single, double])
     losses = []
     for batch in (single.batch, double.batch):

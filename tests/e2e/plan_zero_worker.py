@@ -27,7 +27,8 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model import loss as loss_room
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import LiveMemory, trace
+from coat_vlm.plan.activations import LiveMemory
+from coat_vlm.plan.rows import compose_row
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     ZeroStage,
@@ -83,7 +84,7 @@ def measured(
         zero_stage,
         count_sizes(frame, stage, measure_state_bytes(CoatAdamW), low_bits=low_bits),
         world.size,
-        trace(frame, 1, TOKENS, IMAGES),
+        compose_row(frame, TOKENS, IMAGES).trace(frame, 1),
         accumulates=accumulation > 1,
         fp32_sums=accumulation > MAX_BF16 and dtype == torch.bfloat16,
         bucket=bucket,

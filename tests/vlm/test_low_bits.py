@@ -18,18 +18,16 @@ from coat_vlm.fp8 import arithmetic_of_recipe
 from coat_vlm.model import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.optim.state import LOW_BITS
-from coat_vlm.plan.activations import trace
 from coat_vlm.plan.measure import (
     StageCase,
     build_stage_model,
     build_training_step,
-    make_batch,
     open_case,
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.step import TrainStep
-from step_models import make_recipe
+from step_models import SIZES, make_recipe, make_row, make_step_batch
 
 STEPS = 3
 LR = 1e-3
@@ -54,14 +52,14 @@ def stage_case(world: World, clip: float, accumulation: int) -> StageCase:
         stages={"sft": dataclasses.replace(stage, max_grad_norm=clip, **trained)},
         master_weights="low_bits",
     )
-    return open_case(recipe, "sft", world, images=2, accumulation=accumulation)
+    return open_case(recipe, "sft", world, accumulation=accumulation)
 
 
 def batches_of(model: CoatVlm, case: StageCase, accumulation: int) -> list[list[LoadedBatch]]:
     """Micro-batches of each step."""
     return [
         [
-            make_batch(model, [case.row], None, seed=accumulation * step + n)
+            make_step_batch(model, SIZES["tiny"], 1, None, accumulation * step + n)
             for n in range(accumulation)
         ]
         for step in range(STEPS)
@@ -209,7 +207,7 @@ def test_a_plan_counts_the_tensors_of_training(world: World) -> None:
     tensors = [(key, t) for p in parameters for key, t in optimizer.state[p].items() if t.ndim]
     low_bits = sum(t.nbytes for key, t in tensors if key == LOW_BITS)
     sizes = count_sizes(case.meta_model, case.stage, measure_state_bytes(CoatAdamW), low_bits=True)
-    activations = trace(case.meta_model, 1, case.row.tokens, case.row.images)
+    activations = make_row(case.meta_model, 32, [(48, 48)] * 2).trace(case.meta_model, 1)
     plan, fp32 = (
         estimate_rank_memory(0, s, 1, activations, accumulates=True)
         for s in (sizes, dataclasses.replace(sizes, low_bits=False))

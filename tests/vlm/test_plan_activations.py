@@ -12,11 +12,8 @@ from coat_vlm.config import Fp8Config, ModuleTraining, StageConfig
 from coat_vlm.fp8 import convert
 from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.plan.activations import (
-    LiveMemory,
-    trace,
-    use_flash_attention,
-)
+from coat_vlm.plan.activations import LiveMemory, use_flash_attention
+from coat_vlm.plan.rows import compose_row
 from coat_vlm.train.model_setup import set_train_mode, set_trainable
 from layer_shapes import LayerShape, build_forward, build_layer
 
@@ -140,7 +137,7 @@ ALL = ("vision", "projector", "language")
 @pytest.mark.parametrize("precision", ["bf16", "recompute_qkv"])
 def test_two_micro_batches_tell_all_others(tiny: Any, precision: str) -> None:
     made = frame(tiny, stage(*ALL), precision)
-    one, two, seven = (trace(made, rows, 64, 2) for rows in (1, 2, 7))
+    one, two, seven = (compose_row(made, 64, 2).trace(made, rows) for rows in (1, 2, 7))
     told = one.extrapolate(two, 6)
     assert told.total_saved == pytest.approx(seven.total_saved, rel=0.01)
     assert told.peak(2) == pytest.approx(seven.peak(2), rel=0.01)

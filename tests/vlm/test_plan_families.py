@@ -19,8 +19,8 @@ from coat_vlm.model.families import FAMILIES
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.folder import start_processor
 from coat_vlm.plan import format_plan, plan_recipe
-from coat_vlm.plan.activations import trace
 from coat_vlm.plan.fit import fit_recipe
+from coat_vlm.plan.rows import compose_row
 from coat_vlm.train.passes import copy_batch_to_device
 
 MICRO = "stages.sft.micro_batch_size=2"
@@ -165,7 +165,7 @@ def test_a_published_llava_takes_what_the_same_composed_model_takes(tmp_path: Pa
         select_layer=-1,
     )
     composed = create_meta_model(config, torch.bfloat16).train()
-    expected = trace(composed, 2, 512, 1)
+    expected = compose_row(composed, 512, 1).trace(composed, 2)
     assert plan.activations.total_saved == pytest.approx(expected.total_saved, rel=0.03)
     assert plan.activations.peak(2) == pytest.approx(expected.peak(2), rel=0.03)
 

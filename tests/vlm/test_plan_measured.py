@@ -2,27 +2,23 @@
 
 import csv
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from coat_data.load.encode import IGNORE_INDEX
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of_recipe, fp8_blocks
 from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model import loss
-from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.plan import plan_recipe
 from coat_vlm.plan.measure import open_case
-from coat_vlm.plan.rows import PublishedRow
 from coat_vlm.plan.stage import SOLD, add_graphs
 from coat_vlm.train.model_setup import build_planned_model
-from step_models import make_recipe, make_step_sample
+from step_models import make_recipe, make_row
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
 
@@ -89,7 +85,7 @@ def test_recipes(row: Row) -> None:
     recipe = load_recipe(name, changes, unset_variables=True)
     ranks, images = int(row["gpus"]), int(row["images"])
     stage: Any = row["stage"]
-    case = open_case(recipe, stage, World(rank=0, size=ranks, device=torch.device("cpu")), images=1)
+    case = open_case(recipe, stage, World(rank=0, size=ranks, device=torch.device("cpu")))
     peak = plan_peak_gb(recipe, stage, images, ranks)
     planned, measured = float(row["plan_gb"]), float(row["peak_gb"])
     recomputed = row["checkpointing"] == "True"
@@ -176,18 +172,7 @@ def test_passes_of_published_models(size: str, batch: int, precision: str) -> No
     recipe = make_recipe(size, batch, precision)
     arithmetic = arithmetic_of_recipe(recipe, torch.device("meta"))
     model: Any = build_planned_model(recipe, recipe.stages["sft"], arithmetic, None)
-    sample = make_step_sample(model, 4096, [(448, 448)] * 4, torch.Generator())
-    shown = slice(1, 1 + int((sample.labels == IGNORE_INDEX).nonzero().max()))
-    planned = PublishedRow(
-        tokens=4096,
-        images=4,
-        reason="",
-        shown=dataclasses.replace(sample, input_ids=sample.input_ids[shown]),
-        text_ids=torch.arange(1000),
-        complete=partial(describe_batch, config=model.config),
-        shares=1,
-    )
-    activations = planned.trace(model, batch)
+    activations = make_row(model, 4096, [(448, 448)] * 4).trace(model, batch)
     stored = [tensor for weight in list_stored(model) for tensor in weight]
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *stored])
     peak = (weights + activations.peak(bytes_per_gradient=2)) / 1e9

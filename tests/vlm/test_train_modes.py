@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from coat_vlm.distributed import join_world
-from coat_vlm.plan.measure import build_stage_model, build_training_step, make_batch, open_case
-from step_models import make_recipe
+from coat_vlm.plan.measure import build_stage_model, build_training_step, open_case
+from step_models import SIZES, make_recipe, make_step_batch
 
 
 def list_modes(model: torch.nn.Module) -> dict[str, set[bool]]:
@@ -24,12 +24,12 @@ def test_a_frozen_tower_is_in_evaluation_mode_also_after_a_validation() -> None:
     recipe = dataclasses.replace(recipe, stages={"sft": stage})
     modes = {"vision_tower": {False}, "projector": {True}, "language_model": {True}}
     with join_world() as world:
-        case = open_case(recipe, "sft", world, images=1)
+        case = open_case(recipe, "sft", world)
         model: Any = build_stage_model(case, world.device).eval()
         step = build_training_step(model, case, world, 3)
         seen: list[dict[str, set[bool]]] = []
         model.register_forward_hook(lambda module, *_: seen.append(list_modes(module)))
-        batch = make_batch(model, [case.row], None, seed=0)
+        batch = make_step_batch(model, SIZES["tiny"], 1, None, 0)
         step([batch], 0.0)
         step([batch], 0.0)
         step.passes.engine.eval()  # as a validation does
