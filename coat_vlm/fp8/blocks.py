@@ -243,30 +243,24 @@ class Fp8EncoderLayer(Fp8Encoder):
         *("SiglipEncoderLayer", "CLIPEncoderLayer"),
         *("SmolVLMEncoderLayer", "Idefics3EncoderLayer", "Siglip2EncoderLayer"),
     )
-    LINEARS = (
+    LINEARS: ClassVar[Sequence[str]] = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
         *("mlp.fc1", "mlp.fc2"),
     )
     NORMS = ("layer_norm1", "layer_norm2")
 
     def forward(
-        self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
-        attention = self.self_attn
-        return _encode(
-            self,
-            hidden_states,
-            attention,
-            attention_mask,
-            is_causal=attention.is_causal,
-            scaling=attention.scale,
-            dropout=attention.dropout if attention.training else 0.0,
-            **kwargs,
-        )
+        return _encode(self, hidden_states, attention_mask, position_embeddings, **kwargs)
 
 
-class Fp8PixtralEncoderLayer(Fp8Encoder):
+class Fp8PixtralEncoderLayer(Fp8EncoderLayer):
     """Mixin for Pixtral's encoder layers: images packed into one row with a mask, a gated MLP."""
 
     ORIGINALS = ("PixtralAttentionLayer",)
@@ -276,26 +270,6 @@ class Fp8PixtralEncoderLayer(Fp8Encoder):
     )
     NORMS = ("attention_norm", "ffn_norm")
     ACTIVATIONS = _GATED
-
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Map [1, T, hidden] to the same shape like the original."""
-        attention = self.attention
-        return _encode(
-            self,
-            hidden_states,
-            attention,
-            attention_mask,
-            position_embeddings,
-            scaling=attention.scaling,
-            dropout=attention.dropout if attention.training else 0.0,
-            **kwargs,
-        )
 
 
 class Fp8ScaledEncoderLayer(Fp8Encoder):
@@ -310,19 +284,11 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Map [B, T, hidden] to the same shape like the original."""
-        attention = self.attention
-        return _encode(
-            self,
-            hidden_states,
-            attention,
-            scale_branches=(
-                lambda delta: self.lambda_1 * attention.projection_dropout(delta),
-                lambda y: self.lambda_2 * self.dropout(y),
-            ),
-            is_causal=False,
-            scaling=attention.scale,
-            dropout=attention.attention_dropout if attention.training else 0.0,
+        scale_branches = (
+            lambda delta: self.lambda_1 * self.attention.projection_dropout(delta),
+            lambda y: self.lambda_2 * self.dropout(y),
         )
+        return _encode(self, hidden_states, scale_branches=scale_branches)
 
 
 class Fp8VitEncoderLayer(Fp8Encoder):
@@ -346,25 +312,15 @@ class Fp8VitEncoderLayer(Fp8Encoder):
 
         ``position_embeddings`` are cos and sin of the last tokens, the patches.
         """
-        attention = self.attention
         if position_embeddings is not None:
             cos, sin = position_embeddings
             prefix = (0, 0, hidden_states.shape[1] - len(cos), 0)  # tokens that are not rotated
             position_embeddings = (F.pad(cos, prefix, value=1.0), F.pad(sin, prefix))
         drop = self.drop_path if hasattr(self, "drop_path") else self.dropout
         scales = [getattr(self, f"layer_scale{number}", nn.Identity()) for number in (1, 2)]
-        dropout = getattr(attention, "attention_dropout", None) or getattr(attention, "dropout", 0)
+        scale_branches = (lambda delta: drop(scales[0](delta)), lambda y: drop(scales[1](y)))
         return _encode(
-            self,
-            hidden_states,
-            attention,
-            attention_mask,
-            position_embeddings,
-            (lambda delta: drop(scales[0](delta)), lambda y: drop(scales[1](y))),
-            is_causal=False,
-            scaling=attention.scaling,
-            dropout=dropout if attention.training else 0.0,
-            **kwargs,
+            self, hidden_states, attention_mask, position_embeddings, scale_branches, **kwargs
         )
 
 
@@ -417,20 +373,15 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         attention if the model is configured with one, otherwise by ``sdpa_packed``, not by one call
         per image or window as in the original.
         """
-        attention = self.attn
-        flash = is_flash_attention_requested(attention.config)
-        own = flash and attention.config._attn_implementation != PACKED_IMAGES
+        config = self.attn.config
+        flash = is_flash_attention_requested(config)
+        own = flash and config._attn_implementation != PACKED_IMAGES
         longest = _find_longest(cu_seqlens) if max_seqlen is None else max_seqlen
         out = _encode(
             self,
             hidden_states[None],
-            attention,
-            None,
-            position_embeddings,
+            position_embeddings=position_embeddings,
             implementation=None if own else PACKED,
-            is_causal=False,
-            scaling=attention.scaling,
-            dropout=attention.attention_dropout if attention.training else 0.0,
             **Packing(cu_seqlens.int(), longest).to_kwargs(),
             **kwargs,
         )
@@ -478,12 +429,9 @@ def activation_of(module: Any) -> str:
 def _encode(
     block: Any,
     x: Tensor,
-    attention: Any,
     mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     scale_branches: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
-    *,
-    dropout: float,
     **kwargs: Any,
 ) -> Tensor:
     """Run an encoder layer on the residual stream x [B, T, hidden].
@@ -492,14 +440,20 @@ def _encode(
     """
     # LINEARS is in the order of use: heads, the output projection, the MLP's first layers, its last
     names = block.LINEARS
+    attention = block.get_submodule(names[0].rpartition(".")[0])
     number = 1 if hasattr(attention, "qkv") else 3
     out, *into, last = (block.get_submodule(name) for name in names[number:])
+    kwargs["scaling"] = getattr(attention, "scaling", None) or attention.scale
+    dropout = getattr(attention, "attention_dropout", None) or getattr(attention, "dropout", 0.0)
+    dropout = dropout if attention.training else 0.0
     recompute = block.fp8_recompute_qkv and not dropout  # backward cannot repeat dropout
     first, second = (getattr(block, name) for name in block.NORMS)
     heads, source, residual = norm_heads(
         x, first, attention, block.fp8_group_size, recompute, position_embeddings
     )
-    delta = attention_output(attention, heads, mask, out, source, dropout=dropout, **kwargs)
+    delta = attention_output(
+        attention, heads, mask, out, source, dropout=dropout, is_causal=False, **kwargs
+    )
     del heads, source  # frees memory before the MLP
     if scale_branches is not None:
         delta = scale_branches[0](delta)
