@@ -1,9 +1,8 @@
 """A recipe's ``fp8`` and ``monitor`` sections: what is converted to FP8, and its monitoring."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.model import STRICT, NonNegative, Positive
@@ -93,13 +92,9 @@ class Fp8Config:
         )
 
 
-Limit = Annotated[float, Field(gt=0.0)]
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MonitorConfig:
-    """Compares FP8 blocks with BF16 on the inputs of training; values above limits are warnings."""
+    """Compares FP8 blocks with BF16 on the inputs of training; large errors are warnings."""
 
     every: Positive
     """Steps between two measurements."""
@@ -107,14 +102,6 @@ class MonitorConfig:
     """FP8 blocks to compare: these words, ``all``, or names of modules such as
     ``language_model.model.layers.3``. The input and the output gradient of each are saved until the
     step is over."""
-    max_error: Limit = 0.25
-    """Largest relative error of what a block adds to the residual stream."""
-    max_gradient_error: Limit = 0.5
-    """Largest relative error of what a block adds to the gradient of its input."""
-    max_saturated: Share = 0.1
-    """Largest share of values at the format's largest value, for tensors with one scale."""
-    max_underflowed: Share = 0.25
-    """Largest share of values that become zero, for tensors with one scale."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers):

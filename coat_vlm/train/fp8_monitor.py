@@ -24,9 +24,9 @@ PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gra
 """Kinds of tensors with one scale each, whose rates are checked. Tensors with group scales are not:
 the largest value of each group may be the largest of the format."""
 
-_ERRORS = {"output_error": "max_error", "input_gradient_error": "max_gradient_error"}
-_RATES = {"saturated": "max_saturated", "underflowed": "max_underflowed"}
-"""Measured value -> recipe key of its limit."""
+_ERRORS = {"output_error": 0.25, "input_gradient_error": 0.5}
+_RATES = {"saturated": 0.1, "underflowed": 0.25}
+"""Measured value -> its limit."""
 
 _WORDS = ("first", "middle", "last", "all")
 
@@ -127,8 +127,6 @@ class Fp8Monitor:
 
         Returns entries of metrics.jsonl and the warnings to print.
         """
-        config = self._config
-        assert config is not None
         mine: dict[str, BlockError] = {}
         for name in self._monitored:
             block, live = self._blocks[name], self._inputs.pop(name, None)
@@ -148,7 +146,7 @@ class Fp8Monitor:
                 for key, value in values.items()
                 if value is not None
             } | error.rates
-        warnings = [w for name, row in rows.items() for w in _format_warnings(name, row, config)]
+        warnings = [w for name, row in rows.items() for w in _format_warnings(name, row)]
         return {"layers": rows, "warnings": warnings}, warnings
 
 
@@ -175,7 +173,7 @@ def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
+def _format_warnings(name: str, row: dict[str, Any]) -> list[str]:
     values = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
     values += [
         (f"{kind}, {rate}", row[kind][rate], limit)
@@ -187,7 +185,7 @@ def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> l
     return [
         f"{name}: {metric.replace('_', ' ')} "
         f"{'is not finite' if value is None else f'is {value:.3g}'}, "
-        f"the limit is {getattr(config, key):g} (monitor.{key}); {remedy}"
-        for metric, value, key in values
-        if value is None or value > getattr(config, key)
+        f"the limit is {limit:g}; {remedy}"
+        for metric, value, limit in values
+        if value is None or value > limit
     ]
