@@ -42,7 +42,7 @@ class Row:
 
     tokens: int
     images: int
-    """Of a composed model tiles and frames."""
+    """Images, or tiles and frames of a composed model."""
     reason: str = ""
     """Source of the number and size of images, as text."""
     shown: EncodedSample
