@@ -6,7 +6,7 @@ A family's official checkpoints and the folders that training writes have the sa
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from coat_vlm.config import MODULES, ModuleName
 from coat_vlm.model.pretrained import read_config
 
 _VIDEO_GRIDS = ("pixel_values_videos", "video_grid_thw")
+_FRAME_POSITIONS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
 _RATE = {"fps": "fps", "max_frames": "max_frames", "num_frames": "max_frames"}
 _NUMBER = {"num_frames": "num_frames"}
 
@@ -36,6 +37,12 @@ class Videos:
     """Whether ``size.longest_edge`` limits a frame, and not a whole video as in Qwen3-VL."""
     timed: bool = True
     """Whether the model gets the times of frames."""
+    frames: str | None = None
+    """None if the processor takes videos. Otherwise frames are images of a conversation, and each
+    comes after this text, in which ``{}`` is its time in seconds."""
+
+
+_FRAMES = Videos(frames="", sampling={"num_frames": 8}, settings=_NUMBER, timed=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +60,7 @@ class Family:
     """Outputs of the image processor that the model takes."""
     token_types: str | None = None
     """Input of the model that is 1 at image tokens, 2 at video tokens and 0 elsewhere, if any."""
-    videos: Videos | None = None
-    """None for a family without videos."""
+    videos: Videos = _FRAMES
     shares_tokens: bool = True
     """Whether ranks can share the tokens of a row. They cannot where tokens attend to later ones,
     such as within an image, or where a loss besides the labels' reads all, as that of experts."""
@@ -134,6 +140,8 @@ FAMILIES: dict[str, Family] = {
         name="Gemma 3",
         model_class="Gemma3ForConditionalGeneration",
         token_types="token_type_ids",
+        # huggingface.co/spaces/huggingface-projects/gemma-3-12b-it
+        videos=replace(_FRAMES, frames="Frame {}:", timed=True),
         shares_tokens=False,
     ),
     "gemma4": Family(
@@ -143,6 +151,7 @@ FAMILIES: dict[str, Family] = {
         projector=("model.embed_vision", "model.embed_audio"),
         inputs=("pixel_values", "image_position_ids"),
         token_types="mm_token_type_ids",
+        videos=Videos(inputs=_FRAME_POSITIONS, settings=_NUMBER),
         reads_patches=True,
         shares_tokens=False,
     ),

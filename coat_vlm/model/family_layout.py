@@ -139,8 +139,8 @@ def count_units(inputs: Mapping[str, Tensor], config: Any) -> tuple[int, int]:
             windows = describe_grids(joined, vision)["cu_window_seqlens"].diff()
     elif "spatial_shapes" in inputs:
         patches = inputs["spatial_shapes"].prod(1)
-    elif "image_position_ids" in inputs:
-        patches = (inputs["image_position_ids"] >= 0).all(-1).sum(1)
+    elif places := [inputs[name] for kind in KINDS if (name := f"{kind}_position_ids") in inputs]:
+        patches = (places[0] >= 0).all(-1).sum(1)
     elif "image_sizes" in inputs and hasattr(config, "image_grid_pinpoints"):
         numbers = inputs.get("batch_num_images", torch.ones_like(inputs["image_sizes"][:, 0]))
         return sum(count_image_tiles(inputs["image_sizes"], numbers.tolist(), config)), 0

@@ -113,8 +113,7 @@ class FamilyVlm:
             return {}
         if not self.family.has_prefix:
             types = (ids == self.config.image_token_id).int()
-            if self.family.videos is not None:
-                types += 2 * (ids == self.config.video_token_id).int()
+            types += 2 * (ids == getattr(self.config, "video_token_id", -1)).int()
             return {name: types}
         if labels is None:
             return {name: torch.zeros_like(ids)}

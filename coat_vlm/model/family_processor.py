@@ -38,7 +38,7 @@ from coat_vlm.config.model import VideoConfig
 from coat_vlm.model.chat_templates import find_pad_id
 from coat_vlm.model.families import FAMILIES, Family, find_family
 from coat_vlm.model.family_layout import count_units, describe_batch
-from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia
+from coat_vlm.model.family_videos import EncodedVideo, FamilyMedia, sample_frames
 from coat_vlm.model.pretrained import load_auto, read_files
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class FamilyProcessor:
                 f"{where}={path!r}: the processor has no chat template, so there is no format for "
                 "conversations; add the chat_template.jinja of the published model"
             )
+        sample_frames(processor, family)
         changes = limit_pixels("model.max_pixels", processor, config.model_type, max_pixels)
         if max_pixels is not None:
             size = {"size": dict(processor.image_processor.size), "max_pixels": max_pixels}
@@ -222,17 +223,14 @@ def sample_videos(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     family = FAMILIES.get(model_type)
-    known = family.videos.settings if family and family.videos else {}
+    known = family.videos.settings if family else {}
     if unknown := given.keys() - known.keys():
-        name = model_type if family is None else family.name
-        why = "which is trained on images and text; remove it"
-        if family and family.videos:
-            why = (
-                "remove it, and change the files of the video processor in a local folder of the "
-                f"model; allowed: {', '.join(known) or 'none'}"
-            )
-        raise ValueError(f"{key}{unknown.pop()} has no effect with {name}; {why}")
-    if not given or family is None or family.videos is None:
+        raise ValueError(
+            f"{key}{unknown.pop()} has no effect with {family.name if family else model_type}; "
+            "remove it, and change the files of the video processor in a local folder of the "
+            f"model; allowed: {', '.join(known) or 'none'}"
+        )
+    if not given or family is None:
         return {}
     videos, sampling = processor.video_processor, family.videos.sampling
     changes = {name: getattr(videos, name) or value for name, value in sampling.items()}
@@ -270,7 +268,7 @@ def limit_pixels(
     limit = max_pixels * family.frames_per_image
     images.size = type(images.size)(**{**dict(images.size), "longest_edge": limit})
     videos, factor = processor.video_processor, images.patch_size * images.merge_size
-    if family.videos is None or not family.videos.inputs:  # GLM-V limits only a whole video
+    if not family.videos.inputs:  # GLM-V limits only a whole video
         return {}
     if not family.videos.limits_frames:  # its size is that of all frames together
         changes = {"cap_pixels_per_frame": True, "max_video_tokens": max_pixels // factor**2}
@@ -299,9 +297,8 @@ class ProcessorTemplate(JinjaTemplate):
     remedy = "change chat_template.jinja in a local folder of the model"
 
     def __init__(self, processor: Any, *, adds_end_token: bool = False) -> None:
-        self.media_tokens = {"image": processor.image_token}
-        if (video_token := getattr(processor, "video_token", None)) is not None:
-            self.media_tokens["video"] = video_token
+        video_token = getattr(processor, "video_token", None) or processor.image_token
+        self.media_tokens = {"image": processor.image_token, "video": video_token}
         self.adds_end_token = adds_end_token
         template = processor.chat_template or processor.tokenizer.chat_template
         super().__init__(cast(TokenizerLike, processor.tokenizer), template)
@@ -319,7 +316,10 @@ class ProcessorTemplate(JinjaTemplate):
 
     def content(self, parts: Sequence[tuple[str, str]]) -> Any:
         """Return the parts of a message, without the media themselves."""
-        return [{"type": kind} | ({"text": text} if kind == "text" else {}) for kind, text in parts]
+        image, tokens = self.media_tokens["image"], self.media_tokens
+        kinds = ("image" if tokens.get(kind) == image else kind for kind, _ in parts)
+        texts = ({"text": text} if kind == "text" else {} for kind, text in parts)
+        return [{"type": kind, **text} for kind, text in zip(kinds, texts, strict=True)]
 
     def apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render messages."""
@@ -335,7 +335,7 @@ class FamilyEncoder(Encoder):
         self, processor: Any, family: Family, config: Any, max_length: int, video: VideoSettings
     ) -> None:
         find_id = processor.tokenizer.convert_tokens_to_ids
-        own_videos = family.videos is not None and family.videos.inputs
+        own_videos = family.videos.inputs
         super().__init__(
             cast(TokenizerLike, processor.tokenizer),
             ProcessorTemplate(processor, adds_end_token=family.adds_end_token),
@@ -375,13 +375,6 @@ class FamilyEncoder(Encoder):
 
     def segments(self, sample: Sample, *, add_generation_prompt: bool = False) -> list[Segment]:
         """Render the conversation, with boxes as the family writes them."""
-        if self._family.videos is None and any(one.kind == "video" for one in sample.media):
-            names = ", ".join(one.name for one in FAMILIES.values() if one.videos is not None)
-            raise DataError(
-                sample.where,
-                f"shows a video, and {self._family.name} is trained on images and text",
-                f"remove the row or its source, or train a family with videos: {names}",
-            )
         sample, tagged = self.written(sample), self._family.boxes == "tagged thousandths"
         segments = super().segments(sample, add_generation_prompt=add_generation_prompt)
         if not (tagged and sample.media and any("<box>[[" in one.text for one in segments)):
@@ -463,8 +456,7 @@ class FamilyEncoder(Encoder):
             lower = "model.max_pixels" if self._family.limits_pixels else _IMAGE_SIZE
             remedies.append(f"lower {lower}")
         if kinds["video"]:
-            videos = self._family.videos
-            settable = videos is not None and videos.settings
+            settable = self._family.videos.settings
             fewer = "model.video" if settable else "the files of the video processor"
             remedies.append(f"take fewer frames ({fewer})")
         remedy = f"or {', or '.join(remedies)}"
@@ -477,12 +469,21 @@ class FamilyEncoder(Encoder):
         read_video: Callable[[Media], EncodedVideo],
     ) -> tuple[list[str], list[dict[str, Tensor]], int]:
         """Return the text of each medium's tokens, inputs of the model, and images and frames."""
+        if self._family.videos.frames is not None and media:
+            token, written, images = self._processor.image_token, [], []
+            for medium in media:
+                video = read_video(medium) if medium.kind == "video" else None
+                written.append(video.text if video else token)
+                images += video.inputs["frames"] if video else [read_image(medium)]
+            found, own = self._read_images(images)
+            shown, pattern = iter(found), re.escape(token)
+            return [re.sub(pattern, lambda _: next(shown), x) for x in written], [own], len(found)
         texts: dict[str, list[str]] = {"image": [], "video": []}
         inputs: list[dict[str, Tensor]] = []
         tiles = 0
         # Frames that have the tokens of images are among them in the order of the tokens. Others
         # are not, and some processors treat several images of a conversation differently.
-        shared = self._family.videos is None or not self._family.videos.inputs
+        shared = not self._family.videos.inputs
         runs = media if shared else sorted(media, key=lambda medium: medium.kind)
         for kind, run in groupby(runs, lambda medium: medium.kind):
             if kind == "image":
@@ -503,7 +504,7 @@ class FamilyEncoder(Encoder):
     ) -> tuple[list[str], dict[str, Tensor]]:
         """Return the text of each image's tokens, and the model's inputs for the images."""
         processor, family = self._processor, self._family
-        sizes_only = isinstance(images[0], Tensor)
+        sizes_only = isinstance(images[0], Tensor) and images[0].is_meta
         if sizes_only and isinstance(processor.image_processor, PilBackend):
             images = [Image.new("RGB", _size(one)) for one in images]  # SmolVLM, torchvision 0.26
         elif sizes_only:

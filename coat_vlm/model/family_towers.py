@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from coat_vlm.model.family_layout import count_image_tiles
 
@@ -31,7 +32,7 @@ def one_pass(core: Any, inputs: MutableMapping[str, Any]) -> Iterator[None]:
     @wraps(encode)
     def encode_images(*args: Any, **kwargs: Any) -> Any:
         images, of_videos = (
-            _join_grids(encode, inputs, *args, **kwargs)
+            _join_patches(encode, inputs, *args, **kwargs)
             if counts is None
             else _join_tiles(core, encode, inputs, counts.tolist(), *args, **kwargs)
         )
@@ -53,17 +54,24 @@ def one_pass(core: Any, inputs: MutableMapping[str, Any]) -> Iterator[None]:
             vars(core).pop(name, None)
 
 
-def _join_grids(
+def _join_patches(
     encode: Any,
     inputs: MutableMapping[str, Any],
     pixel_values: Tensor,
-    image_grid_thw: Tensor,
+    *places: Tensor,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Encode patches with grids; return the features of images and those of videos."""
-    pixels = torch.cat([pixel_values, inputs["pixel_values_videos"]])
-    grids = torch.cat([image_grid_thw, inputs["video_grid_thw"]])
-    whole, number = encode(pixels, grids, **kwargs), len(image_grid_thw)
+    """Encode patches with grids or positions; return features of images and of videos."""
+    name = "grid_thw" if "video_grid_thw" in inputs else "position_ids"
+    of_images = places[0] if places else kwargs.pop(f"image_{name}")
+    pixels, where = (
+        [pixel_values, inputs["pixel_values_videos"]],
+        [of_images, inputs[f"video_{name}"]],
+    )
+    if name == "position_ids":  # Gemma 4's images are filled up, at positions of -1
+        pixels = [pad_sequence([*pixels[0], *pixels[1]], batch_first=True)]
+        where = [pad_sequence([*where[0], *where[1]], batch_first=True, padding_value=-1)]
+    whole, number = encode(torch.cat(pixels), torch.cat(where), **kwargs), len(of_images)
     images, videos = copy(whole), copy(whole)
     for part, own in ((images, slice(number)), (videos, slice(number, None))):
         part.pooler_output = whole.pooler_output[own]

@@ -7,6 +7,7 @@ The family's own video processor decides all of it. Frames are decoded as for co
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +31,22 @@ if TYPE_CHECKING:  # a decoder takes several megabytes per worker
 
 @dataclass(frozen=True, slots=True)
 class EncodedVideo:
-    """A video as the model gets it: the text of its tokens, and the model's inputs by name."""
+    """A video as the model gets it: the text of its tokens, and the model's inputs by name.
+
+    Of frames that are images: text with image tokens, and ``frames`` (T, 3, H, W) uint8.
+    """
 
     text: str
     frames: int
     inputs: dict[str, Tensor]
+
+
+def sample_frames(processor: Any, family: Family) -> None:
+    """Give a processor that takes no videos the sampling of their frames, as in its folder."""
+    if family.videos.frames is not None:
+        number = getattr(processor.image_processor, "num_frames", None)
+        processor.video_processor = BaseVideoProcessor(num_frames=number)
+        processor.video_token = None
 
 
 class FamilyMedia(MediaLoader):
@@ -105,7 +117,6 @@ class FamilyMedia(MediaLoader):
     def _choose(self, media: Media, count: "FrameCount") -> VideoMetadata:
         """Choose frames as the video processor does, all of them if there are too few."""
         videos, family = self._processor.video_processor, self._family.videos
-        assert family is not None
         names = videos.valid_kwargs.__annotations__
         options: dict[str, Any] = {name: getattr(videos, name, None) for name in names}
         if options["fps"] is None and options["num_frames"] is None:
@@ -135,7 +146,7 @@ class FamilyMedia(MediaLoader):
     def _find_size(self, about: VideoMetadata, width: int, height: int) -> tuple[int, int] | None:
         """Return height and width to which frames are resized at once; None for other resizing."""
         family, videos = self._family.videos, self._processor.video_processor
-        if family is None or "video_grid_thw" not in family.inputs or not videos.do_resize:
+        if "video_grid_thw" not in family.inputs or not videos.do_resize:
             return None
         found = self._process(about, _empty(about, width, height)).inputs["video_grid_thw"]
         return int(found[0, 1]) * videos.patch_size, int(found[0, 2]) * videos.patch_size
@@ -150,6 +161,10 @@ class FamilyMedia(MediaLoader):
     def _process(self, about: VideoMetadata, pixels: Tensor, **options: Any) -> EncodedVideo:
         """Run the video processor on frames (T, 3, H, W) uint8."""
         processor, family = self._processor, self._family
+        if (before := family.videos.frames) is not None:
+            times = about.timestamps if family.videos.timed else [0.0] * len(pixels)
+            texts = (before.format(round(time, 2)) + processor.image_token for time in times)
+            return EncodedVideo(self._between.join(texts), len(pixels), {"frames": pixels})
         options |= {**getattr(processor, "videos_kwargs", {}), "return_tensors": "pt"}
         options |= {"return_metadata": True, "do_sample_frames": False}
         if pixels.is_meta:  # others are not computed there, with a warning
@@ -164,9 +179,18 @@ class FamilyMedia(MediaLoader):
         elif (grid := found.get("video_grid_thw")) is not None:  # of use if frames are images
             images = torch.tensor([[1, *grid[0, 1:].tolist()]] * int(grid[0, 0]))
             found |= {"pixel_values": tiles, "image_grid_thw": images}
-        names = (family.videos and family.videos.inputs) or family.inputs
+        names = family.videos.inputs or family.inputs
         inputs = {name: torch.as_tensor(found[name]) for name in names if name in found}
+        if (places := inputs.get("video_position_ids")) is not None and places.is_meta:
+            inputs["video_position_ids"] = torch.zeros_like(places, device="cpu")
         return EncodedVideo(text, len(pixels), inputs)
+
+    @cached_property
+    def _between(self) -> str:
+        """What the chat template writes between two images."""
+        content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]
+        text = self._processor.apply_chat_template([{"role": "user", "content": content}])
+        return text.split(self._processor.image_token)[1]
 
     @contextmanager
     def _refusals(self, media: Media) -> Iterator[None]:

@@ -33,14 +33,13 @@ def is_family(folder: str | Path) -> bool:
     return is_published(found.get("model_type"))
 
 
-def takes_videos(name: str) -> bool:
-    """Return whether a folder, or a model of the Hub, is trained on videos and not quantized."""
+def is_known_family(name: str) -> bool:
+    """Return whether a folder or a model of the Hub is of a known family, and not quantized."""
     try:
         found, _ = PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError):
         return False  # the loader names what is wrong
-    family = FAMILIES.get(found.get("model_type", ""))
-    return bool(family and family.videos) and "quantization_config" not in found
+    return found.get("model_type") in FAMILIES and "quantization_config" not in found
 
 
 def load_model(

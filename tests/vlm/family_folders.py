@@ -81,7 +81,9 @@ GLM = (
 GEMMA4 = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|turn>' + message['role'].replace('assistant', 'model') + '\n' }}"
-    + PARTS.replace(QWEN_IMAGE, "<|image|>").replace("['text'] }}", "['text'] | trim }}")
+    + PARTS.replace(QWEN_IMAGE, "<|image|>")
+    .replace(QWEN_VIDEO, "<|video|>")
+    .replace("['text'] }}", "['text'] | trim }}")
     + "{{ '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
 )
 # As in LiquidAI/LFM2-VL-1.6B.
@@ -470,7 +472,7 @@ def make_gemma4(folder: Path) -> None:
         transformers.Gemma4AudioFeatureExtractor(),
         transformers.Gemma4ImageProcessor(**pixels),
         tokenizer,
-        transformers.Gemma4VideoProcessor(**pixels),
+        transformers.Gemma4VideoProcessor(**pixels, num_frames=8),
         chat_template=GEMMA4,
     )
     save(transformers.Gemma4ForConditionalGeneration(config), processor, folder)

@@ -111,8 +111,6 @@ def count(model: Any, work: Work, monkeypatch: pytest.MonkeyPatch) -> list[Count
 
 def list_media(folder: Path, shown: str, tmp_path: Path) -> list[Any]:
     if shown == "video":
-        if FAMILIES[folder.name].videos is None:
-            pytest.skip("it takes no videos")
         return [clip(tmp_path / "video", 5)]
     # Mistral 3's convolution also reads what fills up the smaller one of two images.
     return [picture(3), picture(4, 20, 50)][: 1 if folder.name == "mistral3" else 2]
@@ -187,8 +185,7 @@ def test_rows_are_measured_without_their_pixels(
     model = load(folder, processor, *PARTS)
     encoder = processor.encoder()
     shown = [[picture(1)], [picture(2, 90, 20)], [picture(3, 70, 70), picture(4, 20, 50)], []]
-    if FAMILIES[folder.name].videos is not None:
-        shown.append([clip(tmp_path / "video", 5)])
+    shown.append([clip(tmp_path / "video", 5)])
     samples = [conversation(*media, answers=("red",)) for media in shown]
     sizes = np.array([encoder.measure(sample) for sample in samples])
     whole = count_flops(model)

@@ -120,9 +120,7 @@ def published(
     cases: dict[str, Any] = {}
     for family in request.param:
         MAKERS[family](folder / family)
-        shown = ["picture", 1]
-        if FAMILIES[family].videos is not None:
-            shown = ["video", f"{folder}/clip", 5]
+        shown = ["video", f"{folder}/clip", 5]
         rows = [[["picture", 2, 90, 20]], [], [["picture", 3], ["picture", 4, 20, 50]], [shown]]
         case = {"published": str(folder / family), "rows": rows}
         cases[f"{family}, padded"] = case

@@ -307,12 +307,12 @@ class JinjaTemplate:
     def _match(self, text: str, with_marks: str, pieces: list[_Piece]) -> list[_Span]:
         """Find the pieces, and their words, in a text that is also rendered ``with_marks``."""
         pattern, media = _RUN, {}
-        for kind, token in self.media_tokens.items():
-            own = [piece for piece in pieces if piece.kind == kind]
+        for token in {*self.media_tokens.values()}:
+            own = [piece for piece in pieces if self.media_tokens.get(piece.kind) == token]
             pattern, media[token] = f"{pattern}|{re.escape(token)}", iter(own)
             if (written := with_marks.count(token)) != len(own):
                 raise ValueError(
-                    f"{self._name} writes {written} {kind}s for a conversation that has "
+                    f"{self._name} writes {written} {token} for a conversation that has "
                     f"{len(own)}; {self.remedy}"
                 )
         spans: list[_Span] = []
