@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Dinov2Config
 
 _PROCESSOR = {
     "image_processor_type": "BitImageProcessor",
@@ -95,6 +94,9 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], list[tuple[str, list[str],
 
 def convert(onnx: Path, folder: Path) -> None:
     """Write config.json, BF16 weights and preprocessor_config.json into a folder."""
+    # Imported here because coat_vlm must be imported before transformers (torchvision_ops.py).
+    from transformers import Dinov2Config
+
     tensors, nodes = read_onnx(onnx)
     weights = {name.removeprefix(_BACKBONE): t for name, t in tensors.items() if _BACKBONE in name}
     added = {

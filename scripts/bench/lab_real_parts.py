@@ -218,7 +218,10 @@ def format_runs(out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     base, *others = groups
     pairs = [(base if key[1] == "bf16" else (key[0], "bf16"), key) for key in others]
     head = ["measure", base[0]]
-    head += [f"{b} in {in_b}: difference to {a} in {in_a}" for (a, in_a), (b, in_b) in pairs]
+    head += [
+        f"trained in {one}" if own == "bf16" else f"{one}, inference in {own}"
+        for _, (one, own) in pairs
+    ]
     lines: list[list[str]] = []
     for measure in (*ACCURACIES, "held_out_loss", *LANGUAGE):
         mean = np.mean([row[measure] for row in groups[base].values()])
