@@ -15,6 +15,7 @@ of a linear attention the three products of its recurrence with a state [K, V] p
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ class ModelFlops:
     """Its attention, per pair of :attr:`Work.pairs`."""
     projected: int
     """The projector, per output token."""
-    projected_per_unit: int | None
+    projected_per_unit: Fraction | int | None
     """Projector outputs per tile; None if there is one per vision token."""
     token: int
     """The language model's weights without the output layer, per token."""
@@ -74,7 +75,7 @@ class ModelFlops:
         tokens = sum(work.lengths)
         made = work.vision_tokens if work.units else 0
         if self.projected_per_unit is not None:
-            made = work.units * self.projected_per_unit  # before temporal pooling
+            made = int(work.units * self.projected_per_unit)  # before temporal pooling
         pairs = int(self._count_causal(np.array(work.lengths, np.int64)).sum())
         read = tokens if self.output_reads_all else work.supervised_tokens
         return {
@@ -90,7 +91,7 @@ class ModelFlops:
         """
         shown = units.astype(np.float64)
         unit = self.unit + self.projected * (self.projected_per_unit or 0)
-        vision = unit * shown + self.unit_pair * pairs.astype(np.float64)
+        vision = float(unit) * shown + self.unit_pair * pairs.astype(np.float64)
         length = tokens.astype(np.float64)
         return vision + self.token * length + self._count_causal(length)
 
@@ -123,7 +124,7 @@ def count_flops(model: Any) -> ModelFlops:
     unused = {id(p) for name, p in model.named_parameters() if f"{name}.".startswith(names or "-")}
     count = partial(_count_gemms, unused=unused)
     unit = unit_pair = projected = 0
-    per_unit: int | None = None
+    per_unit: Fraction | int | None = None
     trains = False
     if "vision" in parts:
         vision, layers = config.vision_config, sum(count_layers(config))
@@ -163,14 +164,15 @@ def count_flops(model: Any) -> ModelFlops:
     )
 
 
-def _describe_unit(model: Any, tower: nn.Module) -> tuple[int, int, int | None]:
+def _describe_unit(model: Any, tower: nn.Module) -> tuple[int, int, Fraction | int | None]:
     """Return patches and class tokens of one of :attr:`Work.units`, and projector outputs of it.
 
     The latter are None if there is one per vision token.
     """
     config, vision = model.config, model.config.vision_config
     if getattr(getattr(model, "family", None), "reads_patches", False):
-        return 1, 0, None
+        merged = getattr(vision, "spatial_merge_size", None)
+        return 1, 0, None if merged is None else Fraction(1, merged**2)
     sides = (vision.image_size, vision.patch_size)
     image, patch = (side if isinstance(side, int) else side[0] for side in sides)
     patches = (image // patch) ** 2
