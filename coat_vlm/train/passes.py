@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from coat_data.load.collate import Batch
@@ -23,7 +24,7 @@ from coat_data.load.loader import LoadedBatch
 from coat_kernels import share_scales
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import Arithmetic, SpareMemory
+from coat_vlm.fp8 import Arithmetic, SpareMemory, graph_blocks
 from coat_vlm.model.placeholders import KINDS, copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence_group, shard_batch
 from coat_vlm.model.vlm import module_parameters
@@ -162,18 +163,35 @@ class Passes:
             rates[group["module"]] = group["lr"]
         return rates
 
-    def find_bad_gradients(self, micro_batches: list[LoadedBatch], divisor: float) -> list[str]:
-        """Repeat the passes of a skipped step; return the parameters with NaN or infinities."""
+    def find_bad_values(
+        self, micro_batches: list[LoadedBatch], divisor: float
+    ) -> tuple[str | None, list[str]]:
+        """Repeat the passes of a skipped step before the run stops, and find what is not finite.
+
+        Returns the first module with NaN or infinities in its output, or None, and the parameters
+        with such gradients.
+        """
         bad: set[str] = set()
+        outputs: list[str] = []
+
+        def check_output(name: str, _: nn.Module, __: object, output: object) -> None:
+            leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            if not outputs and not all(leaf.isfinite().all() for leaf in leaves):
+                outputs.append(name or "the model")
 
         def check(name: str, gradient: Tensor) -> None:
             if name not in bad and not gradient.isfinite().all():
                 bad.add(name)
 
-        with _gradient_hooks(self.model.named_parameters(), check):
+        graph_blocks(self.model, enabled=False)  # a capture may not wait for the GPU, as hooks do
+        with _gradient_hooks(self.model.named_parameters(), check), ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                hook = module.register_forward_hook(partial(check_output, name))
+                hooks.callback(hook.remove)
             for loaded in micro_batches:
                 self.engine.backward(self.loss(loaded.batch, divisor))
-        return sorted(set[str]().union(*self.world.gather(bad)))
+        first = [names[0] for names in self.world.gather(outputs) if names]
+        return next(iter(first), None), sorted(set[str]().union(*self.world.gather(bad)))
 
     def _clip(self) -> Tensor:
         """Clip the gradients, or have the optimizer skip them if they are not finite.

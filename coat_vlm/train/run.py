@@ -51,6 +51,7 @@ from coat_vlm.train.data_record import SourceRecord
 from coat_vlm.train.divergence import (
     Detector,
     Watchdog,
+    check_initial_weights,
     check_weights,
     choose_start,
     read_step_entries,
@@ -62,6 +63,7 @@ from coat_vlm.train.gradient_sums import describe_sums
 from coat_vlm.train.loop import StageLoop
 from coat_vlm.train.model_setup import (
     avoids_padding,
+    find_start,
     load_initial_model,
     prepare_model,
     select_stages,
@@ -224,6 +226,8 @@ def _open(stage: _Stage) -> _Opened:
     model, processor = load_initial_model(
         recipe, stage.name, stage.run_dir, arithmetic.dtype, world, continues=continues
     )
+    start = world.run_on_rank0(partial(find_start, recipe, stage.name, stage.run_dir))
+    check_initial_weights(model, recipe, start, world)
     if isinstance(processor, FamilyProcessor):
         if processor.notes:
             print_on_main(world, f"\n{processor.notes}")

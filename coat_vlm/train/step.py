@@ -195,8 +195,15 @@ class TrainStep:
         if self.skipped_steps <= allowed:
             return loss, norm
         # No weight was updated, so repeating the passes finds the parameters.
-        names = self.passes.find_bad_gradients(step.micro_batches, step.divisor)
+        output, names = self.passes.find_bad_values(step.micro_batches, step.divisor)
+        if output is not None and step.number == 1:
+            raise ValueError(
+                f"stage {self.name}, step 1: the loss is {loss}, because the output of {output} is "
+                "NaN or infinite (above 3.4e38 in BF16 and FP32); no weight was changed: start "
+                "from another checkpoint, or check the data"
+            )
         where = f"first in {names[0]}, one of {len(names)}" if names else "not when repeated"
+        where += "" if output is None else f", and in the output of {output}"
         cudnn = self.passes.world.device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
         hint = ", or set cudnn_attention=false (cuDNN attention was allowed)" if cudnn else ""
         raise ValueError(

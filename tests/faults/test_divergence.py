@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def test_a_stage_of_skipped_steps_saves_no_model(tiny_data: Path, tmp_path: Path
     start = tmp_path / "first/run/sft/model"
     weights = load_file(start / "model.safetensors")
     name = "language_model.model.norm.weight"
-    weights[name][3] = math.inf
+    weights[name][3] = 3e38  # what it multiplies is infinite
     save_file(weights, start / "model.safetensors", metadata={"format": "pt"})
     (start / "manifest.json").unlink()
     recipe = tiny(tiny_data, tmp_path, max_steps=6, max_skipped_steps=1000)
@@ -96,7 +95,6 @@ def test_a_stage_of_skipped_steps_saves_no_model(tiny_data: Path, tmp_path: Path
     done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "no model is saved, because gradients were NaN or infinite in every step" in done.stderr
-    assert f"{name} is NaN or infinite" in done.stderr
     assert not (tmp_path / "run/sft/model").exists()
     assert all(checkpoints(tmp_path / "run").values())
 
