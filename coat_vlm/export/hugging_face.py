@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coat_vlm import commit
-from coat_vlm.checkpoint.atomic_folder import read_json, save_error, write_folder, write_json
+from coat_vlm.checkpoint.atomic_folder import save_error, write_folder, write_json
 from coat_vlm.checkpoint.manifest import MANIFEST, list_files
 from coat_vlm.checkpoint.metadata import Contents, read_contents
 from coat_vlm.checkpoint.read_model import (
@@ -37,7 +37,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import describe_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.folder import INDEX, share_tied, write_model, write_tensors
-from coat_vlm.export.llava import is_llava, load_llava, save_llava
+from coat_vlm.export.llava import save_llava
 from coat_vlm.export.transformers_parts import save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm
@@ -162,7 +162,7 @@ def export(
     """Write the model of a checkpoint or of a stage as a Hugging Face folder; returns ``target``.
 
     ``source`` is ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose SHA-256 are
-    compared, an adapter folder, or one in the layout ``llava`` or ``vila``. Adapters are merged.
+    compared, an adapter folder, or one in the layout ``vila``. Adapters are merged.
     ``dtype`` is by default the precision of training, or BF16 with compressed ``weights`` of the
     language model. Raises ValueError if the source is not a checkpoint or is damaged, the target is
     not empty, or the layout cannot represent the model; LockError if another process exports to it.
@@ -333,11 +333,8 @@ def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None
 def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, dict[str, Tensor], AnyProcessor]:
-    training = source / "training.json"
-    is_family = training.is_file() and read_json(training).get("pretrained") is not None
-    load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
-    if load is not None and source == described and not is_family:
-        model, processor = load(source, dtype)
+    if is_vila(source) and source == described:
+        model, processor = load_vila(source, dtype)
         return model, model.state_dict(), processor
     if not (source / "trainer.json").is_file():
         model = load_named_model(find_model(source), dtype or "auto")

@@ -29,10 +29,14 @@ def check_composed_folder(path: str) -> str:
             "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
         )
     kind, _ = PretrainedConfig.get_config_dict(path)
-    if kind.get("model_type") in ("llava", "llava_llama"):  # llava-hf's and VILA's
+    remedies = {
+        "llava": f"train it with model.pretrained={path}",
+        "llava_llama": "convert this checkpoint of VILA first: coat-vlm export --model "
+        f"{path} --to FOLDER, then init_from=FOLDER",
+    }
+    if remedy := remedies.get(kind.get("model_type", "")):
         raise ValueError(
-            f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; convert it "
-            f"first: coat-vlm export --model {path} --to FOLDER, then init_from=FOLDER"
+            f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; {remedy}"
         )
     return path
 

@@ -23,7 +23,6 @@ def add(commands: Commands) -> None:
   coat-vlm export --model runs/my_vlm/sft/model --to exports/llm --format language
   coat-vlm export --model runs/my_vlm/sft/model --to exports/card --card
   coat-vlm export --model exports/vila --to exports/from_vila         # a VILA or NVILA checkpoint
-  coat-vlm export --model exports/llava --to exports/from_llava   # such as llava-hf/llava-1.5-7b-hf
   coat-vlm export --model runs/my_lora/sft/model --to exports/adapter --format adapter
 
 The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
@@ -34,8 +33,7 @@ it. --format is the layout that is written:
             which transformers loads
   llava     loads with transformers only (LlavaForConditionalGeneration, AutoProcessor) and in
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
-            (resize or pad); --model also takes such a folder, and --format coat converts it for
-            init_from
+            (resize or pad)
   vila      VILA's folders llm/, vision_tower/ and mm_projector/; --model also takes such a folder
   language  only the language model (the whole model of a text-only run), for
             AutoModelForCausalLM of transformers and model.language.name_or_path of a recipe
@@ -66,7 +64,7 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
         required=True,
         metavar="DIR",
         help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., an adapter (merged into "
-        "its base), or a checkpoint of VILA or llava-hf",
+        "its base), or a checkpoint of VILA",
     )
     add("--to", type=Path, required=True, metavar="DIR", help="the new folder")
     add(
