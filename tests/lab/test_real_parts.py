@@ -124,7 +124,7 @@ def test_the_tower_of_an_onnx_file_is_the_original(tmp_path: Path) -> None:
     tower = save_tower(tmp_path / "original")
     save_onnx(tower, tmp_path / "tower.onnx")
     dinov2.convert(tmp_path / "tower.onnx", tmp_path)
-    converted = Dinov2Model.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    converted: Any = Dinov2Model.from_pretrained(tmp_path, dtype=torch.float32).eval()
     rounded: Any = copy.deepcopy(tower).bfloat16().float()
     pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -172,9 +172,8 @@ def test_runs_end_in_rows_and_a_table(
 ) -> None:
     save_tower(tmp_path / "tower")
     folder = tmp_path / "llm"
-    seeds = ["0", "1"]
     if llm == "smollm2":
-        folder, seeds = request.getfixturevalue("smollm2"), ["0"]
+        folder = request.getfixturevalue("smollm2")
     else:
         save_llm(folder)
     tiny, cifar = make_zips(tmp_path)
@@ -183,7 +182,7 @@ def test_runs_end_in_rows_and_a_table(
     passage = {"context": "Is there an orange in the", "continuation": "photo"}
     (tmp_path / "lambada.jsonl").write_text(2 * (json.dumps(passage) + "\n"))
     out = tmp_path / "out"
-    words = ["--tiny-imagenet", str(tiny), "--cifar10", str(cifar), "--seeds", *seeds]
+    words = ["--tiny-imagenet", str(tiny), "--cifar10", str(cifar)]
     words += ["--text", str(tmp_path / "text.jsonl.xz"), "--limit", "8", "--out", str(out)]
     words += ["--lambada", str(tmp_path / "lambada.jsonl"), "--csv", str(tmp_path / "rows.csv")]
     words += ["--llm", str(folder), "--tower", str(tmp_path / "tower")]
@@ -197,7 +196,7 @@ def test_runs_end_in_rows_and_a_table(
     table = capsys.readouterr().out
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    expected = [("bf16", "bf16"), ("coat", "bf16"), ("coat", "coat")] * len(seeds)
+    expected = [("bf16", "bf16"), ("coat", "bf16"), ("coat", "coat")]
     assert [(one["precision"], one["evaluated_in"]) for one in rows] == expected
     assert all(float(one["held_out_loss"]) > 0 for one in rows)
     assert "| held out loss |" in table
