@@ -67,7 +67,7 @@ from coat_vlm.fp8.linear import linear
 from coat_vlm.fp8.memory_choices import SpareMemory
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.saturation import watching
-from coat_vlm.fp8.weights import reused_weights, saved_bytes, share_stored
+from coat_vlm.fp8.weights import reused_weights, saved_bytes, share_stored, without_originals
 
 __all__ = [
     "Arithmetic",
@@ -88,4 +88,5 @@ __all__ = [
     "share_stored",
     "store_frozen_weights",
     "watching",
+    "without_originals",
 ]

@@ -186,10 +186,10 @@ def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
             yield from block.get_submodule(name).modules()
 
 
-def store_frozen_weights(model: nn.Module) -> None:
+def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -> None:
     """Store the frozen weights of FP8 blocks with LoRA adapters in FP8 alone (``weights.py``).
 
-    Call it when the weights have their final device, and again after a change of the original
+    They go to ``device``, by default the weights'. Call it again after a change of the original
     weights, which are on the CPU from then on. Weights that DeepSpeed's ZeRO-3 partitions, and
     those that an adapter reads itself (DoRA), or that an MLP pads (``mlp.py``), are left.
     """
@@ -210,11 +210,11 @@ def store_frozen_weights(model: nn.Module) -> None:
             frozen = not any(layer.weight.requires_grad for layer in layers)
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
             if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:
-                store_weights(layers)
+                store_weights(layers, device)
         experts = _experts_of(block) if whole else None
         own = () if experts is None else experts.parameters()
         if experts and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
-            store_experts(experts)
+            store_experts(experts, device)
 
 
 def _experts_of(block: nn.Module) -> nn.Module | None:

@@ -63,13 +63,14 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
 
 
 @torch.no_grad()
-def store_weights(layers: Sequence[nn.Linear]) -> None:
+def store_weights(layers: Sequence[nn.Linear], device: torch.device | None = None) -> None:
     """Store frozen weights of layers with the same input in FP8, and move the originals to the CPU.
 
-    Call it again after a change of the originals. On ``meta`` weights stay there.
+    Call it again after a change of the originals. On ``meta`` weights stay there. The default of
+    ``device`` is that of the weights, or of those stored before.
     """
     before = stored_weight(layers)
-    device = layers[0].weight.device if before is None else before.q.device
+    device = device or (layers[0].weight.device if before is None else before.q.device)
     parts = [layer.weight.to(device).contiguous() for layer in layers]
     stored, _ = quantize_layouts(parts, rows=True, transposed=False)
     for layer in layers:
@@ -79,14 +80,15 @@ def store_weights(layers: Sequence[nn.Linear]) -> None:
 
 
 @torch.no_grad()
-def store_experts(experts: Any) -> None:
+def store_experts(experts: Any, device: torch.device | None = None) -> None:
     """Store frozen experts, ``gate_up_proj`` and ``down_proj``, in FP8 with a scale per expert.
 
-    The data are (E, N, K), their scales FP32 (E,).
+    The data are (E, N, K), their scales FP32 (E,). ``device`` as in :func:`store_weights`.
     """
     stored: list[TensorScaled] = []
     parameters = (experts.gate_up_proj, experts.down_proj)
-    device = parameters[0].device if not is_stored(experts) else vars(experts)[_STORED][0].q.device
+    before = parameters[0] if not is_stored(experts) else vars(experts)[_STORED][0].q
+    device = device or before.device
     for parameter in parameters:
         q, scale = quantize_rows(parameter.to(device).flatten(1))
         stored.append(TensorScaled(q.view(parameter.shape), scale))
@@ -122,6 +124,21 @@ def stored_weight(layers: Sequence[nn.Linear]) -> TensorScaled | None:
 def is_stored(layer: nn.Module) -> bool:
     """Return whether :func:`store_weights` stored a layer's weight."""
     return _STORED in vars(layer)
+
+
+@contextmanager
+def without_originals(model: nn.Module) -> Iterator[None]:
+    """Empty the original weights of what is stored in FP8, so that nothing moves or copies them."""
+    stored = (module for module in model.modules() if is_stored(module))
+    weights = [p for module in stored for p in module.parameters(recurse=False) if p.ndim > 1]
+    originals = [weight.data for weight in weights]
+    for weight in weights:
+        weight.data = weight.data.new_empty(0)
+    try:
+        yield
+    finally:
+        for weight, original in zip(weights, originals, strict=True):
+            weight.data = original
 
 
 def share_stored(source: nn.Module, copy: nn.Module) -> None:

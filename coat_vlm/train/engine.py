@@ -26,7 +26,13 @@ from transformers import PreTrainedModel
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.config.fp8 import CudaGraphs
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
+from coat_vlm.fp8 import (
+    Arithmetic,
+    fp8_blocks,
+    graph_blocks,
+    store_frozen_weights,
+    without_originals,
+)
 from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.gradient_sums import Sums
@@ -199,12 +205,15 @@ def build_engine(
     set_cudnn_attention(recipe.cudnn_attention)
     # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, which warn in every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=build_deepspeed_config(recipe, stage, arithmetic, world.size, sums),
-        dist_init_required=False,
-    )
+    if recipe.zero_stage < 3:
+        store_frozen_weights(model, world.device)
+    with without_originals(model):  # DeepSpeed moves all to the GPU, which may have no room for it
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=build_deepspeed_config(recipe, stage, arithmetic, world.size, sums),
+            dist_init_required=False,
+        )
     # At stage 0 in BF16 DeepSpeed runs a step on zero gradients to allocate the states. With lr 0
     # the weights do not change; clearing the states also resets the step count.
     if recipe.zero_stage == 0:
@@ -217,7 +226,6 @@ def build_engine(
     replace_slow_step(engine)
     if arithmetic.low_bits and world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy gradients into a buffer and back
-    store_frozen_weights(model)
     quantize_frozen_weights(model, stage.lora)
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
     graphs = graph_blocks(model, choose_graphs(recipe, stage, arithmetic))

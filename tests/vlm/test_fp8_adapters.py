@@ -16,7 +16,7 @@ from coat_kernels import (
 )
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.fp8 import convert, fp8_blocks, gemm, store_frozen_weights
+from coat_vlm.fp8 import convert, fp8_blocks, gemm, store_frozen_weights, without_originals
 from coat_vlm.fp8.convert import back_to_bf16, count_fp8_weights
 from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model.vlm import CoatVlm
@@ -187,6 +187,37 @@ def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) ->
     assert not list_stored(block)
     assert len(fp8_blocks(model)) == 1
     run(model)
+
+
+def test_deepspeed_gets_no_original(tiny: Any) -> None:
+    """What moves or broadcasts all parameters has the adapters, norms and biases only."""
+    model = adapted(tiny, Fp8Config(vision="bf16"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    store_frozen_weights(model, CPU)
+    expected = run(model)
+    with without_originals(model):
+        emptied = {name for name, p in model.named_parameters() if not p.numel()}
+        model.to(torch.float64)
+        model.to(torch.float32)
+    assert emptied == {n for n in before if ".layers." in n and n.endswith("base_layer.weight")}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert torch.equal(run(model)[0], expected[0])
+
+
+@pytest.mark.gpu
+def test_a_gpu_never_has_all_originals(tiny: Any) -> None:
+    model = adapted(tiny, Fp8Config(vision="bf16"))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    store_frozen_weights(model, torch.device("cuda"))
+    with without_originals(model):
+        model.to("cuda")
+    weights = [p for n, p in model.named_parameters() if "layers" in n and "base_layer.weight" in n]
+    assert all(p.device == CPU for p in weights)
+    others = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    stored = sum(weight.q.nbytes for weight in list_stored(model))
+    largest = 4 * max(p.nbytes for p in weights)  # in both precisions, fused with its neighbours
+    assert torch.cuda.max_memory_allocated() - before < others + stored + largest + (1 << 20)
 
 
 @pytest.mark.gpu
