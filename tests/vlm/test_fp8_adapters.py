@@ -191,7 +191,7 @@ def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) ->
 
 def test_deepspeed_gets_no_original(tiny: Any) -> None:
     """What moves or broadcasts all parameters has the adapters, norms and biases only."""
-    model = adapted(tiny, Fp8Config(vision="bf16"))
+    model: Any = adapted(tiny, Fp8Config(vision="bf16"))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     store_frozen_weights(model, CPU)
     expected = run(model)
@@ -206,7 +206,7 @@ def test_deepspeed_gets_no_original(tiny: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_never_has_all_originals(tiny: Any) -> None:
-    model = adapted(tiny, Fp8Config(vision="bf16"))
+    model: Any = adapted(tiny, Fp8Config(vision="bf16"))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     store_frozen_weights(model, torch.device("cuda"))
