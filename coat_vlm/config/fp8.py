@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.model import STRICT, NonNegative, Positive
+from coat_vlm.config.model import STRICT, Positive
 
 Precision = Literal["fp32", "bf16", "fp8_linear", "coat"]
 Fp8Precision = Literal["fp8_linear", "coat"]
@@ -33,13 +33,15 @@ class Fp8Config:
     docs/reference/fp8_blocks.md; the run's precision when absent."""
     lm_head: HeadPrecision | None = None
     """The output layer. ``fp8_gradients``: logits in BF16, and in this project's loss the
-    grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8. When absent,
+    grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8, with gradients
+    rounded to nearest, which costs more (docs/experiments/fine_tuning.md). When absent,
     ``fp8_gradients`` if ``language`` is ``coat``, otherwise ``bf16``."""
-    bf16_forward_first: NonNegative | None = None
-    """Blocks at the beginning of the tower and of the language model, under ``coat``, whose forward
-    GEMMs run in BF16 (FP32 on a CPU), since their rounding error reaches all later blocks
-    (docs/experiments/fp8_training_loss.md). When absent, a sixth of the blocks, at most two. Does
-    not apply to blocks with LoRA adapters."""
+    bf16_forward: tuple[str, ...] | None = None
+    """Blocks whose forward GEMMs run in BF16 (FP32 on a CPU) under ``coat``, the most sensitive
+    ones (docs/experiments/fine_tuning.md): ``first`` and ``last`` of the tower and of the language
+    model, ``all``, or names of modules such as ``language_model.model.layers.3``. When absent,
+    ``first`` and ``last`` of parts with at least 6 blocks. Does not apply to blocks with LoRA
+    adapters."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels per scale in the quantized activations that norms and activation functions save."""
     recompute_qkv: Literal["auto"] | bool = "auto"
@@ -77,7 +79,7 @@ class Fp8Config:
             "group_size": self.group_size != 16,
             "cuda_graphs": self.cuda_graphs is True,
             "recompute_qkv": self.recompute_qkv is True,
-            "bf16_forward_first": self.bf16_forward_first is not None,
+            "bf16_forward": self.bf16_forward is not None,
         }
         for name, given in of_blocks.items():
             if given and "coat" not in (vision, language):

@@ -25,8 +25,8 @@ quantized, and in what is saved for backward, per token:
     With ``fp8.recompute_qkv`` a block computes the same, but saves x8 of the QKV GEMM instead of q,
     k and v (``attention.py``).
 
-The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
-tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
+The residual stream, rotary embedding and attention's arithmetic are never FP8. Some blocks of tower
+and language model (``fp8.bf16_forward``) run the forward GEMMs in BF16 (FP32 on a CPU)
 and save what ``coat`` saves; their other two GEMMs are FP8. The output layer computes only its
 gradients in FP8 (``output_layer.py``).
 

@@ -34,6 +34,7 @@ from coat_vlm.fp8.experts import check_experts
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.output_layer import Fp8Gradients
 from coat_vlm.fp8.weights import is_stored, restore_weight, store_experts, store_weights
+from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
 from coat_vlm.model.loss import FP8_GRADIENTS
 
@@ -46,6 +47,9 @@ PROJECTORS = {
     "embed_vision",
 }
 """Names of modules between tower and language model: ``fp8.projector`` is for their layers."""
+
+MIN_BLOCKS = 6
+"""Blocks of a part of which the first and the last have BF16 forward GEMMs by default."""
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; Hopper has 9.0)."""
@@ -97,8 +101,9 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         if mixin is not None:
             part: Part = "vision" if issubclass(mixin, Fp8Encoder) else "language"
             blocks[part].append((name, module))
+    in_bf16 = _choose_bf16(model, config, blocks)
     chosen: dict[Part, list[tuple[Any, str, bool]]]
-    chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
+    chosen = {part: list(_choose(part, of, config, in_bf16, report)) for part, of in blocks.items()}
     linears: list[Any] = list(_choose_linears(model, config, report))
     _check_parts(model, config, blocks)
     _list_rest(model, [block for of in blocks.values() for _, block in of], report)
@@ -135,20 +140,49 @@ def recompute_qkv(model: nn.Module) -> int:
     return len(chosen)
 
 
+def _choose_bf16(
+    model: Any, config: Fp8Config, blocks: dict[Part, list[tuple[str, nn.Module]]]
+) -> set[str]:
+    """Return the names of the blocks that ``config`` gives BF16 forward GEMMs.
+
+    ValueError: a name is not that of a block that becomes an FP8 block.
+    """
+    chosen, allowed = set[str](), list[str]()
+    for part, of in blocks.items():
+        names = [name for name, _ in of]
+        allowed += names if getattr(config, part) == "coat" else []
+        last_used = getattr(getattr(model, "config", None), "vision_feature_layer", None)
+        if part == "vision" and names and isinstance(last_used, int):
+            names = names[: count_needed_layers(len(names), last_used)]
+        words = {"first": names[:1], "last": names[-1:], "all": names}
+        given = config.bf16_forward
+        if given is None:
+            given = ("first", "last") if len(names) >= MIN_BLOCKS else ()
+        chosen.update(name for word in given for name in words.get(word, [word]))
+    wrong = sorted({*(config.bf16_forward or ())}.difference(("first", "last", "all"), allowed))
+    if wrong and allowed:
+        raise ValueError(
+            f"fp8.bf16_forward: {wrong[0]!r} does not become an FP8 block; allowed are first, "
+            f"last, all, and blocks from {allowed[0]} to {allowed[-1]}"
+        )
+    return chosen
+
+
 def _choose(
-    part: Part, blocks: Sequence[tuple[str, Any]], config: Fp8Config, report: ConversionReport
+    part: Part,
+    blocks: Sequence[tuple[str, Any]],
+    config: Fp8Config,
+    in_bf16: set[str],
+    report: ConversionReport,
 ) -> Iterator[tuple[Any, str, bool]]:
     """Yield blocks to convert, their precision, and whether their forward GEMMs are BF16."""
     selected: str = getattr(config, part)
     description = f"FP8 {'encoder' if part == 'vision' else 'decoder'} block"
-    bf16_first = config.bf16_forward_first
-    if bf16_first is None:
-        bf16_first = min(len(blocks) // 6, 2)
-    for number, (name, block) in enumerate(blocks):
+    for name, block in blocks:
         if selected == "bf16":
             report.skipped[name] = f"fp8.{part} is bf16"
             continue
-        precision, bf16_forward = selected, number < bf16_first
+        precision, bf16_forward = selected, name in in_bf16
         note = (find_layer(block) or Fp8Layer).NOTE
         if has_adapters(block) and selected != "fp8_linear" and all(map(is_plain, block.modules())):
             bf16_forward = False

@@ -13,7 +13,7 @@ a step less and left the weight gradients of a trained model as close to FP32's
 (docs/experiments/output_layer.md).
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
-In the first blocks the forward GEMM is not FP8 (``fp8.bf16_forward_first``).
+In some blocks the forward GEMM is not FP8 (``fp8.bf16_forward``).
 
 Plain LoRA adapters of the layers are computed here, in the model's dtype, from the FP8 tensors of
 the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:

@@ -6,8 +6,9 @@
     grad-weight  grad_W [V, H]    = g^T [V, M']          @ h^T [H, M']^T
 
 m are the tokens of a chunk, M those of many chunks, M' is M padded to a multiple of 16. The
-gradient has a constant scale (:func:`coat_kernels.logit_gradient`), W and h are E4M3 with one scale
-per tensor. The loss and the logits are those of :func:`coat_vlm.model.loss.linear_cross_entropy`.
+gradient has a constant scale and is rounded stochastically (:func:`coat_kernels.logit_gradient`), W
+and h are E4M3 with one scale per tensor. The loss and the logits are those of
+:func:`coat_vlm.model.loss.linear_cross_entropy`.
 
 The grad-weight GEMM runs once for many chunks: it reads and writes no sum for each, and each chunk
 may be small. What it needs instead, g^T of its tokens, takes at most twice the memory of an FP32
@@ -58,9 +59,10 @@ class Fp8Gradients:
             # A sum and a product are in memory beside the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
-        _, self._weight = quantize_layouts([layer.weight.detach()], rows=False, transposed=True)
+        weight = [layer.weight.detach()]
+        _, self._weight = quantize_layouts(weight, rows=False, transposed=True, weights=True)
         x = [hidden.detach().contiguous()]
-        scaled, _ = quantize_layouts(x, rows=False, transposed=False, shared=True)
+        scaled, _ = quantize_layouts(x, rows=False, transposed=False)
         self._hidden_scale = scaled.scale
         self._rows: list[Tensor] = []
         self._transposed: Tensor | None = None

@@ -72,7 +72,7 @@ def store_weights(layers: Sequence[nn.Linear], device: torch.device | None = Non
     before = stored_weight(layers)
     device = device or (layers[0].weight.device if before is None else before.q.device)
     parts = [layer.weight.to(device).contiguous() for layer in layers]
-    stored, _ = quantize_layouts(parts, rows=True, transposed=False)
+    stored, _ = quantize_layouts(parts, rows=True, transposed=False, weights=True)
     for layer in layers:
         vars(layer)[_STORED] = stored
         if device.type == "cuda":
@@ -87,12 +87,12 @@ def store_experts(experts: Any, device: torch.device | None = None) -> None:
     """
     stored: list[TensorScaled] = []
     parameters = (experts.gate_up_proj, experts.down_proj)
-    before = parameters[0] if not is_stored(experts) else vars(experts)[_STORED][0].q
-    device = device or before.device
+    before = vars(experts)[_STORED][0].q if is_stored(experts) else parameters[0]
+    target: torch.device = before.device if device is None else device
     for parameter in parameters:
-        q, scale = quantize_rows(parameter.to(device).flatten(1))
+        q, scale = quantize_rows(parameter.to(target).flatten(1))
         stored.append(TensorScaled(q.view(parameter.shape), scale))
-        if device.type == "cuda":
+        if target.type == "cuda":
             parameter.data = parameter.data.cpu()
     vars(experts)[_STORED] = tuple(stored)
 
@@ -182,7 +182,9 @@ def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScal
     if _cache is not None and key in _cache:
         return _cache[key]
     both = _cache is not None
-    layouts = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
+    layouts = quantize_layouts(
+        _detached(parts), rows=rows or both, transposed=not rows or both, weights=True
+    )
     if _cache is not None:
         _cache[key] = layouts
     return layouts

@@ -33,13 +33,15 @@ def is_family(folder: str | Path) -> bool:
     return is_published(found.get("model_type"))
 
 
-def is_known_family(name: str) -> bool:
-    """Return whether a folder or a model of the Hub is of a known family, and not quantized."""
+def takes_videos(name: str) -> bool:
+    """Return whether a folder, or a model of the Hub, has its own videos and is not quantized."""
     try:
         found, _ = PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError):
         return False  # the loader names what is wrong
-    return found.get("model_type") in FAMILIES and "quantization_config" not in found
+    family = FAMILIES.get(found.get("model_type", ""))
+    own = family is not None and family.videos.frames is None
+    return own and "quantization_config" not in found
 
 
 def load_model(

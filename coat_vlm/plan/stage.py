@@ -296,7 +296,7 @@ def trace_variant(
         optimizer=None,
         cuda_graphs=False,
         recompute_qkv=recompute_qkv,
-        bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
+        bf16_forward=None if precision == "fp8_linear" else given.bf16_forward,
     )
     arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
     stage = dataclasses.replace(plan.stage, gradient_checkpointing=checkpointing)

@@ -181,7 +181,7 @@ def _format_warnings(name: str, row: dict[str, Any]) -> list[str]:
         for rate, limit in _RATES.items()
         if rate in row.get(kind, {})
     ]
-    remedy = "start with a larger fp8.bf16_forward_first, or with a lower learning rate"
+    remedy = f"start with fp8.bf16_forward: [first, last, {name}], or a lower learning rate"
     return [
         f"{name}: {metric.replace('_', ' ')} "
         f"{'is not finite' if value is None else f'is {value:.3g}'}, "

@@ -49,7 +49,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_run_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.model.family_processor import sample_videos
-from coat_vlm.model.folder import is_known_family
+from coat_vlm.model.folder import takes_videos
 from coat_vlm.model.named_model import find_final_model, find_model
 from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
 from coat_vlm.train.evaluation import EvalSubset
@@ -70,7 +70,7 @@ def load_adapter(
 
     ``num_frames`` of a video are shown to published models. ValueError if it has no effect.
     """
-    if is_own(Path(model)) or is_known_family(model):
+    if is_own(Path(model)) or takes_videos(model):
         folder = model if Path(model).exists() else snapshot_download(model)
         adapter = CoatAdapter.load(folder, device, precision)
         if num_frames is None:

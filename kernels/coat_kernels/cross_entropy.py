@@ -15,7 +15,13 @@ The scale is constant, as no magnitude exceeds 1. The format is E5M2: with 1 at 
 probabilities below 2^-18 to 0, up to half of the probability of a vocabulary of 152k, and
 they would never become smaller; E5M2 represents them down to 2^-32. The conversion rounds the
 difference, not the probability, so it is exact enough where the model is almost certain of the
-target. Reference: ``reference/cross_entropy.py``.
+target.
+
+The cast rounds stochastically, with a hash of the column, of the row's target and of its loss
+without the last 12 bits, which depend on the order of sums. Rounding to nearest has errors of up to
+12.5% with a mean that is not 0; a weight's gradient is a sum over all tokens, in which the mean
+remains when the rest cancels (docs/experiments/fine_tuning.md). Reference:
+``reference/cross_entropy.py``.
 """
 
 import torch
@@ -23,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels.device import exp2_fast, load_tile, store_quantized, word_offsets
+from coat_kernels.device import exp2_fast, load_tile, mix_bits, store_quantized, word_offsets
 from coat_kernels.formats import E5M2, GEMM_MULTIPLE, check_dtype, pad_length
 from coat_kernels.launch import TOKENS, launch, tile_grid, transposing_tile
 from coat_kernels.registry import register
@@ -113,10 +119,18 @@ def _logit_gradient_kernel(
     is_known = (target >= 0) & (target < V)
     of_target = tl.load(x_ptr + o_m * stride + target, mask=is_known, other=0.0).to(tl.float32)
     # exp(x - inf) is 0 in the padding; the loss of an unknown target is NaN.
-    total = of_target + tl.load(losses_ptr + o_m, mask=m_m, other=float("inf"))
+    losses = tl.load(losses_ptr + o_m, mask=m_m, other=float("inf"))
+    total = of_target + losses
     x = load_tile(x_ptr, o_m, o_n, m_m[:, None] & m_n[None, :], stride)
     y = exp2_fast((x - total[:, None]) * LOG2E)
     y = tl.where(o_n[None, :] == target.to(tl.int32)[:, None], y - 1.0, y) * _INVERSE_SCALE
+    keys = mix_bits(target.to(tl.uint32)) ^ (losses.to(tl.uint32, bitcast=True) >> 12)
+    words = mix_bits(o_n.to(tl.uint32)[None, :] ^ mix_bits(keys)[:, None])
+    # E5M2 has 21 bits less than FP32, and equal steps of 2^-16 below 2^-14.
+    bits = (y.to(tl.uint32, bitcast=True) + (words >> 11)) & 0xFFE00000
+    small = y + ((words >> 8).to(tl.float32) * 2.0**-24 - 0.5) * 2.0**-16
+    rounded = tl.where(tl.abs(y) < 2.0**-14, small, bits.to(tl.float32, bitcast=True))
+    y = tl.where((y == y) & (y != 0.0), rounded, y)  # NaN and zero stay
     end = tl.cdiv(M, _MULTIPLE) * _MULTIPLE
     store_quantized(
         y, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, end, V, stride_t, ROWS, TRANSPOSED,

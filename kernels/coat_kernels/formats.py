@@ -12,8 +12,9 @@ There are two granularities, COAT's mixed granularity (arXiv 2410.19313, section
   one, at least 1, for which the group's largest magnitude does not saturate. Multiplying by a power
   of two or its inverse is exact.
 
-Casts round to nearest, ties to even, and saturate. Zero stays zero. A NaN or an infinity makes the
-scale NaN or infinite, so all values with that scale dequantize to NaN, never to plausible numbers.
+Casts round to nearest, ties to even (except ``logit_gradient``), and saturate. Zero stays zero. A
+NaN or an infinity makes the scale NaN or infinite, so all values with that scale dequantize to NaN,
+never to plausible numbers.
 """
 
 from dataclasses import dataclass

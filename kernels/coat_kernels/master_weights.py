@@ -55,19 +55,19 @@ def round_stochastically(values: Tensor, key: int) -> Tensor:
 def random_words(values: Tensor, key: int) -> Tensor:
     """Return 32 random bits (int64) per element of ``values``, from its memory index and a key."""
     index = torch.arange(values.numel(), device=values.device).view(values.shape)
-    return _mix((index & _WORD) ^ key ^ ((index >> 32) * _GOLDEN & _WORD))
+    return mix_bits((index & _WORD) ^ key ^ ((index >> 32) * _GOLDEN & _WORD))
 
 
 def rounding_key(seed: int, step: int, index: int) -> int:
     """Return the key of a step and a parameter; ``index`` is its position in the optimizer."""
-    return int(_mix(seed ^ _mix(step + _mix(index + _GOLDEN))) & _WORD)
+    return int(mix_bits(seed ^ mix_bits(step + mix_bits(index + _GOLDEN))) & _WORD)
 
 
 def _bf16(bits: Tensor) -> Tensor:
     return (((bits + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16).view(torch.bfloat16)
 
 
-def _mix(x: Word) -> Word:
+def mix_bits(x: Word) -> Word:
     """Hash a 32-bit word, or a tensor of 32-bit words (int64), with lowbias32."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD

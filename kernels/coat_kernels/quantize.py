@@ -3,6 +3,7 @@
     scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
 
     tensor_scale         one scale for up to three matrices
+    dither_scale         the scale of weights, times a factor in [1, 2) that changes with them
     quantize_tensor      q [M, N] and [N, M'], for a GEMM over tokens; matrices concatenated by rows
     quantize_gradient    both steps for matrices concatenated by columns; db = sum over tokens of dy
     transpose_quantized  q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
@@ -11,6 +12,11 @@
 x is read twice, for its amax and for its FP8 data. Matrices with one scale are never concatenated
 in memory: one launch reads up to three of them. The sums for the bias gradient are FP32 sums in a
 fixed order (partial sums per block of rows, then one sum), so they are deterministic.
+
+Between two steps of fine-tuning, weights hardly change, so with the scale of their amax they have
+the same rounding errors in every step, and the model learns to compensate them. The factor moves
+the grid of the rounded values, so that the errors differ and cancel over the steps. It is a hash of
+the weights' bits: equal for all uses in a step, for all ranks and after a resume.
 
 Formats and the scale convention: ``formats.py``. Reference: ``reference/quantize.py``.
 """
@@ -27,6 +33,7 @@ from coat_kernels.device import (
     inverse_scale,
     load_tile,
     magnitude_bits,
+    mix_bits,
     publish_scale,
     store_quantized,
     word_offsets,
@@ -92,6 +99,17 @@ def _amax_kernel(
         x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
         bits = tl.maximum(bits, magnitude_bits(x))
     publish_scale(tl.max(bits, axis=0), scale_ptr, INVERSE_MAX)
+
+
+@triton.jit
+def _dither_kernel(
+    scale_ptr, x_ptr, dithered_ptr, numel, step, BLOCK: tl.constexpr  # (), numel elements, ()
+):  # fmt: skip
+    o = tl.arange(0, BLOCK).to(tl.int64) * step
+    x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
+    total = tl.sum(x.to(tl.uint32, bitcast=True), axis=0).to(tl.uint32)  # modulo 2^32
+    fraction = (mix_bits(total) >> 8).to(tl.float32) * 2.0**-24
+    tl.store(dithered_ptr, tl.load(scale_ptr) * (1.0 + fraction))
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -220,6 +238,17 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str, shared: bool = True) -> Ten
     return finish_scale(scale) if shared else scale
 
 
+@register(fake=lambda scale, _weight: scale.new_empty(()))
+def _dither_scale(scale: Tensor, weight: Tensor) -> Tensor:
+    dithered = torch.empty_like(scale)
+    launch(
+        _dither_kernel, (1,),
+        scale_ptr=scale, x_ptr=weight, dithered_ptr=dithered, numel=weight.numel(),
+        step=max(1, weight.numel() // ELEMENTS), BLOCK=ELEMENTS,
+    )  # fmt: skip
+    return dithered
+
+
 def _write_quantized(
     parts: Sequence[Tensor],
     scale: Tensor,
@@ -322,7 +351,7 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
     """Quantize x [M, N] (FP32, BF16 or FP16, contiguous) with one scale."""
-    return quantize_layouts([x], fmt, rows=True, transposed=False, shared=True)[0]
+    return quantize_layouts([x], fmt, rows=True, transposed=False)[0]
 
 
 def quantize_layouts(
@@ -331,15 +360,18 @@ def quantize_layouts(
     *,
     rows: bool,
     transposed: bool,
-    shared: bool = False,
+    weights: bool = False,
 ) -> tuple[TensorScaled, TensorScaled]:
     """Quantize FP32, BF16 or FP16 matrices [m_i, N], concatenated by rows, with one scale.
 
     Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
-    multiple of 16; otherwise empty. ``shared``: :func:`share_scales` applies, unlike for weights.
+    multiple of 16; otherwise empty. ``weights``: the scale is dithered, and :func:`share_scales`
+    does not apply.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
-    scale = _tensor_scale(parts, fmt.name, shared)
+    scale = _tensor_scale(parts, fmt.name, not weights)
+    if weights:
+        scale = _dither_scale(scale, parts[0])
     q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
     return TensorScaled(q, scale), TensorScaled(qt, scale)
 

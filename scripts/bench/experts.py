@@ -86,7 +86,7 @@ def build(config: Any, device: torch.device, dtype: torch.dtype, lora: int | Non
 
 
 def _convert(holder: Holder) -> None:
-    convert(holder, Fp8Config(bf16_forward_first=0))
+    convert(holder, Fp8Config(bf16_forward=()))
     store_frozen_weights(holder)
 
 

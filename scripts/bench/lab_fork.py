@@ -17,7 +17,7 @@ operands of all.
     PARTS       q, k, v, o (attention), gate, up, down (MLP), joined with +; all by default
     FIRST-LAST  blocks, counted from 0; all by default
 
-An FP8 precision is also a variant, with torch's AdamW: coat, or coat,bf16_forward_first=0. The
+An FP8 precision is also a variant, with torch's AdamW: coat, or coat,bf16_forward=[]. The
 first variant is always without rounding; columns in percent are differences to it.
 
 mean_loss is the mean training loss of the further steps, last_loss the mean of the last ten, and

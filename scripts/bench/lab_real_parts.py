@@ -265,7 +265,6 @@ EXAMPLES = """\
   python scripts/bench/lab_real_parts.py --tiny-imagenet tiny_imagenet_100.zip \\
       --cifar10 cifar10_train_jpeg.zip --text validation.jsonl.xz --lambada lambada_openai.jsonl \\
       --seeds 0 1 2 --out runs/real_parts --csv kernels/benchmarks/results/real_parts.csv
-  ... --precisions coat coat,lm_head=bf16 stages.sft.max_steps=400    # other settings, another OUT
 """
 
 

@@ -63,7 +63,7 @@ def tokenize(training: Sequence[Path], held_out: Sequence[Path], vocab_size: int
 
     DataError: a file cannot be read, or a row has no text.
     """
-    texts = [*_read_documents(training)]
+    texts = [*read_documents(training)]
     every = -(-sum(map(len, texts)) // TOKENIZER_CHARACTERS)
     lines = chain.from_iterable(text.splitlines(keepends=True) for text in texts[::every])
     tokenizer = train_tokenizer(lines, vocab_size)
@@ -73,10 +73,11 @@ def tokenize(training: Sequence[Path], held_out: Sequence[Path], vocab_size: int
         end = tokenizer.eos_token_id
         return torch.tensor([*chain.from_iterable((*document, end) for document in ids)])
 
-    return Corpus(encode(texts), encode([*_read_documents(held_out)]))
+    return Corpus(encode(texts), encode([*read_documents(held_out)]))
 
 
-def _read_documents(files: Sequence[Path]) -> Iterator[str]:
+def read_documents(files: Sequence[Path]) -> Iterator[str]:
+    """Yield the texts of files of rows; DataError: one cannot be read, or a row has no text."""
     for file in files:
         for number, row in enumerate(open_rows(file.absolute()).stream()):
             text = row.get("text") if isinstance(row, Mapping) else None

@@ -70,7 +70,7 @@ def start_from(kind: str, run: Path, folder: Path, data: Path) -> tuple[dict[str
         recipe["init_from"] = str(start)
     else:
         publish(kind, start)
-        recipe["model"], recipe["fp8"] = settings_of(start), {"bf16_forward_first": 0}
+        recipe["model"], recipe["fp8"] = settings_of(start), {"bf16_forward": []}
     return recipe, start / "model.safetensors"
 
 

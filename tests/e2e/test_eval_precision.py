@@ -35,7 +35,7 @@ def make_recipe(kind: str, data: Path, folder: Path) -> dict[str, Any]:
         publish(kind, folder / "published")
         recipe["model"] = settings_of(folder / "published")
         # Blocks that are not as wide as an FP8 GEMM needs have FP8 linear layers where they fit.
-        recipe["fp8"] = {"bf16_forward_first": 0}
+        recipe["fp8"] = {"bf16_forward": []}
     rows = [
         {"question_id": number, "image": f"{number}.png", "text": "Is it red?", "answer": "yes"}
         for number in ("1", "2", "4")

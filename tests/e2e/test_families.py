@@ -385,7 +385,7 @@ NOT_BY_BLOCK = ("gemma4", "lfm2_vl", "paligemma", "qwen3_5")
 def test_fp8(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
     """FP8 blocks in decoder and tower, gathered by block on two ranks, train as on one rank."""
     source = published / family
-    fp8 = {"bf16_forward_first": 0, "optimizer": "adamw"}
+    fp8 = {"bf16_forward": [], "optimizer": "adamw"}
     runs: dict[str, dict[str, Any]] = {
         "plain": {},
         "one": {"precision": "coat", "fp8": fp8},

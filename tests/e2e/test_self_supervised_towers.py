@@ -41,7 +41,7 @@ def test_a_run(
 ) -> None:
     save_tower(kind, tmp_path / "tower")
 
-    fp8 = {"bf16_forward_first": 0}
+    fp8 = {"bf16_forward": []}
     recipe = tiny_run.tiny_recipe(tiny_data, tmp_path / "run", precision="coat", fp8=fp8)
     vision = {"name_or_path": str(tmp_path / "tower"), "select_layer": -1}
     recipe["model"] |= {"vision": vision, "projector": {"type": "mlp2x_gelu"}}

@@ -125,7 +125,8 @@ def test_the_language_model_alone_is_the_one_inside(
     tokenizer.save_pretrained(tmp_path)
     *alone, precision = load_language_model(tmp_path)
     assert precision == "fp32"
-    values = [measure_perplexity(one[0], one[1], TEXTS)["perplexity"] for one in (alone, language)]
+    both: list[Any] = [alone, language]
+    values = [measure_perplexity(one[0], one[1], TEXTS)["perplexity"] for one in both]
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     with pytest.raises(ValueError, match="checkpoints of this project"):
         load_language_model(tmp_path, precision="coat")

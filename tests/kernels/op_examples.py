@@ -49,6 +49,11 @@ def _tensor_scale(i: _Inputs) -> Examples:
     }
 
 
+def _dither_scale(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {"one": (reference.tensor_scale([x], "e4m3", False), x)}
+
+
 def _quantize_tensor(i: _Inputs) -> Examples:
     x = i.matrix()
     layouts = {"rows": (True, False), "transposed": (False, True), "both": (True, True)}
@@ -323,6 +328,7 @@ def _head_norm_bwd(i: _Inputs) -> Examples:
 
 _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "tensor_scale": _tensor_scale,
+    "dither_scale": _dither_scale,
     "quantize_tensor": _quantize_tensor,
     "quantize_gradient": _quantize_gradient,
     "quantize_group": _quantize_group,

@@ -45,8 +45,8 @@ def test_fp8_follows_fp32_from_the_same_start(text: Path) -> None:
 
 
 def test_settings_after_a_precision_choose_parts_of_fp8() -> None:
-    given = parse_arithmetic("coat,optimizer=adamw,bf16_forward_first=0").fp8
-    assert given == Fp8Config(optimizer="adamw", bf16_forward_first=0).resolved("coat")
+    given = parse_arithmetic("coat,optimizer=adamw,bf16_forward=[]").fp8
+    assert given == Fp8Config(optimizer="adamw", bf16_forward=()).resolved("coat")
     given = parse_arithmetic("recompute_qkv,optimizer=adamw").fp8
     assert given == Fp8Config(optimizer="adamw", recompute_qkv=True).resolved("coat")
 

@@ -135,7 +135,7 @@ def test_recomputed_qkv_give_the_gradients_of_coat_in_a_trained_model() -> None:
     found = []
     for precision in ("coat", "coat", "recompute_qkv"):
         variant = copy.deepcopy(model)
-        apply_variant(variant, f"{precision},bf16_forward_first=0")
+        apply_variant(variant, f"{precision},bf16_forward=[]")
         found.append(weight_gradients(variant, batches[-1].cuda()))
     coat, again, recomputed = found
     for name in coat:

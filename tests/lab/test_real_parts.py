@@ -135,7 +135,8 @@ def test_the_tower_of_an_onnx_file_is_the_original(tmp_path: Path) -> None:
 def test_questions_are_balanced_and_about_other_photographs(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    make_questions(*make_zips(tmp_path), folder)
+    tiny_imagenet, cifar10 = make_zips(tmp_path)
+    make_questions(tiny_imagenet, cifar10, folder)
 
     def read(name: str) -> list[Any]:
         lines = (folder / "eval" / name / "questions.jsonl").read_text().splitlines()

@@ -93,7 +93,7 @@ def test_a_block_with_huge_weights_is_named() -> None:
     (text,) = [text for text in warnings if "weight, underflowed" in text]
     assert text.startswith("model.layers.3: weight, underflowed is ")
     assert "the limit is 0.25; " in text
-    assert "start with a larger fp8.bf16_forward_first" in text
+    assert "start with fp8.bf16_forward: [first, last, model.layers.3]" in text
 
 
 @pytest.mark.parametrize("trouble", ["weight", "gradient"])

@@ -257,7 +257,7 @@ def test_errors_are_those_of_other_families(lora: bool, device: str) -> None:
     if device == "cuda":
         model.to(device, torch.bfloat16)
         batch = {name: x.to(device, bf16_of(x.dtype)) for name, x in batch.items()}
-    convert(model, Fp8Config(bf16_forward_first=0))
+    convert(model, Fp8Config(bf16_forward=()))
     store_frozen_weights(model)
     assert len(list_stored(model)) == (2 * (2 + 2) if lora else 0)
     error = measure(model, batch)

@@ -1,6 +1,6 @@
 """LoRA adapters in FP8 blocks, and frozen weights that are stored in FP8 alone."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,9 +85,11 @@ def test_adapters_of_some_layers(tiny: Any, recompute_qkv: bool, targets: list[s
         found.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     exact, in_fp8 = found
     assert exact
-    for name, grad in exact.items():
-        # A block adds up to 12% (docs/results.md), and the GEMM of the gradient half of that.
-        assert (in_fp8[name] - grad).norm() < 0.3 * grad.norm(), name
+    # A block adds up to 12% (docs/results.md), and the GEMM of the gradient half of that.
+    ours, wanted = (torch.cat([of[name].flatten() for name in exact]) for of in (in_fp8, exact))
+    assert (ours - wanted).norm() < 0.2 * wanted.norm()
+    for name, grad in exact.items():  # of few values: a wrong layer has errors of 1 or more
+        assert (in_fp8[name] - grad).norm() < 0.5 * grad.norm(), name
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
 
 
 def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) -> None:
-    model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward_first=0))
+    model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward=()))
     store_frozen_weights(model)
     before = run(model)[0]
     layer = model.get_submodule("language_model.model.layers.0.self_attn.o_proj.base_layer")
@@ -191,7 +193,7 @@ def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) ->
 
 def test_deepspeed_gets_no_original(tiny: Any) -> None:
     """What moves or broadcasts all parameters has the adapters, norms and biases only."""
-    model: Any = adapted(tiny, Fp8Config(vision="bf16"))
+    model = cast(Any, adapted(tiny, Fp8Config(vision="bf16")))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     store_frozen_weights(model, CPU)
     expected = run(model)
@@ -206,7 +208,7 @@ def test_deepspeed_gets_no_original(tiny: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_never_has_all_originals(tiny: Any) -> None:
-    model: Any = adapted(tiny, Fp8Config(vision="bf16"))
+    model = cast(Any, adapted(tiny, Fp8Config(vision="bf16")))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     store_frozen_weights(model, torch.device("cuda"))

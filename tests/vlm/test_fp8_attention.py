@@ -104,10 +104,10 @@ def test_recomputed_heads_have_the_same_bits(kind: type[Any], mask: bool, device
 
 
 @pytest.mark.parametrize("train", ["all", "output projection", "heads"])
-@pytest.mark.parametrize("bf16_forward_first", [0, 2])
+@pytest.mark.parametrize("bf16_forward", [(), ("all",)])
 @pytest.mark.parametrize("kind", ["qwen3", "siglip"])
 def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
-    kind: str, bf16_forward_first: int, train: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, bf16_forward: tuple[str, ...], train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[list[Tensor]] = []
     found: list[sdpa.Fused | None] = []
@@ -120,8 +120,7 @@ def test_the_kernel_with_the_projection_computes_what_they_compute_apart(
 
         monkeypatch.setattr(attention, "fused_kernel", chosen)
         model = (decoder(kind) if kind in DECODERS else encoder(kind)).bfloat16()
-        first = bf16_forward_first
-        convert(model, Fp8Config(vision="coat", language="coat", bf16_forward_first=first))
+        convert(model, Fp8Config(vision="coat", language="coat", bf16_forward=bf16_forward))
         for name, parameter in model.named_parameters():
             is_output = "o_proj" in name or "out_proj" in name
             parameter.requires_grad_(train == "all" or is_output == (train != "heads"))

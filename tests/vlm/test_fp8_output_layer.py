@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coat_kernels import reference
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, output_layer
 from coat_vlm.fp8.output_layer import Fp8Gradients
@@ -41,9 +42,11 @@ def results(
     return [loss.detach(), *(x.grad for x in (hidden, layer.weight) if x.grad is not None)]
 
 
-def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype, *, weight: bool = False) -> Tensor:
     """Values of an FP8 format with one scale for the tensor, by torch's casts, in FP64."""
     scale = float(x.abs().max()) / torch.finfo(dtype).max
+    if weight:
+        scale = float(reference.dither_scale(torch.tensor(scale), x.cpu()))
     return (x.float() / scale).to(dtype).double() * scale
 
 
@@ -51,12 +54,15 @@ def rounded(layer: nn.Linear, hidden: Tensor, targets: Tensor, factor: float = 4
     """The same in FP64 from rounded operands: the gradient of the logits has its own scale."""
     x, weight = hidden.detach(), layer.weight.detach()
     logits = (x @ weight.t()).double()
-    probabilities = F.softmax(logits, -1) - F.one_hot(targets, VOCABULARY)
-    gradient = (probabilities.float() * 2**15).to(torch.float8_e5m2).double() / 2**15
+    losses = F.cross_entropy(logits, targets, reduction="none").float().cpu()
+    empty = torch.empty(0, 0, dtype=torch.float8_e5m2)
+    gradient = reference.logit_gradient(logits.cpu(), targets.cpu(), losses, empty, 0, True)
+    gradient = gradient.to(logits.device).double() / 2**15
     gradient *= factor / DIVISOR
     loss = F.cross_entropy(logits, targets, reduction="sum") / DIVISOR
     e4m3 = torch.float8_e4m3fn
-    return [loss, gradient @ round_to(weight, e4m3), gradient.t() @ round_to(x, e4m3)]
+    of_hidden = gradient @ round_to(weight, e4m3, weight=True)
+    return [loss, of_hidden, gradient.t() @ round_to(x, e4m3)]
 
 
 def relative_errors(ours: list[Tensor], wanted: list[Tensor]) -> list[float]:

@@ -152,7 +152,7 @@ def converted(fp8: Fp8Config) -> tuple[Any, Arithmetic]:
 def test_little_memory_ends_saving_heads(
     monkeypatch: pytest.MonkeyPatch, free: int, setting: Any, checkpointing: bool, recomputes: bool
 ) -> None:
-    model, arithmetic = converted(Fp8Config(recompute_qkv=setting, bf16_forward_first=1))
+    model, arithmetic = converted(Fp8Config(recompute_qkv=setting, bf16_forward=("first",)))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     leave_memory(monkeypatch, free)

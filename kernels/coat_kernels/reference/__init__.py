@@ -34,6 +34,7 @@ from coat_kernels.reference.norm import norm_apply, norm_bwd, norm_stats, norm_v
 from coat_kernels.reference.quantize import (
     dequantize_group,
     dequantize_tensor,
+    dither_scale,
     quantize_gradient,
     quantize_group,
     quantize_tensor,

@@ -2,11 +2,16 @@
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from coat_kernels.formats import E5M2, pad_length
+from coat_kernels.master_weights import mix_bits
 from coat_kernels.reference.quantize import cast
+
+_ROWS = 64
+"""Rows whose words of 64 bits are in memory at a time."""
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
@@ -32,8 +37,9 @@ def logit_gradient(
 ) -> Tensor:
     """Compute cast((exp(x - log sum_v exp(x_v)) - one_hot(target)) 2^15), E5M2 [M, V].
 
-    The logarithm is losses + x_target. Writes the columns of qt [V, T] from ``start`` on, zeros up
-    to a multiple of 16 tokens; nothing if it is empty. Returns an empty tensor without ``rows``.
+    The logarithm is losses + x_target, and the cast rounds stochastically. Writes the columns of qt
+    [V, T] from ``start`` on, zeros up to a multiple of 16 tokens; nothing if it is empty. Returns
+    an empty tensor without ``rows``.
     """
     M, V = logits.shape
     is_known = (targets >= 0) & (targets < V)
@@ -41,7 +47,16 @@ def logit_gradient(
     x = logits.float()
     gradient = (x - (losses[:, None] + x.gather(1, places).where(is_known[:, None], 0))).exp_()
     gradient.scatter_(1, places, gradient.gather(1, places) - 1.0)
-    q = cast(gradient.mul_(2.0**15), E5M2)
+    gradient.mul_(2.0**15)
+    keys = mix_bits(mix_bits(targets) ^ (losses.view(torch.int32).long() >> 12))
+    columns = torch.arange(V, device=x.device)
+    for y, key in zip(gradient.split(_ROWS), keys.split(_ROWS), strict=True):
+        words = mix_bits(columns ^ key[:, None])
+        bits = (y.view(torch.int32) + (words >> 11).int()) & -0x200000
+        small = y + ((words >> 8).float() * 2.0**-24 - 0.5) * 2.0**-16
+        rounded = torch.where(y.abs() < 2.0**-14, small, bits.view(torch.float32))
+        y.copy_(torch.where(y.isnan() | (y == 0), y, rounded))
+    q = cast(gradient, E5M2)
     if qt.numel():
         qt[:, start : start + M] = q.t()
         qt[:, start + M : start + pad_length(M)] = 0

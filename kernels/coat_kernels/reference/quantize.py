@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coat_kernels.formats import E4M3, MIN_SCALE, Format, get_format, pad_length
+from coat_kernels.master_weights import mix_bits
 from coat_kernels.shared_scales import finish_scale
 
 _INFINITY = 0x7F800000
@@ -46,6 +47,14 @@ def tensor_scale(parts: list[Tensor], fmt: str, shared: bool = True, margin: flo
         amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
         scale = (amax * (margin / get_format(fmt).max)).clamp_min(MIN_SCALE)
     return finish_scale(scale) if shared else scale
+
+
+def dither_scale(scale: Tensor, weight: Tensor) -> Tensor:
+    """Multiply a scale [], FP32, by a factor in [1, 2) that 4,096 of the weights determine."""
+    every = max(1, weight.numel() // 4096)
+    words = weight.flatten()[::every][:4096].float().view(torch.int32)
+    fraction = (mix_bits(words.sum(dtype=torch.int64)) >> 8).float() * 2.0**-24
+    return scale * (1.0 + fraction)
 
 
 def quantize_tensor(
