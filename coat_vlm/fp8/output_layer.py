@@ -60,9 +60,9 @@ class Fp8Gradients:
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
         weight = [layer.weight.detach()]
-        _, self._weight = quantize_layouts(weight, rows=False, transposed=True, weights=True)
+        _, self._weight = quantize_layouts(weight, rows=False, transposed=True, dithered=True)
         x = [hidden.detach().contiguous()]
-        scaled, _ = quantize_layouts(x, rows=False, transposed=False)
+        scaled, _ = quantize_layouts(x, rows=False, transposed=False, shared=True)
         self._hidden_scale = scaled.scale
         self._rows: list[Tensor] = []
         self._transposed: Tensor | None = None

@@ -72,7 +72,7 @@ def store_weights(layers: Sequence[nn.Linear], device: torch.device | None = Non
     before = stored_weight(layers)
     device = device or (layers[0].weight.device if before is None else before.q.device)
     parts = [layer.weight.to(device).contiguous() for layer in layers]
-    stored, _ = quantize_layouts(parts, rows=True, transposed=False, weights=True)
+    stored, _ = quantize_layouts(parts, rows=True, transposed=False, dithered=True)
     for layer in layers:
         vars(layer)[_STORED] = stored
         if device.type == "cuda":
@@ -183,7 +183,10 @@ def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScal
         return _cache[key]
     both = _cache is not None
     layouts = quantize_layouts(
-        _detached(parts), rows=rows or both, transposed=not rows or both, weights=True
+        _detached(parts),
+        rows=rows or both,
+        transposed=not rows or both,
+        dithered=True,
     )
     if _cache is not None:
         _cache[key] = layouts

@@ -351,7 +351,7 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
     """Quantize x [M, N] (FP32, BF16 or FP16, contiguous) with one scale."""
-    return quantize_layouts([x], fmt, rows=True, transposed=False)[0]
+    return quantize_layouts([x], fmt, rows=True, transposed=False, shared=True)[0]
 
 
 def quantize_layouts(
@@ -360,17 +360,18 @@ def quantize_layouts(
     *,
     rows: bool,
     transposed: bool,
-    weights: bool = False,
+    shared: bool = False,
+    dithered: bool = False,
 ) -> tuple[TensorScaled, TensorScaled]:
     """Quantize FP32, BF16 or FP16 matrices [m_i, N], concatenated by rows, with one scale.
 
     Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
-    multiple of 16; otherwise empty. ``weights``: the scale is dithered, and :func:`share_scales`
-    does not apply.
+    multiple of 16; otherwise empty. ``shared``: :func:`share_scales` applies, unlike for weights.
+    ``dithered``: the scale is that of ``dither_scale``, as for weights.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
-    scale = _tensor_scale(parts, fmt.name, not weights)
-    if weights:
+    scale = _tensor_scale(parts, fmt.name, shared)
+    if dithered:
         scale = _dither_scale(scale, parts[0])
     q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
     return TensorScaled(q, scale), TensorScaled(qt, scale)

@@ -83,7 +83,7 @@ def test_the_scale_of_weights_differs_with_their_bits(dtype: torch.dtype, run: R
     expected = 1 + (np.arange(64) + 0.5) / 64
     assert np.abs(np.sort(factors) - expected).max() < 0.25
     (scale_of,) = run("tensor_scale", ([weight], "e4m3"))
-    layout, _ = quantize_layouts([weight], rows=True, transposed=False, weights=True)
+    layout, _ = quantize_layouts([weight], rows=True, transposed=False, dithered=True)
     assert layout.scale == OPS["dither_scale"].reference(scale_of, weight)
 
 

@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_kernels import quantize, quantize_layouts, share_scales
+from coat_kernels import quantize_layouts, share_scales
 from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import convert, weights
@@ -168,9 +168,7 @@ def whole_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def quantize_shared(*args: Any, **layouts: Any) -> Any:
     """Quantize weights with the largest scale of all ranks."""
-    scale = quantize._tensor_scale
-    with mock.patch.object(quantize, "_tensor_scale", lambda parts, fmt, _: scale(parts, fmt)):
-        return quantize_layouts(*args, **layouts)
+    return quantize_layouts(*args, **layouts | {"shared": True})
 
 
 def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
