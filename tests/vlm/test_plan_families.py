@@ -31,7 +31,16 @@ UNKNOWN = ("gemma4", "lfm2_vl", "mistral3")
 UNPACKED = ("paligemma", "qwen3_5")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - UNKNOWN))
+QUICK = ("gemma3", "llava_next", "qwen2_5_vl", "qwen3_vl_moe")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(FAMILIES.keys() - UNKNOWN)
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / request.param
     MAKERS[request.param](folder)
