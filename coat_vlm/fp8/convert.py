@@ -145,7 +145,7 @@ def _choose_bf16(
 ) -> set[str]:
     """Return the names of the blocks that ``config`` gives BF16 forward GEMMs.
 
-    ValueError: a name is not that of a block that becomes an FP8 block.
+    ValueError: no block with a given name becomes an FP8 block.
     """
     chosen, allowed = set[str](), list[str]()
     for part, of in blocks.items():

@@ -12,8 +12,7 @@ captured model occupies its activations' peak memory during the optimizer's step
 quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run eagerly until
 :mod:`coat_vlm.fp8.memory_choices` has chosen the blocks for which the GPU waits.
 
-Packed sequences differ in number: their bounds are padded and their longest length is rounded up,
-so that packed sequences of one total length share graphs.
+Bounds of packed sequences are padded, and their longest length is rounded up, to share graphs.
 
 Passes run eagerly in Qwen-VL's towers, whose longest image differs from batch to batch, with
 further shapes, with arguments that are neither tensors nor constants, in evaluation, with gradient

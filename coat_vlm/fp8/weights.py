@@ -66,8 +66,8 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
 def store_weights(layers: Sequence[nn.Linear], device: torch.device | None = None) -> None:
     """Store frozen weights of layers with the same input in FP8, and move the originals to the CPU.
 
-    Call it again after a change of the originals. On ``meta`` weights stay there. The default of
-    ``device`` is that of the weights, or of those stored before.
+    Call it again after a change of the originals. On ``meta`` weights stay there. ``device``
+    defaults to where the weights are, or where the stored ones are.
     """
     before = stored_weight(layers)
     device = device or (layers[0].weight.device if before is None else before.q.device)

@@ -207,7 +207,7 @@ def build_engine(
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if recipe.zero_stage < 3:
         store_frozen_weights(model, world.device)
-    with without_originals(model):  # DeepSpeed moves all to the GPU, which may have no room for it
+    with without_originals(model):  # DeepSpeed moves what is left to the GPU
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
