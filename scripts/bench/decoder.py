@@ -6,6 +6,7 @@ precision.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def parse_arithmetic(name: str) -> Arithmetic:
     ``name`` is ``fp32`` or one of ``harness.PRECISIONS``. Keys of a recipe's ``fp8`` section may
     follow an FP8 precision: ``coat,optimizer=adamw``. Raises ValueError if they mean nothing.
     """
-    first, *settings = name.split(",")
+    first, *settings = re.split(r",(?![^\[]*\])", name)  # not at the commas of a list
     if first not in ("fp32", *PRECISIONS) or (settings and first in ("fp32", "bf16")):
         raise ValueError(
             f"precision {name!r}: give fp32, {', '.join(PRECISIONS)}, FP8 followed by keys of a "

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import harness
 from coat_kernels import quantize_tensor, scaled_mm
-from coat_kernels.launch import cdiv, launch
+from coat_kernels.launch import cdiv
 from harness import VersionedResult
 from layer_shapes import find_shape
 
@@ -86,8 +86,7 @@ def multiply(
     (M, K), N = x[0].shape, len(w[0])
     rows, columns, warps, stages = tile
     y = torch.empty((M, N), dtype=torch.bfloat16, device=x[0].device)
-    launch(
-        _grouped_scales_kernel, (cdiv(M, rows) * cdiv(N, columns),),
+    _grouped_scales_kernel[(cdiv(M, rows) * cdiv(N, columns),)](
         x_ptr=x[0], w_ptr=w[0], y_ptr=y, x_scales_ptr=x[1], w_scales_ptr=w[1], M=M, N=N, K=K,
         GROUP=group, BLOCK_M=rows, BLOCK_N=columns,
         SUM=tl.int32 if x[0].dtype == torch.int8 else tl.float32,
@@ -131,11 +130,13 @@ def _torch_blocks(x: Tensor, w: Tensor) -> Callable[[], Tensor]:
     blocks = w.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     w_scales = blocks.abs().amax((1, 3)) / 448
     w8 = (blocks / w_scales[:, None, :, None]).flatten(2).flatten(0, 1).to(q.dtype)
+    # torch takes the scales of weights as [K / 128 rounded up to a multiple of 4, N / 128].
+    w_scales = F.pad(w_scales, (0, -w_scales.shape[1] % 4)).t()
     kinds: Any = F.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
 
     def run() -> Tensor:
         return F.scaled_mm(
-            q, w8.t(), scales.t(), kinds.BlockWise1x128, w_scales.t().contiguous().t(),
+            q, w8.t(), scales.t(), kinds.BlockWise1x128, w_scales,
             kinds.BlockWise128x128, output_dtype=torch.bfloat16,
         )  # fmt: skip
 

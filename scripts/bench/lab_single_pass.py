@@ -126,7 +126,7 @@ def train_one(bench: DecoderBench, corpus: Corpus, precision: str, seed: int) ->
     """Train and evaluate a run.
 
     Returns ``training``: a loss per step, ``held_out``: step -> loss, and ``measures``: tokens per
-    second, training loss, held-out loss.
+    second, training loss, held-out loss in the run's precision and in BF16.
     """
     model, master_weights = start_run(precision, bench, seed)
     every = max(1, bench.steps // EVALUATIONS)
@@ -144,10 +144,13 @@ def train_one(bench: DecoderBench, corpus: Corpus, precision: str, seed: int) ->
             evaluated_s += time.perf_counter() - before
     seconds = time.perf_counter() - started - evaluated_s
     last = max(1, round(LAST_SHARE * bench.steps))
+    plain, _ = start_run("bf16", bench, seed)
+    plain.load_state_dict(model.state_dict())
     measures = {
         "tokens per second": bench.steps * bench.batch_size * bench.tokens / seconds,
         "training loss": float(np.mean(training[-last:])),
         "held-out loss": curve[bench.steps],
+        "held-out loss in BF16": text_loss(plain, corpus.held_out, bench),
     }
     return {"training": training, "held_out": curve, "measures": measures}
 

@@ -163,7 +163,8 @@ def _build_quantize_cases(shape: LayerShape) -> list[Case]:
     return [
         Case("tensor_scale", output, lambda draw: (x(draw), "e4m3")),
         Case("tensor_scale", name, lambda draw: (weights(draw), "e4m3")),
-        Case("dither_scale", name, lambda draw: (torch.ones(()), weights(draw)[0])),
+        Case("dither_scale", name,
+             lambda draw: (draw.vector(1)[0].abs().float(), weights(draw)[0])),
         quantize(f"{output}, rows", x, True, False),
         quantize(f"{name}, rows", weights, True, False),
         quantize(f"{name}, transposed", weights, False, True),
