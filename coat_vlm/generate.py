@@ -50,7 +50,7 @@ def load(
     The default device is the first GPU, or the CPU if there is none; the default ``dtype`` of the
     weights is the checkpoint's on a GPU and FP32 on a CPU. ``precision``, one of training's,
     computes with ``fp8`` (default ``Fp8Config()``); ``bf16`` is BF16 on a CPU as well, not the
-    emulation of training, so that all weights and values are those of a server. Compressed weights
+    emulation of training, so that all weights and values are as on a server. Compressed weights
     are decompressed, and the
     inputs of their layers are rounded as in a server. Raises FileNotFoundError without a
     config.json, ValueError if the precision does not fit the model or the GPU.
@@ -94,7 +94,7 @@ def generate(
     """Generate the answer to the last user turn of each sample, as stripped text.
 
     An assistant turn after it is the reference answer, which the prompt does not contain. Raises
-    DataError if a medium cannot be read or a prompt is too long.
+    DataError if an image or video cannot be read or a prompt is too long.
     """
     if not samples:
         return []
@@ -136,7 +136,7 @@ class PromptEncoder:
         """Encode the prompts of ``samples``, up to the start of the answer, on the CPU.
 
         input_ids and attention_mask (B, T) int64 are left-padded; pixel_values are (images, 3, H,
-        W). Raises DataError if a medium cannot be read or a prompt is too long.
+        W). Raises DataError if an image or video cannot be read or a prompt is too long.
         """
         return self.collate([self.encode(sample) for sample in samples])
 

@@ -3,7 +3,7 @@
 A figure has a comment behind it: ``18,855<!--vlm_8b coat tok_s-->`` names a group of `GROUPS`, one
 of its implementations and a column. ``coat / bf16`` is a ratio, ``coat - bf16`` a difference in
 percent, ``coat +- bf16`` half of its 95% interval over seeds. Group and implementation may be left
-out if they are those of the comment before, on the same line. Decimals, a plus sign and a percent
+out if they equal the comment before, on the same line. Decimals, a plus sign and a percent
 sign before the comment stay as they are.
 
 With ``--check`` nothing is written. The exit status is 1 if a figure differs from its row, if a
@@ -95,7 +95,7 @@ def read(file: str) -> list[Row]:
 
 
 def matching(group: Row, *, commit: bool = True) -> list[Row]:
-    """The rows of a group, or those of the same configuration at any commit."""
+    """The rows of a group, or of the same configuration at any commit."""
     free = {"file", "older"} | (set() if commit else {"commit", "ms"})
     wanted = {key: value for key, value in group.items() if key not in free}
     return [row for row in read(group["file"]) if all(row[key] == wanted[key] for key in wanted)]

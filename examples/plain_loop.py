@@ -51,7 +51,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
     """Train the model; returns the loss of every step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()
-    # Parameter groups are those of torch's AdamW: lr, betas, eps, weight_decay. The states take 2.1
+    # Parameter groups are as in torch's AdamW: lr, betas, eps, weight_decay. The states take 2.1
     # bytes per parameter instead of 8.
     optimizer = CoatAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []

@@ -6,7 +6,7 @@
 
 The trainers are not patched. The pictures are squares of one color, and the question is the color.
 DPO prefers the right color to another one; the reward of GRPO is 1 for an answer that begins with
-the right color. docs/guides/huggingface.md says which settings differ from those of other models.
+the right color. docs/guides/huggingface.md says which settings differ for other models.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def build_trainer(method: str, folder: Path, out: Path, steps: int, lr: float = 
     """Build TRL's trainer of a method (sft, dpo or grpo)."""
     set_cudnn_attention("auto")  # off for calls with a mask whose gradients may be NaN
     model, processor = load(folder), AutoProcessor.from_pretrained(folder)
-    # BF16 weights alone would round small updates away.
+    # Without master weights, BF16 weights would round small updates away.
     master = "bf16_low_bits" if ON_GPU else "fp32"
     optimizer = CoatAdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), master=master)
     settings: dict[str, Any] = {

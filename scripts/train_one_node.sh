@@ -23,7 +23,7 @@ case "${LAUNCHER:-torchrun}" in
       coat-vlm train "$@" --resume auto
     ;;
   deepspeed)
-    # `deepspeed` starts a second process, which forwards SIGTERM alone to the ranks.
+    # `deepspeed` starts a second process, which forwards only SIGTERM to the ranks.
     forward() { pkill -TERM -P "$launcher"; }
     launch "$status_file" deepspeed --num_gpus "$gpus" "$(command -v coat-vlm)" train "$@" \
       --resume auto

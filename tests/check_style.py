@@ -47,9 +47,38 @@ WORDS = {
     "bad-sample log": r"\bquarantine",
     "transient I/O error": r"\b[oO]utages?\b|\bOUTAGES\b",
     "non-retryable": r"\bin vain\b",
-    "a sentence with a verb": r'"""Of (?!course)',
+    "the subject first": r"(?<!\w )\bOf (?!course)",
+    "next to, in addition to, compared with": r"\bbeside\b",
+    "only, just, by itself": r"(?<!letter )(?<!number )(?<!\} )\balone\b",
+    "also, as well": r", too(?=[.,;:)]|$)",
+    "the noun again, or a possessive": r"\b([Tt]hat|[Tt]hose) of\b",
+    "except": r"\bbut for\b|keys of `model` but",
+    "is not a": r"(?<=[^ ] )(?<!here )\b(is|are|was|were) no (?!longer|more|less|better)[a-z]",
+    "image, video or audio": r"\b([Aa]|[Ee]ach|[Nn]o|[Oo]ne|[Ee]very|[Tt]he) medium\b",
+    "means, represents; is in": r"\bstands? (for|in)\b",
+    "reached, ran at": r"\bmade [\d,.]+k? tokens",
+    "most frequent; majority": r"commonest",
+    "of similar length": r"\bof like\b",
+    "distributed to": r"\bdealt\b",
 }
 """What the field says -> a pattern of what to avoid."""
+
+PHRASES = """
+FP8 after COAT / unless noted | / GPU in one process / CPU emulates it / are not cut / alone are cut
+trains everything, from / starts, or continues / with a mask may be NaN / ten minutes there
+have today's options / today's defaults / another arithmetic / loss stores no logits
+are means since / line has apart / also of a crashed run / the steps of about / its ranks returned
+process at a time uses / process that is dead / know neither tokenizer / results of tools
+calls of tools / media by address / same numbers with less / once more in FP8 / at most a share
+are older than two / behind its first row / TRL script the example / lengths of the rows
+predictions with a score / uncertainty of the items / GPUs are sold / lost in gaps
+fastest whose peak / costs no communication / plans that were not measured / clips of seconds
+listen to other hosts / an error of a command / lost another / result gets no speed
+optimizer alone knows / called `stacked`
+"""
+"""Parts of sentences that read as translated; say them as PyTorch's documentation would."""
+
+WORDS["plain English"] = "(?i)" + "|".join(map(re.escape, re.split(" / |\n", PHRASES.strip())))
 
 FILLERS = {
     *("a", "an", "the", "of", "to", "for", "from", "in", "on", "at", "by", "with", "and", "or"),

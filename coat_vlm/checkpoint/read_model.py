@@ -22,7 +22,7 @@ ADAPTER = "adapter"
 
 
 def load_named_model(named: NamedModel, dtype: Any, attention: str | None = None) -> Any:
-    """Load a model with all weights; dtype ``auto`` is that of the weights. ValueError: damaged."""
+    """Load a model with all weights; dtype ``auto``: as stored. ValueError: damaged."""
     state = None
     if named.checkpoint is not None:
         problem = find_damage(named.checkpoint)

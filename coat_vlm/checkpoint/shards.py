@@ -21,7 +21,7 @@ from coat_vlm.checkpoint.manifest import FolderFiles, read_manifest
 from coat_vlm.optim.state import LOW_BITS, by_element
 
 WEIGHT = "weight"
-"""The key of a partition's weights; the other keys are those of the optimizer's state."""
+"""The key of a partition's weights; the other keys are the optimizer's states."""
 
 SHARD_BYTES = 1 << 31
 """Size from which the next tensors are written to another file."""

@@ -76,7 +76,7 @@ def _rank_module(path: Sequence[str]) -> int:
 def _list_paths(
     path: tuple[str, ...], kind: Any, section: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all keys below ``kind``; in maps and lists, those of ``section``."""
+    """Yield the paths of all keys below ``kind``; in maps and lists, the paths in ``section``."""
     kind = _without_none(kind)
     if dataclasses.is_dataclass(kind):
         for name, below in get_type_hints(kind).items():

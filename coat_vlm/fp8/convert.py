@@ -199,7 +199,7 @@ def _choose(
         report.converted[name] = text
         if precision == "fp8_linear":
             report.skipped |= {
-                f"{name}.{child}": f"its width is no multiple of {GEMM_MULTIPLE}"
+                f"{name}.{child}": f"its width is not a multiple of {GEMM_MULTIPLE}"
                 for child, layer in _linears_of(block).items()
                 if not _fits_gemm(layer)
             }
@@ -221,7 +221,7 @@ def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
 
 
 def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -> None:
-    """Store the frozen weights of FP8 blocks with LoRA adapters in FP8 alone (``weights.py``).
+    """Store the frozen weights of FP8 blocks with LoRA adapters only in FP8 (``weights.py``).
 
     They go to ``device``, by default the weights'. Call it again after a change of the original
     weights, which are on the CPU from then on. Weights that DeepSpeed's ZeRO-3 partitions, and
@@ -288,7 +288,7 @@ def _choose_linears(
         elif plain:
             report.converted[name] = "output layer, BF16 logits, FP8 gradients in the fused loss"
         else:
-            report.skipped[name] = f"a bias, or sizes that are no multiples of {GEMM_MULTIPLE}"
+            report.skipped[name] = f"a bias, or sizes that are not multiples of {GEMM_MULTIPLE}"
 
 
 def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: ConversionReport) -> None:

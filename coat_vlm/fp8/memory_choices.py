@@ -46,7 +46,7 @@ MIN_WAITING = 0.03
 graphs paid where it waited for 38 of 890 ms (docs/experiments/step_8b.md)."""
 
 MEMORY_FACTOR = 1.5
-"""Memory of graphs over that of the activations which the blocks save."""
+"""Ratio of the memory of graphs to the memory of the activations that the blocks save."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class SpareMemory:
         return reused_weights(self.shares_weights)
 
     def after_step(self) -> None:
-        """Decide after the second step, by the memory beside its peak."""
+        """Decide after the second step, by the memory that its peak left."""
         self.steps += 1
         if self.steps > DECIDED_AFTER:
             return
@@ -126,7 +126,7 @@ class SpareMemory:
             torch.cuda.empty_cache()  # idle segments have the sizes of a step without the weights
 
     def _measure_memory(self) -> tuple[float, float]:
-        """Return the bytes that the peak of the steps left, and those of the GPU."""
+        """Return the bytes that the peak of the steps left, and the bytes of the GPU."""
         if self.device.type != "cuda":
             return float("inf"), float("inf")
         free, total = torch.cuda.mem_get_info(self.device)

@@ -2,7 +2,7 @@
 
     residual = x + delta,   h = W_in norm(residual) + b_in,   y = W_out activation(h) + b_out
 
-W_in is [gate; up] for SwiGLU and GeGLU. A width of h that is no multiple of 16 (3420 in
+W_in is [gate; up] for SwiGLU and GeGLU. A width of h that is not a multiple of 16 (3420 in
 Qwen2.5-VL's tower) is padded with zero channels, which all activations keep zero. Saves for
 backward, per token: ``residual`` and ``h`` in FP8 with per-group scales (K + K / G and W + W / G
 bytes), the FP32 norm statistics, and three per-tensor scales. Backward recomputes the normalized

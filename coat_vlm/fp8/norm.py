@@ -116,7 +116,7 @@ def backward(
     needs: Needs,
     ctx: Any,
 ) -> tuple[tuple[Tensor | None, ...], LayerValues]:
-    """Compute gradients from those of the layers' output and of the residual path.
+    """Compute gradients from the gradients of the layers' output and of the residual path.
 
     ``quantize`` returns the gradient of the layers' output in FP8. ``ctx`` is the context of a
     Function whose first inputs are x, delta, the norm's weight and its bias, with attributes

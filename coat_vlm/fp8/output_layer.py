@@ -5,9 +5,9 @@
     grad-input   grad_h [m, H]    = g [m, V]             @ W^T [H, V]^T
     grad-weight  grad_W [V, H]    = g^T [V, M']          @ h^T [H, M']^T
 
-m are the tokens of a chunk, M those of many chunks, M' is M padded to a multiple of 16. The
+m are the tokens of a chunk, M the tokens of many chunks, M' is M padded to a multiple of 16. The
 gradient has a constant scale and is rounded stochastically (:func:`coat_kernels.logit_gradient`), W
-and h are E4M3 with one scale per tensor. The loss and the logits are those of
+and h are E4M3 with one scale per tensor. The loss and the logits equal
 :func:`coat_vlm.model.loss.linear_cross_entropy`.
 
 The grad-weight GEMM runs once for many chunks: it reads and writes no sum for each, and each chunk
@@ -56,7 +56,7 @@ class Fp8Gradients:
         self._left = tokens
         self._most = tokens
         if tokens > MAX_TOKENS * layer.in_features:
-            # A sum and a product are in memory beside the operands, so these are small.
+            # A sum and a product are in memory with the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
         weight = [layer.weight.detach()]
@@ -69,7 +69,7 @@ class Fp8Gradients:
         self._sum: Tensor | None = None
 
     def add(self, rows: Tensor, targets: Tensor, rows_gradient: Tensor | None) -> Tensor:
-        """Return the divided loss of a chunk; add its gradients, write that of rows if given."""
+        """Add a chunk's gradients, write its rows' gradient if given; return its divided loss."""
         layer, rows = self._layer, rows.detach()
         logits = layer.forward(rows)
         losses = cross_entropy_(logits, targets)

@@ -31,7 +31,7 @@ class Fused:
     packing: Packing | None = None
     """Packing of the sequences in a single row; every row is one sequence when None."""
     shard: SequenceShard | None = None
-    """The tokens are those of a shard, which are exchanged for heads around the kernel."""
+    """Set if the tokens are a shard's, which are exchanged for heads around the kernel."""
 
 
 class Statistics(NamedTuple):
@@ -141,8 +141,8 @@ def _sharded_backward(
     with torch.enable_grad():
         q, k, v, out, grad_out = shard.gather_tokens(*leaves, *as_heads)
     out, grad_out = (x.detach().transpose(1, 2).flatten(2) for x in (out, grad_out))
-    alone, inputs = replace(how, shard=None), (q.detach(), k.detach(), v.detach())
-    grads = backward(alone, grad_out, *inputs, out, statistics)
+    unsharded, inputs = replace(how, shard=None), (q.detach(), k.detach(), v.detach())
+    grads = backward(unsharded, grad_out, *inputs, out, statistics)
     dq, dk, dv = torch.autograd.grad((q, k, v), leaves, grads)
     return dq, dk, dv
 
@@ -153,8 +153,8 @@ def _packed_forward(
     if how.kernel == "flash":
         out, lse, rng, unused, _ = flash_forward(query, key, value, packing, how.causal, how.scale)
         return out.flatten(-2)[None], Statistics((lse, rng, unused))
-    alone = replace(how, packing=None)
-    parts = [forward(alone, q, k, v) for q, k, v in packing.split(query, key, value)]
+    unpacked = replace(how, packing=None)
+    parts = [forward(unpacked, q, k, v) for q, k, v in packing.split(query, key, value)]
     saved = tuple(tensor for _, statistics in parts for tensor in statistics.tensors)
     return torch.cat([out for out, _ in parts], 1), Statistics(saved)
 
@@ -179,9 +179,9 @@ def _packed_backward(
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
         return dq, dk, dv
-    alone = replace(how, packing=None)
+    unpacked = replace(how, packing=None)
     parts = [
-        backward(alone, grad_out[:, start:end], q, k, v, out[:, start:end], Statistics((lse,)))
+        backward(unpacked, grad_out[:, start:end], q, k, v, out[:, start:end], Statistics((lse,)))
         for (start, end), (q, k, v), lse in zip(
             packing.spans(), packing.split(query, key, value), statistics.tensors, strict=True
         )

@@ -6,7 +6,7 @@ the forward GEMM is BF16). Inside, the first use writes both layouts, and later 
 (2 bytes per parameter): the weights must not change until the scope ends. Weights with the same
 input are one fused matrix with one scale.
 
-Frozen weights of blocks with LoRA adapters can be stored in FP8 alone (:func:`store_weights`), with
+Frozen weights of blocks with LoRA adapters can be stored only in FP8 (:func:`store_weights`), with
 the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
 forward GEMM; the backward pass transposes a weight for its grad-input GEMM. The original weights go
 to host memory, block by block, so that the GPU never has all of both: checkpoints and merged models
@@ -32,7 +32,7 @@ _cache: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
 """Both layouts of the weights of the current scope; None outside of a scope."""
 
 _STORED = "fp8_stored"
-"""Attribute of a layer whose weight is stored in FP8, fused with those of the same input."""
+"""Attribute of a layer whose weight is stored in FP8, fused with weights of the same input."""
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def merged_adapter(model: nn.Module, folder: Path, base: str) -> Iterator[None]:
 
 
 def merge_adapter(model: nn.Module, folder: Path, base: str) -> None:
-    """Merge an adapter into a model's weights, which then equal those of ``coat-vlm export``.
+    """Merge an adapter into a model's weights, which then equal the weights of ``coat-vlm export``.
 
     Warns about an adapter of another base than ``base``; ValueError if it does not fit the model.
     """

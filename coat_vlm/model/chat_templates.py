@@ -48,8 +48,8 @@ def find_jinja_template(name: str, tokenizer: TokenizerLike) -> str | None:
 def find_pad_id(tokenizer: Any, vocab_size: int, image_token: str | None) -> int:
     """Return a token that pads rows: the tokenizer's pad or end token, or any other one.
 
-    Padding is masked by its position, so that any row of the embedding can stand for it. Published
-    tokenizers have pad tokens outside of the embedding, none, or that of images.
+    Padding is masked by its position, so any row of the embedding can be used for it. Published
+    tokenizers have pad tokens outside of the embedding, none, or the image token.
     """
     image_id = None if image_token is None else tokenizer.convert_tokens_to_ids(image_token)
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, *range(vocab_size))

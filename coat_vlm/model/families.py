@@ -63,7 +63,7 @@ class Family:
     videos: Videos = _FRAMES
     shares_tokens: bool = True
     """Whether ranks can share the tokens of a row. They cannot where tokens attend to later ones,
-    such as within an image, or where a loss besides the labels' reads all, as that of experts."""
+    such as within an image, or where another loss, such as the experts', reads all tokens."""
     has_prefix: bool = False
     """Whether ``token_types`` is 0 up to the first answer, where attention is in both directions,
     and 1 from there on."""

@@ -156,7 +156,7 @@ def count_units(inputs: Mapping[str, Tensor], config: Any) -> tuple[int, int]:
 def count_image_tiles(sizes: Any, numbers: list[int], config: Any) -> list[int]:
     """Count the tiles of images of LLaVA-NeXT and LLaVA-OneVision, by their sizes (N, 2).
 
-    ``numbers`` are the images of each conversation; several images are not cut.
+    ``numbers`` are the images of each conversation; several images are not tiled.
     """
     from transformers.models.llava_onevision.modeling_llava_onevision import (  # slow
         image_size_to_num_patches,

@@ -106,7 +106,7 @@ class FamilyVlm:
     def make_token_types(self: Any, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Make the family's input of token types, if it has one, for ids (B, T).
 
-        ``labels`` (B, T) are those of conversations; None for prompts.
+        ``labels`` (B, T) are given for conversations; None for prompts.
         """
         name = self.family.token_types
         if name is None:

@@ -3,7 +3,7 @@
 The tokens are those that the processor itself makes of the conversation
 (tests/vlm/test_families.py), with two differences: a special token in a user's text is text, and
 the line break that LLaVA's rows have between an image and a text is left out. Supervised tokens are
-those of :mod:`coat_data.text.chat`: answers, and the token that ends each.
+as in :mod:`coat_data.text.chat`: answers, and the token that ends each.
 """
 
 import inspect
@@ -197,7 +197,7 @@ def _count_patches(config: Any) -> int:
 
 
 def _write_settings(files: dict[str, bytes], changes: dict[str, Any], *parts: str) -> None:
-    """Change settings where the files have those of the first of ``parts`` that they have."""
+    """Change the settings of the first of ``parts`` that the files have."""
     whole = json.loads(files.get("processor_config.json", "{}"))
     for part in parts:
         name = f"{part}preprocessor_config.json".removeprefix("image_")
@@ -270,7 +270,7 @@ def limit_pixels(
     videos, factor = processor.video_processor, images.patch_size * images.merge_size
     if not family.videos.inputs:  # GLM-V limits only a whole video
         return {}
-    if not family.videos.limits_frames:  # its size is that of all frames together
+    if not family.videos.limits_frames:  # its size limits all frames together
         changes = {"cap_pixels_per_frame": True, "max_video_tokens": max_pixels // factor**2}
         vars(videos).update(changes)
         return changes
@@ -279,7 +279,7 @@ def limit_pixels(
 
 
 def _image_options(processor: Any) -> dict[str, Any]:
-    """Return the options with which a processor calls its image processor: those of its class.
+    """Return the options with which a processor calls its image processor, from its class.
 
     They precede preprocessor_config.json: InternVL3's says ``crop_to_patches: false``.
     """
@@ -460,7 +460,7 @@ class FamilyEncoder(Encoder):
             fewer = "model.video" if settable else "the files of the video processor"
             remedies.append(f"take fewer frames ({fewer})")
         remedy = f"or {', or '.join(remedies)}"
-        raise self._too_long(sample, length, f", with those of {of}," if of else "", remedy)
+        raise self._too_long(sample, length, f", including {of}," if of else "", remedy)
 
     def _read(
         self,
@@ -468,7 +468,7 @@ class FamilyEncoder(Encoder):
         read_image: Callable[[Media], Image.Image | Tensor],
         read_video: Callable[[Media], EncodedVideo],
     ) -> tuple[list[str], list[dict[str, Tensor]], int]:
-        """Return the text of each medium's tokens, inputs of the model, and images and frames."""
+        """Return the token text of each image or video, model inputs, and images and frames."""
         if self._family.videos.frames is not None and media:
             token, written, images = self._processor.image_token, [], []
             for medium in media:

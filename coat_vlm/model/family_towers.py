@@ -21,7 +21,7 @@ from coat_vlm.model.family_layout import count_image_tiles
 def one_pass(core: Any, inputs: MutableMapping[str, Any]) -> Iterator[None]:
     """Let the tower of a model's ``core`` run once while the context lasts.
 
-    ``inputs`` are those of the forward pass; what the original does not know is taken out of them.
+    ``inputs`` come from the forward pass; what the original does not know is taken out of them.
     """
     counts, videos = inputs.pop("video_frames", None), []
     if inputs.get("pixel_values_videos") is None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a decoder takes several megabytes per worker
 class EncodedVideo:
     """A video as the model gets it: the text of its tokens, and the model's inputs by name.
 
-    Of frames that are images: text with image tokens, and ``frames`` (T, 3, H, W) uint8.
+    For frames that are images: text with image tokens, and ``frames`` (T, 3, H, W) uint8.
     """
 
     text: str

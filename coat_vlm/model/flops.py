@@ -8,8 +8,8 @@ computes the input. Attention with H heads of width D over P pairs of a query an
     forward  2 * 2 P H D;  backward 2 * 4 P H D, if this module or one below it is trained
 
 Padding, recomputation and the image of a batch without images do not count, nor does attention to
-later tokens, by which a few models read prefixes and images. Of experts those of a token count, and
-of a linear attention the three products of its recurrence with a state [K, V] per head.
+later tokens, by which a few models read prefixes and images. Only the experts of a token count, and
+for linear attention the three products of its recurrence with a state [K, V] per head.
 """
 
 from collections import Counter

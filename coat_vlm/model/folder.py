@@ -52,7 +52,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a folder's model, with the weights of ``state`` if it is given.
 
-    dtype ``auto`` is that of the weights. ValueError if there is no model, or it is incomplete.
+    dtype ``auto`` is the weights' own. ValueError if there is no model, or it is incomplete.
     """
     if is_family(folder):
         return load_family_model("the model", str(folder), dtype, attention, state)
@@ -111,7 +111,7 @@ def check_start(recipe: Recipe, start: str) -> NamedModel:
 def start_processor(recipe: Recipe, start: str | None) -> AnyProcessor:
     """Load the processor of a stage that starts from a folder, with the recipe's settings.
 
-    Without a folder it is that of ``model.pretrained``.
+    Without a folder, ``model.pretrained`` is read.
     """
     source = ("model.pretrained", str(recipe.model.pretrained))
     if start is not None:

@@ -128,7 +128,7 @@ class _ByAutograd:
         return _cross_entropy(layer.forward(rows), targets)
 
     def add(self, rows: Tensor, targets: Tensor, rows_gradient: Tensor | None) -> Tensor:
-        """Return the divided loss of a chunk; add its gradients, write that of rows if given."""
+        """Add a chunk's gradients, write its rows' gradient if given; return its divided loss."""
         rows = rows.detach().requires_grad_(rows_gradient is not None)
         with torch.enable_grad():
             loss = self.loss(self._twin, rows, targets) / self._divisor
@@ -161,7 +161,7 @@ class _InPlace:
         return _token_losses(layer.forward(rows), targets, None).sum()
 
     def add(self, rows: Tensor, targets: Tensor, rows_gradient: Tensor | None) -> Tensor:
-        """Return the divided loss of a chunk; add its gradients, write that of rows if given."""
+        """Add a chunk's gradients, write its rows' gradient if given; return its divided loss."""
         layer, rows = self._layer, rows.detach()
         logits = layer.forward(rows)
         loss = _token_losses(logits, targets, self._divisor).sum() / self._divisor

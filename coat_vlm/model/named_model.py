@@ -13,7 +13,7 @@ class NamedModel:
     """The parts of a model, wherever they are; see :func:`find_model`."""
 
     path: Path
-    """The weights, or what is added to those of a base."""
+    """The weights, or what is added to the weights of a base."""
     folder: Path
     """config.json, tokenizer and processor, and the weights unless ``checkpoint`` has them."""
     checkpoint: Path | None = None

@@ -164,7 +164,7 @@ def check_packing(model: PreTrainedModel) -> None:
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float
 ) -> Kernel:
-    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D]; on ``meta`` that of a GPU."""
+    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D]; on ``meta`` as on a GPU."""
     if query.is_meta:
         return "flash"
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:
@@ -233,7 +233,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention [B, T, H, D], with the signature of transformers' ``AttentionInterface``.
 
-    With ``sequence_shard`` the heads are those of a shard, and ``cu_seq_lens_q`` are boundaries in
+    With ``sequence_shard`` the heads are a shard's, and ``cu_seq_lens_q`` are boundaries in
     the whole row. Raises ValueError for wrong or missing arguments and unsupported features.
     """
     if isinstance(attention_mask, SequenceMasks):
@@ -355,7 +355,7 @@ _declared_causal: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def skip_packing_search(skip: bool, packing: Packing | None = None) -> Iterator[None]:
     """Skip transformers' search for restarting ``position_ids``, which synchronizes with the GPU.
 
-    Positions that the model itself creates never restart, and those of ``packing`` are known: where
+    Positions that the model itself creates never restart, and those in ``packing`` are known: where
     the model makes its masks by itself, :func:`packed_mask` makes them of this packing. Applies to
     this context and thread.
     """

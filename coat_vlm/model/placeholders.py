@@ -34,7 +34,7 @@ def find_placeholders(is_image: Tensor, given: Tensor | None) -> Tensor:
     """Return the positions [P] int64 of the placeholders in the flattened tokens, ascending.
 
     ``is_image`` is (B, T) bool. ``given`` are the positions from the collation of the batch; a
-    search for them synchronizes with a GPU. Raises ValueError if they are not those of the
+    search for them synchronizes with a GPU. Raises ValueError if they do not match the
     placeholders. On a GPU a device-side assertion fails instead, which the next synchronizing call
     reports.
     """

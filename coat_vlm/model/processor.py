@@ -267,7 +267,7 @@ class CoatVlmProcessor(ProcessorMixin):
     ) -> Any:
         """Render a conversation, or several, with the chat template that the model was trained on.
 
-        Arguments and results are those of transformers' processors; tokens are those of training: a
+        Arguments and results are as in transformers' processors; tokens are as in training: a
         special token in a user's text is text. The assistant mask is 1 at the supervised tokens.
         Another ``chat_template`` and ``documents`` are rendered by transformers.
 
@@ -278,7 +278,7 @@ class CoatVlmProcessor(ProcessorMixin):
             processor_kwargs: options of a call; ``images`` are for parts without a source.
             **options: options of a call, or variables of another template.
 
-        Raises DataError if a medium cannot be read, or a conversation is too long; ValueError if
+        Raises DataError if media cannot be read, or a conversation is too long; ValueError if
         arguments contradict each other, or a message or an option is unknown.
         """
         kwargs = {**flat_options(processor_kwargs or {}), **options}

@@ -31,7 +31,7 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(given: Any, kind: MediaKind) -> list[Any]:
-    """Return a medium or nested lists of media as a flat list of :class:`Media`."""
+    """Return one or nested lists of images or videos as a flat list of :class:`Media`."""
     if given is None:
         return []
     is_list = isinstance(given, list | tuple)
@@ -70,7 +70,7 @@ def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[
 
 
 def split_rows(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:
-    """Return the images of each row; ``one``: the images are those of a single row."""
+    """Return the images of each row; ``one``: the images belong to a single row."""
     per_row = [images] if one else [None] * num_rows if images is None else images
     if len(per_row) != num_rows:
         raise ValueError(

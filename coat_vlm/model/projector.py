@@ -1,6 +1,6 @@
 """Projectors that map vision features to the language model's embedding space, as in VILA.
 
-Layers, order and parameter names (``layers.1.weight``, ...) are those of NVlabs/VILA,
+Layers, order and parameter names (``layers.1.weight``, ...) are as in NVlabs/VILA,
 ``llava/model/multimodal_projector/base_projector.py``. C is the tower's width, H the LLM's:
 
     mlp_downsample           2x2 space-to-depth, LN(4C), Linear(4C, H), GELU, Linear(H, H)

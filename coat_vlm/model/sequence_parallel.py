@@ -1,8 +1,8 @@
 """Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
 Each of the N ranks of a group runs the language model on a shard of the micro-batch's tokens.
-Vision tower and projector of a composed model run on the rank's own images, those of a published
-one on all images. Only attention reads tokens of other ranks:
+Vision tower and projector of a composed model run on the rank's own images; in a published
+model they run on all images. Only attention reads tokens of other ranks:
 
     q, k, v [1, H, T / N, D] --all-to-all--> [1, H / N, T, D] -> attention --all-to-all--> T / N
 
@@ -104,7 +104,7 @@ class SequenceShard:
     places: Mapping[str, Tensor] = field(default_factory=dict)
     """[P] int64: placeholders by kind of media, as positions in the row."""
     features: Mapping[str, slice] = field(default_factory=dict)
-    """Those of them in the shard; a feature has the number of its placeholder."""
+    """The placeholders in the shard; a feature has the number of its placeholder."""
     sends: list[int] = field(default_factory=list)
     receives: list[int] = field(default_factory=list)
     calls: int = 0
@@ -150,7 +150,7 @@ class SequenceShard:
         return self.places[kind][self.features[kind]] - self.start
 
     def send_features(self, features: Tensor) -> Tensor:
-        """Exchange this rank's features [sum of sends, hidden] for those of its own tokens."""
+        """Exchange this rank's features [sum of sends, hidden] for its own tokens' features."""
         if not self.sends:
             return features
         return _exchange(features, self.group, self.sends, self.receives)

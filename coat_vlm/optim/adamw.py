@@ -1,6 +1,6 @@
 """CoatAdamW: AdamW with both moments in FP8 (COAT, arXiv 2410.19313, section 3).
 
-Of ``DTensor`` parameters (FSDP2's ``fully_shard``) every rank updates its own shard, and the groups
+For ``DTensor`` parameters (FSDP2's ``fully_shard``), every rank updates its own shard, and groups
 that share a scale belong to the shard: load a saved state with the number of ranks that wrote it.
 """
 

@@ -102,7 +102,7 @@ def decode(
 ) -> dict[str, Tensor]:
     """Read the elements ``start`` to ``stop`` of a partition, with moments decoded to FP32.
 
-    ``keys`` are all keys of the saved state, ``elements`` those of :func:`by_element`.
+    ``keys`` are all keys of the saved state, ``elements`` the keys of :func:`by_element`.
     """
     values: dict[str, Tensor] = {}
     for key in elements:

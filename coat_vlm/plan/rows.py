@@ -1,6 +1,6 @@
 """The rows that plans assume: full ones, with as many images as the data has.
 
-Images of a composed model are tiles. Those of a published model are as large as the data's, and
+Images of a composed model are tiles. Images of a published model are as large as in the data, and
 pass the model's own processor.
 """
 
@@ -247,7 +247,7 @@ def _read_data(
         for row in range(min(ROWS, len(dataset))):
             try:
                 sample = dataset[row]
-                # In a layout each medium is one token.
+                # In a layout each image or video is one token.
                 text = len(encoder.layout(sample)[0]) - len(sample.media)
                 tokens.append(encoder.measure(sample).tokens - text)
                 sizes += [image_size(one) for one in sample.media if one.kind == "image"]

@@ -224,7 +224,7 @@ def plan_recipe(
     if recipe.init_from is not None and not Path(recipe.init_from).exists():
         assumed = (
             f"init_from={recipe.init_from} does not exist yet; its shapes and vocabulary are "
-            "assumed to be those of the recipe's model section"
+            "assumed to match the recipe's model section"
         )
         recipe = dataclasses.replace(recipe, init_from=None)
     recipe = use_published_shapes(recipe)

@@ -1,7 +1,7 @@
 """Computes the bytes of one rank under each stage of DeepSpeed's ZeRO, and the two peaks of a step.
 
 P is the number of parameters, T of trained parameters, G of parameters in the largest parameter
-group, N of ranks, e of bytes per weight (1 for frozen weights that are stored in FP8 alone, which
+group, N of ranks, e of bytes per weight (1 for frozen weights that are stored only in FP8, which
 stage 3 does not do), K of elements in DeepSpeed's reduction bucket. A BF16 weight has an FP32
 master weight of 4 bytes, an FP32 weight has none. With ``master_weights: low_bits`` (stage 0 only)
 it has 2 bytes, and the optimizer reads BF16 gradients.

@@ -137,7 +137,7 @@ def _stages(run: RunFolder) -> str:
 
 def _results(run: RunFolder, *, final: bool, weights: str | None) -> str:
     if not final:
-        return "Not measured: the run's evaluation is that of the model of its last stage.\n"
+        return "Not measured: the run evaluated the model of its last stage.\n"
     sets = run.recipe.get("eval_sets") or {}
     rows = [
         (

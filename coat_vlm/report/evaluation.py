@@ -121,7 +121,7 @@ def build_sample_cards(
     """Build up to CARDS_PER_SET cards from the items of a set, half of them of wrong answers.
 
     Wrong answers come first, and both halves are evenly spaced over the set. A card is the item
-    with ``images`` and ``problems`` of :func:`render_media`; ``settings`` are those of the recipe.
+    with ``images`` and ``problems`` of :func:`render_media`; ``settings`` come from the recipe.
     """
     right = [item for item in items if item["score"] == 1.0]
     wrong = [item for item in items if item["score"] != 1.0]

@@ -45,7 +45,7 @@ class StageLog:
 
     @property
     def steady(self) -> list[Mapping[str, Any]]:
-        """The steps whose time is that of training."""
+        """The steps whose time is only training."""
         return split_steps(self.steps, self.first)[0]
 
     @property

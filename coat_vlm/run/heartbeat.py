@@ -122,7 +122,7 @@ class Heartbeat:
             self._write()
         if lost:
             raise ConnectionError(
-                f"this rank lost another one or waited longer than collective_timeout_s: {error}. "
+                f"another rank died or timed out (collective_timeout_s): {error}. "
                 f"An error of another rank may be printed above; {elsewhere}"
             ) from error
 

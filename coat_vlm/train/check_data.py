@@ -33,7 +33,7 @@ class RowCheck:
     measures: bool = True
     """Whether the lengths of texts are known; not before the run has trained its tokenizer."""
     check_media: MediaCheck = "header"
-    """With ``none`` no medium is opened, and rows with media are not measured."""
+    """With ``none`` no file is opened, and rows with media are not measured."""
 
     def __call__(self, sample: Sample) -> None:
         """Raise the problem of a row."""

@@ -1,8 +1,8 @@
 """Checks a recipe before the engine starts, and lists all problems with their remedies.
 
 Everything that the recipe, the headers of files and sixteen rows of every source show is checked in
-seconds, without loading weights and without DeepSpeed. The checks are those of training, of
-``coat-vlm plan``, ``lint`` and ``export``, on a model without memory (device ``meta``).
+seconds, without loading weights and without DeepSpeed. The same checks run in training,
+``coat-vlm plan``, ``lint`` and ``export``, here on a model without memory (device ``meta``).
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def check_recipe(
     for name in names:
         check_stage_data(recipe, name, processor, findings.problems, findings.notes)
     if processor is not None and not _needs_weights(recipe):
-        # Shapes of the next stages are those of the first one's model.
+        # The next stages have the shapes of the first one's model.
         planned = dataclasses.replace(recipe, init_from=None if start is None else str(start))
         size = vocab_size if start is None else None
         _check_meta_models(planned, names, size, processor, findings)
@@ -264,7 +264,7 @@ def _check_meta_models(
 ) -> None:
     meta_models: list[PreTrainedModel] = []
     for name in names:
-        with findings.collect():  # most problems are those of all stages
+        with findings.collect():  # most problems are in all stages
             arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
             stage = recipe.stages[name]
             meta_models.append(build_planned_model(recipe, stage, arithmetic, vocab_size))

@@ -137,7 +137,7 @@ def open_data(
     costs: list[np.ndarray] | None = None
     if stage.balance and flops is None:
         raise ValueError(
-            f"stage {name}: balance estimates the FLOPs of rows, and those of this model are not "
+            f"stage {name}: balance estimates the FLOPs of rows, but this model's FLOPs are not "
             "known; remove balance"
         )
     tokens: list[float | None] = [None] * len(datasets)
@@ -378,7 +378,7 @@ def fingerprint(source: SourceConfig, dataset: Rows) -> list[str | int]:
     """Return what identifies the rows of a source: its path, selected rows and files.
 
     Files are represented by their number and a SHA-256 of paths, sizes and modification times. A
-    folder stands for all files below it; broken links are ignored.
+    folder means all files below it; broken links are ignored.
     """
     whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
     paths = whole.paths if isinstance(whole, SampleDataset) else ()

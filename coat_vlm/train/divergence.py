@@ -45,7 +45,7 @@ class Detector:
     """Finds steps whose loss or gradient norm is out of the usual range.
 
     The same entries give the same result, so all ranks and a resumed run agree without
-    communication. ``entries`` are those of the finished steps. ``first`` is the first step of the
+    communication. ``entries`` are metrics of the finished steps. ``first`` is the first step of the
     present spike, None if the last step was in range.
     """
 
@@ -86,9 +86,7 @@ class Detector:
 
     def _find(self, loss: float, norm: float | None, limit: float) -> str | None:
         if loss > limit:
-            return (
-                f"loss {loss:.4g}, above {limit:.4g} (twice that of guessing or of the first step)"
-            )
+            return f"loss {loss:.4g}, above {limit:.4g} (twice the first step's or chance level)"
         if norm == 0:  # an exploded model whose activations saturate: loss of guessing, no gradient
             return "the gradient norm is 0"
         if len(self._losses) < min(MIN_STEPS, self._config.window):

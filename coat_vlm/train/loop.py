@@ -114,7 +114,7 @@ class StageLoop:
         """Save a checkpoint and end the command after a signal on any rank."""
         self._save()
         self.saver.finish()
-        # If another rank received the signal, the status is that of SIGTERM.
+        # If another rank received the signal, the status is SIGTERM's.
         raise Stopped(SIGNALS.exit_status)
 
     def _is_due(self, interval: int, step: int | None = None) -> bool:

@@ -1,7 +1,7 @@
 """Forward, backward, clipping and the optimizer's update of a step, on one engine.
 
 The loss of a micro-batch is the sum over its tokens, divided by the number of supervised tokens of
-all micro-batches and ranks. The gradient is therefore that of the mean loss per supervised token of
+all micro-batches and ranks. It is therefore the gradient of the mean loss per supervised token of
 the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
 it is the sum over its pairs, divided by the number of pairs.
 """
@@ -55,7 +55,7 @@ class Results(NamedTuple):
     """When the step has ended and its results are copied; None on a CPU."""
 
     def wait(self) -> tuple[float, float | None]:
-        """Wait for the step, but for nothing that was launched later; return loss and norm."""
+        """Wait for the step, not for later launches; return loss and norm."""
         if self.done is not None:
             self.done.synchronize()
         loss, *norm = self.copied.tolist()

@@ -1,6 +1,6 @@
 """The loss of a stage ``dpo``: TRL's ``DPOTrainer`` computes it, and the metrics, of each batch.
 
-The trainer's own loop is not used. Steps, optimizer, checkpoints, signals and logs are those of
+The trainer's own loop is not used. Steps, optimizer, checkpoints, signals and logs are as in
 every stage (:mod:`coat_vlm.train.loop`), so TRL sees only :meth:`Preference.loss`.
 """
 
@@ -126,7 +126,7 @@ class Preference:
         if self._checkpointing:  # TRL turned it off and on, and with it gradients of the inputs
             self._model.disable_input_require_grads()
         if not self._model.training:
-            self.metrics()  # of a validation: not to be added to those of a step
+            self.metrics()  # of a validation: not to be added to a step's
         return mean * (count_pairs(labels) / divisor)
 
     def metrics(self) -> dict[str, dict[str, float]]:

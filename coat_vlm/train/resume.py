@@ -57,10 +57,10 @@ MAY_CHANGE = (
     *(f"stages.*.{key}" for key in ("max_bad_samples", "save_steps", "eval_steps", "balance")),
     *(f"stages.*.{key}" for key in ("gradient_checkpointing", "micro_batch_size")),
     "stages.*.sequence_parallel",
-    # The rows themselves are compared with those of the start.
+    # The rows themselves are compared with the start's.
     *(f"stages.*.data.*.{key}" for key in ("path", "media_root", "format", "follow_links")),
 )
-"""Keys that may change at a resume (``*`` stands for one part, ``**`` for all that follow)."""
+"""Keys that may change at a resume (``*`` matches one part, ``**`` all that follow)."""
 
 CHANGES_DATA = (
     "stages.*.data.**",
@@ -78,14 +78,14 @@ CHANGES_DATA = (
 FIXED: Mapping[str, str] = {
     "seed": "it seeds the initialization and the order of samples",
     "init_from": "training started from these weights",
-    "precision": "the saved weights and optimizer states are those of this precision",
+    "precision": "the saved weights and optimizer states belong to this precision",
     "fp8.**": "it selects what is quantized, and the saved states depend on it",
     "model.**": "the weights in the checkpoint belong to this model and its inputs",
     "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
     "stages.*.dpo.**": "the finished steps minimized this loss",
     **dict.fromkeys(
         [f"stages.*.{name}.train" for name in _MODULES],
-        "the optimizer states are those of the modules that train",
+        "the optimizer states belong to the modules that train",
     ),
     "stages.*.betas": "the saved moments are averages over these horizons",
     "stages.*.eps": "the saved moments were scaled for it",

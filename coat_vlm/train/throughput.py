@@ -130,7 +130,7 @@ def measure_work(loaded: LoadedBatch, media_token_ids: Sequence[int]) -> Work:
 
 
 def count_supervised_tokens(batch: Batch) -> int:
-    """Count the tokens with a label; the first token of a row is no target."""
+    """Count the tokens with a label; the first token of a row is not a target."""
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 

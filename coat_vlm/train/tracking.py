@@ -140,7 +140,7 @@ def rewind(path: Path, stage: str, step: int) -> None:
     with path.open("rb") as file:
         others = sum(1 for line in file if line.strip()) - len(entries)
     if others:
-        logger.warning("%s: deleted %d lines that are no entries of a stage", path, others)
+        logger.warning("%s: deleted %d lines that are not entries of a stage", path, others)
     kept = []
     for entry in entries:
         order = STAGES.index(entry["stage"]) - STAGES.index(stage)
@@ -226,8 +226,8 @@ _RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait", 
 class StepLine:
     """Prints a line for every few steps of a stage, on the main process.
 
-    Rates are those of the steady steps since the last line; the time of other steps stands after
-    them (:func:`split_steps`).
+    Rates cover the steady steps since the last line; the time of other steps follows
+    (:func:`split_steps`).
 
     ``done`` are the steps before a resume; the last step has a line whatever ``every`` is.
     """

@@ -55,7 +55,7 @@ class DataError(ValueError):
         self.remedy = remedy
 
     def within(self, where: str) -> "DataError":
-        """Return the error of a medium or text with the row that it belongs to."""
+        """Return the error of an image, video or text with the row that it belongs to."""
         return type(self)(f"{where}: {self.where}", self.problem, self.remedy)
 
     def row(self) -> dict[str, str]:
@@ -94,7 +94,7 @@ class Media:
     end: float | None = None
     """Videos: end of the clip in seconds; None for the end."""
     frames: tuple[str, ...] = ()
-    """Videos stored as images: path of every frame, in order; ``path`` is that of the first."""
+    """Videos stored as images: path of every frame, in order; ``path`` is the first one's."""
     frames_data: tuple[bytes, ...] = ()
     """Videos in memory: every encoded frame; ``frames`` are then only names."""
     fps: float | None = None
@@ -147,11 +147,11 @@ class Turn:
     reasoning: str = ""
     """Assistant turns: what the model thinks before the answer, outside of its text."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Assistant turns: the calls of tools behind the text. Turns of the role ``tool`` follow, one
+    """Assistant turns: the tool calls behind the text. Turns of the role ``tool`` follow, one
     for the result of each."""
     tool_call_id: str = ""
     name: str = ""
-    """Results of tools: the name of the tool, as ``tool_call_id`` is the id of its call."""
+    """Tool results: the name of the tool, as ``tool_call_id`` is the id of its call."""
 
     @property
     def text(self) -> str:
@@ -188,7 +188,7 @@ class Reading:
 
 
 NOTES = {
-    "placeholder_as_text": "a placeholder such as <image> without a medium is read as text",
+    "placeholder_as_text": "a placeholder such as <image> without a file is read as text",
     "media_first": "media without a placeholder are shown before the first question",
     "later_captions": "several captions or answers: only one of them is supervised",
     "answer_first": "an answer precedes the first question (vicuna_v1 leaves it out, as LLaVA)",
@@ -222,7 +222,7 @@ class Sample:
     """The tools that the assistant may call, as JSON schemas of OpenAI's form."""
     rejected: str = ""
     """Preference pairs: a worse answer than the last one of ``turns``, the only supervised one;
-    empty for a sample that is no pair."""
+    empty for a sample that is not a pair."""
     rejected_tagged: str = field(default="", compare=False, repr=False)
     """``rejected`` with tags around boxes, as :attr:`Part.tagged`."""
     reading: Reading = field(default=Reading(), compare=False, repr=False)
@@ -247,7 +247,7 @@ class Sample:
         """Return self, or raise :class:`DataError` naming the first rule that does not hold.
 
         Rules: media parts match ``media`` in number and kind; after an optional system turn, user
-        and assistant alternate, with results of tools between two answers; an answer may precede
+        and assistant alternate, with tool results between two answers; an answer may precede
         the first question; no answer is empty; at least one is supervised.
         """
         kinds = [part.kind for turn in self.turns for part in turn.parts if part.kind != "text"]

@@ -186,7 +186,7 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
             str(path),
             f"has the MD5 {digest}, not {repository.md5} as published",
             "delete it and download it again; if it stays so, the publisher has changed the file, "
-            "and scores are those of another version",
+            "and scores belong to another version",
         )
 
 
@@ -216,7 +216,7 @@ def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a zip or tar once; a file beside it marks it as unpacked."""
+    """Unpack a zip or tar once; a file next to it marks it as unpacked."""
     done = archive.with_name(f".{archive.name}.unpacked")
     if done.exists():
         return

@@ -21,7 +21,7 @@ class PromptEncoder(Protocol):
     """Makes a model's inputs; picklable for worker processes, and without weights."""
 
     def encode(self, sample: Sample) -> Any:
-        """Encode one prompt; DataError if a medium cannot be read or the prompt is too long."""
+        """Encode one prompt; DataError if media cannot be read or the prompt is too long."""
         ...
 
     def collate(self, encoded: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ reads its references and predictions, and has three layers: ``extract`` (text ->
 ``score`` (one answer) and ``aggregate`` (items -> percentages). ``layouts``, ``ask`` and ``media``
 make prompts. docs/reference/benchmarks.md has a complete example.
 
-The prompts are those of published results: LLaVA's question files (haotian-liu/LLaVA,
+The prompts are as in published results: LLaVA's question files (haotian-liu/LLaVA,
 docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, or the benchmark's own.
 """
 
@@ -149,7 +149,7 @@ class ScoredItem:
     prediction: str | None = None
     """The model's whole text, if it contains reasoning."""
     reasoning: Literal["", "removed", "unfinished", "kept"] = ""
-    """What became of the reasoning; an unfinished one is no answer (``text`` is None)."""
+    """What became of the reasoning; unfinished reasoning is not an answer (``text`` is None)."""
 
     def to_item(self) -> dict[str, Any]:
         """Return an entry of a report's ``items``, without what fields do not have."""
@@ -204,7 +204,7 @@ class PromptOptions:
 
 
 def prompt_sample(text: str, media: Sequence[Media] = (), texts: Sequence[str] = ()) -> Sample:
-    """Make a conversation of one turn: each medium on its own line, then the text; or ``texts``."""
+    """Make a conversation of one turn: media on lines of their own, then the text; or ``texts``."""
     parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
     if texts:
         pairs = zip(texts, media, strict=False)
@@ -233,7 +233,7 @@ class Benchmark(ABC):
     """Tables over whose values a headline metric is a mean, by metric."""
     profiles: ClassVar[tuple[str, ...]] = ("official",)
     sizes: ClassVar[Mapping[str, int]] = {}
-    """Numbers of questions of the official sets and of the parts that are also reported alone."""
+    """Numbers of questions of the official sets and of the parts that are reported separately."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Answers that need no image, e.g. ``("yes", "no")``; empty: the most common reference."""
     rule_only: ClassVar[bool] = False

@@ -79,7 +79,7 @@ class ChatClient:
     def ask(self, content: Any, **settings: Any) -> tuple[str, bool]:
         """Return the stripped answer, empty if the model gave none, and whether it is cut.
 
-        ``content`` is that of one user's message, ``settings`` are further entries of the request.
+        ``content`` of one user message, ``settings`` are further entries of the request.
         A failure that may pass is repeated. DataError: the server does not accept this request.
         ValueError: it gives no answer.
         """

@@ -187,7 +187,7 @@ class MediaFile:
         return ""
 
     def load(self) -> Media:
-        """Return the medium without opening a separate file; DataError if it cannot be read."""
+        """Return the media item without opening a separate file; DataError if unreadable."""
         return Media(kind=self.kind, path=self.name)
 
 
@@ -302,7 +302,7 @@ def _open_table(path: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _find_records(path: str) -> tuple[int, ...]:
-    """Return the offset of every record of a TSV file without its header, and that of the end."""
+    """Return the offset of every record of a TSV file without its header, and its end."""
     starts, offset, quoted = [], 0, False
     with _open_table(path) as file:
         for line in file:

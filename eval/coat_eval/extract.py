@@ -211,11 +211,11 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     A. Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
     """
     if _API_FAILURE not in text:
-        words, alone = _find_lone_letters(text, choices)
+        words, lone = _find_lone_letters(text, choices)
         if declines(text, choices):
             return None
-        if len(alone) == 1 and words.index(alone[0]) > len(words) - 5:
-            return alone[0]
+        if len(lone) == 1 and words.index(lone[0]) > len(words) - 5:
+            return lone[0]
         stated = _STATED_LETTER.search(text)
         if stated and stated[1].upper() in choices:
             return stated[1].upper()
@@ -230,11 +230,11 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     The only letter that is a separate word may also be an article "A".
     Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @c03bc048.
     """
-    _, alone = _find_lone_letters(text, choices)
+    _, lone = _find_lone_letters(text, choices)
     if declines(text, choices):
         return None
-    if len(alone) == 1 and _API_FAILURE not in text:
-        return alone[0]
+    if len(lone) == 1 and _API_FAILURE not in text:
+        return lone[0]
     return _find_only_choice(text, choices)
 
 
@@ -244,8 +244,8 @@ LETTER_RULES = {"vlmeval": infer_letter, "vlmeval@c03bc048": infer_letter_c03bc0
 
 def declines(text: str, choices: Mapping[str, str]) -> bool:
     """Return whether ``can_infer`` reads a text as a refusal ("Z"), so that no judge is asked."""
-    words, alone = _find_lone_letters(text, choices)
-    refuses = any(refusal in text for refusal in _REFUSALS) or (not alone and "Z" in words)
+    words, lone = _find_lone_letters(text, choices)
+    refuses = any(refusal in text for refusal in _REFUSALS) or (not lone and "Z" in words)
     return refuses and _API_FAILURE not in text
 
 

@@ -25,7 +25,7 @@ from coat_data.saved_files import hash_file, write_text
 REPORT_FILE = "report.json"
 IMAGE_COLUMN = "image"
 IMAGE_HASH = "sha256:"
-"""Beginning of the cell that stands for an image."""
+"""Beginning of the cell that represents an image."""
 _LONGEST_NAME = 64
 """Longer cells of the image column are images; others name the row with the image."""
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
@@ -70,7 +70,7 @@ class Table:
     """``mapping``: the file was one object by id, which is now ``question_id``; rows that were no
     objects became ``value``."""
     head: Mapping[str, Any] = field(default_factory=dict)
-    """Entries beside the rows, e.g. SEED-Bench's names of question types."""
+    """Entries in addition to the rows, e.g. SEED-Bench's names of question types."""
     lines: Sequence[int] | None = None
     """Line of each row, from 1; None if rows are not lines."""
     notes: Sequence[str] = ()
@@ -220,7 +220,7 @@ def _read_parquet(path: Path, file: _File) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Of an unzipped file: every seek backwards would unzip it again.
+    # In memory if zipped: every seek backwards would unzip it again.
     source = io.BytesIO(file.read()) if isinstance(file, gzip.GzipFile) else path
     try:
         with pq.ParquetFile(source) as opened:

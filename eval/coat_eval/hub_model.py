@@ -123,7 +123,7 @@ class ContentReader:
 
     videos_as: Literal["video", "images"] = "images"
     line_breaks = False
-    """Whether the line break after a medium is text: chat templates of published models have their
+    """Whether the line break after an image is text: chat templates of published models have their
     own separators, and composed models of this project were trained with it."""
 
     def __init__(self, num_frames: int) -> None:

@@ -27,7 +27,7 @@ class Judge:
             raise DataError(
                 str(cache),
                 f"has the answers of {len(known)} judges: {', '.join(sorted(known)) or 'none'}",
-                "keep those of one, or name the judge with --judge",
+                "keep the answers of one, or name the judge with --judge",
             )
         self.model, self.cache = model, cache
         self.name = model.name if model is not None else next(iter(known))

@@ -41,7 +41,7 @@ class CoatVlmForLmmsEval(lmms):
         batch_size: int = 1,
         max_batch_size: int | None = None,
     ) -> None:
-        """Load the model; the arguments are those of ``--model_args`` and of the command line."""
+        """Load the model; the arguments come from ``--model_args`` and the command line."""
         super().__init__()
         if max_batch_size is not None:
             raise ValueError("max_batch_size has no effect: batches have batch_size prompts")
@@ -100,7 +100,7 @@ class CoatVlmForLmmsEval(lmms):
 
 
 def _make_media(kind: Any, value: Any, where: str) -> Media:
-    """Make a medium of a path or a PIL image; DataError for anything else."""
+    """Make :class:`Media` of a path or a PIL image; DataError for anything else."""
     if kind in ("image", "video") and isinstance(value, str):
         return Media(kind=kind, path=value)
     if kind == "image" and isinstance(value, Image.Image):

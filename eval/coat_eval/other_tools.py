@@ -24,7 +24,7 @@ def is_of_other_tool(table: Table) -> bool:
 
 
 def convert_rows(table: Table, benchmark: Benchmark, questions: Sequence[Question]) -> Table:
-    """Return a table of rows with ids and ``prediction``; those of no other tool unchanged."""
+    """Return a table of rows with ids and ``prediction``; rows of no other tool unchanged."""
     if _is_sample_log(table):
         ids = (*benchmark.id_fields, *_IDS)
         rows = [
@@ -98,7 +98,7 @@ def _convert_results(
         if isinstance(own.answer, str) and given not in ("", _fold(own.answer)):
             raise DataError(
                 table.where(index),
-                f"the row's answer is {answer!r}, that of question {own.question_id!r} "
+                f"the row's answer is {answer!r}, but the answer of question {own.question_id!r} "
                 f"({own.where}) is {own.answer!r}",
                 "give the references that the table was made from",
             )

@@ -193,7 +193,7 @@ def _check_prompts(
     questions: Sequence[Question],
     warnings: list[str],
 ) -> None:
-    """Raise DataError if a prediction's prompt is that of another question."""
+    """Raise DataError if a prediction's prompt belongs to another question."""
     asked = [
         (one, own) for one, own in matched if keep_letters(own.text) and keep_letters(one.prompt)
     ]

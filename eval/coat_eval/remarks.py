@@ -29,7 +29,7 @@ def find_constants(
     settings = replace(settings, verdicts={})
     best: dict[str, dict[str, Any]] = {}
     metrics = [name for name in metrics if not name.endswith("_rate")]  # no scores
-    for answer in benchmark.constants or _find_commonest(questions):
+    for answer in benchmark.constants or _find_most_frequent(questions):
         constant = benchmark.score_all([(one, answer) for one in questions], settings)
         if all(one.needs_judge for one in constant):
             continue  # nobody knows what the judge would say
@@ -42,7 +42,7 @@ def find_constants(
 
 
 def describe_constant(report: Mapping[str, Any], metric: str) -> str:
-    """Return a remark if a metric does not exceed that of a constant answer, else nothing."""
+    """Return a remark if a metric does not exceed a constant answer's, else nothing."""
     constant = report.get("constants", {}).get(metric)
     if constant is None or report["metrics"][metric] > constant["value"] + _EXACT:
         return ""
@@ -87,7 +87,7 @@ def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
     return warnings
 
 
-def _find_commonest(questions: Sequence[Any]) -> list[str]:
+def _find_most_frequent(questions: Sequence[Any]) -> list[str]:
     answers: Counter[str] = Counter()
     for one in questions:
         answers.update(one.answer if isinstance(one.answer, list) else [str(one.answer)])

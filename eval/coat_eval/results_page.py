@@ -246,7 +246,7 @@ def _make_card(
 def _resolve_media(entry: object, media_root: Path | str | None, where: str) -> dict[str, Any]:
     """Convert ``{"kind", "path"}``, whose path may end in ``#t=START,END``, to fields of Media."""
     if not (isinstance(entry, Mapping) and {"kind", "path"} <= entry.keys()):
-        problem = f"the medium {entry!r} has no kind and path"
+        problem = f"the media entry {entry!r} has no kind and path"
         raise DataError(where, problem, 'write {"kind": "image", "path": "a.jpg"}')
     name, part, seconds = str(entry["path"]).partition("#t=")
     times: dict[str, float] = {}
@@ -264,7 +264,7 @@ def _resolve_media(entry: object, media_root: Path | str | None, where: str) -> 
 def _load_media(
     entry: Mapping[str, Any], pick: Literal["first", "middle"]
 ) -> Mapping[str, Any] | str:
-    """Add the bytes of a medium in a Parquet file; returns a message if it cannot be read."""
+    """Add the bytes of an image or video in a Parquet file; returns a message if unreadable."""
     cell = _CELL.fullmatch(entry["path"])
     if cell is None:
         return entry

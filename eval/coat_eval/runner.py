@@ -166,7 +166,7 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Generate answers to all questions, and score them; all ranks call this.
 
-    Several samples are answered in ``out_dir/sample_N``; those of the majority are then scored.
+    Several samples are answered in ``out_dir/sample_N``; the majority's answers are then scored.
     ``data`` is the benchmark's folder, or one with a folder per benchmark. ``check`` raises an
     error if the caller's lock on ``out_dir`` is lost. Returns the report on rank 0, ``{}`` on
     others. ValueError: the folder has answers of another model or other prompts. DataError: all

@@ -14,7 +14,7 @@ from coat_eval.tasks.pope import SPLITS
 from coat_eval.uncertainty import Estimate
 
 PROMPT_FILES = ("predictions*.jsonl", "prompts.jsonl")
-"""Files beside a report with predictions and prompts."""
+"""Files next to a report with predictions and prompts."""
 RULE_ONLY_MARK = "rule only"
 """Deviation of a benchmark without published predictions to check its rule against."""
 _AGAIN = "score the predictions again"
@@ -161,7 +161,7 @@ def _get_key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read_questions(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Read questions and media from the files beside a report, by category and id."""
+    """Read questions and media from the files next to a report, by category and id."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path in (path for pattern in PROMPT_FILES for path in sorted(folder.glob(pattern))):
         for _, row in read_json_lines(path, _AGAIN):

@@ -37,7 +37,7 @@ from coat_eval.tasks.question_set import get_text
 
 SCORER_VERSION = "1"
 """Increased with every change that can change a metric."""
-RULE_ONLY = "rule only: no published predictions with a score were found to check the rule against"
+RULE_ONLY = "rule only: we found no published predictions to validate the rule"
 """Shown with the scores of benchmarks with ``rule_only``."""
 SAVED_VERDICTS = "outputs saved in the predictions"
 """Name of a judge whose outputs official result files contain."""
@@ -259,7 +259,7 @@ def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _drop_repeated(paths: Iterable[Path], warnings: list[str]) -> list[Path]:
-    """Return the files without those of equal content, with a warning."""
+    """Return the files without copies of equal content, with a warning."""
     kept: dict[str, Path] = {}
     for path in paths:
         first = kept.setdefault(hash_file(path) if path.is_file() else str(path), path)

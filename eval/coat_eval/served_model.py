@@ -1,6 +1,6 @@
 """A model that an OpenAI-compatible server runs: vLLM, SGLang, ``transformers serve``.
 
-Prompts and frames are those of :class:`coat_eval.hub_model.HubAdapter`; the server formats them
+Prompts and frames are as in :class:`coat_eval.hub_model.HubAdapter`; the server formats them
 with the model's chat template. Videos always become images. Images are sent as PNG, so that the
 server sees the pixels that our own generation would.
 """

@@ -498,7 +498,7 @@ def activation_bwd(
     fmt: Format = E5M2,
     scale: Tensor | None = None,
 ) -> QuantizedGradient:
-    """Compute the gradient of :func:`activation_fwd`'s input from that of h [M, F], contiguous.
+    """Compute the gradient of :func:`activation_fwd`'s input from the gradient of h [M, F].
 
     ``rows``, ``transposed`` and ``bias`` as in :func:`quantize_gradient`. ``scale`` is from
     :func:`activation_bwd_stats` with the same format; computed when absent.

@@ -416,7 +416,7 @@ class AdamwTable:
     ) -> None:
         """Run one step of all items (at least one) without synchronizing with the GPU.
 
-        ``rates`` are those of the items' parameter groups, by index. ``grad_scale``, FP32 (), is
+        ``rates`` of the items' parameter groups, by index. ``grad_scale``, FP32 (), is
         multiplied with the gradients; if it is not finite, the step changes nothing. Raises
         ValueError if the table has changed while a CUDA graph is captured.
         """

@@ -207,7 +207,7 @@ def logit_gradient(
     """Compute the gradient q of ``losses.sum()``, E5M2 [M, V] (empty without ``rows``).
 
     A value of q means ``q * GRADIENT_SCALE``. ``logits`` [M, V], V a multiple of 16, and
-    ``targets`` are those of :func:`cross_entropy_`, which returned the losses. In ``transposed``,
+    ``targets`` are as in :func:`cross_entropy_`, which returned the losses. In ``transposed``,
     E5M2 [V, T], columns from ``start`` on (a multiple of 16) are overwritten with the transposed
     gradient: M columns, and zeros up to a multiple of 16.
     """

@@ -74,7 +74,7 @@ def tile_grid(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, 
 
 @cache
 def count_sms(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU, or those of an H200 for Triton's interpreter."""
+    """Return the multiprocessors of a GPU, or an H200's for Triton's interpreter."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -83,7 +83,7 @@ def count_sms(device: torch.device) -> int:
 def plan_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, bool]]:
     """Return the layouts (row-major, transposed) that each launch of a kernel writes.
 
-    One launch writes both, unless the number of columns is no multiple of 16. A thread may then
+    One launch writes both, unless the number of columns is not a multiple of 16. A thread may then
     hold four tokens of one channel for both layouts, the compiler merges the two casts, and the
     ptxas 12.8 of Triton 3.6 reads the result before it is computed (seen for heads of 24 channels
     on an H200).

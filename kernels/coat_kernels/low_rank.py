@@ -64,7 +64,7 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _select(part, x0, x1, x2):
-    """Return the number of a part; those of absent parts are None."""
+    """Return the number of a part; absent parts have None."""
     x = x0
     if x1 is not None:
         x = tl.where(part == 1, x1, x)

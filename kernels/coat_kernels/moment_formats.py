@@ -30,7 +30,7 @@ is rounded up with the probability
 
     p - (1 / k - 1) / 2  p (1 - p) / max(t, 1)
 
-which makes the mean of the decoded value right to first order (p alone does so for q). The largest
+which makes the mean of the decoded value right to first order (just p does so for q). The largest
 element stays exact, and a positive one never becomes zero: its update would be m / eps.
 
 A gradient of 1e20, whose square overflows FP32, or of 1e15, which takes the range from all others,

@@ -367,7 +367,7 @@ def quantize_layouts(
 
     Returns FP8 data [M, N] if ``rows``, and [N, M'] if ``transposed``, M padded with zeros to a
     multiple of 16; otherwise empty. ``shared``: :func:`share_scales` applies, unlike for weights.
-    ``dithered``: the scale is that of ``dither_scale``, as for weights.
+    ``dithered``: the scale comes from ``dither_scale``, as for weights.
     """
     _check_parts("quantize_layouts", parts, transposed=transposed)
     scale = _tensor_scale(parts, fmt.name, shared)

@@ -107,11 +107,11 @@ def convert(onnx: Path, folder: Path) -> None:
         for operand in inputs
     }
     for operator, inputs, outputs in nodes:
-        # A matrix has no name of its own; that of the bias which is added to the product says it.
+        # A matrix has no name of its own; it is named after the bias that is added to the product.
         if operator == "MatMul" and inputs[1] in tensors:
             weights[f"{added[outputs[0]]}weight"] = tensors[inputs[1]].t()
     width = len(weights["encoder.layer.0.norm1.weight"])
-    # Export divided the position embeddings into those of the class token and of the patches.
+    # Export split the position embeddings: one for the class token, one for the patches.
     positions = [t for name, t in tensors.items() if t.ndim == 3 and _BACKBONE not in name]
     weights["embeddings.position_embeddings"] = torch.cat(
         sorted(positions, key=lambda t: t.shape[1]), 1

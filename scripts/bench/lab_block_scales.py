@@ -6,7 +6,7 @@ y [M, N] = x [M, K] W [N, K]^T in BF16, of the four GEMMs of Llama-2-7B's layer.
     tensor        torch's FP8 GEMM with one scale per tensor and fast accumulation, as in training
     block         torch's FP8 GEMM with a scale per 1 x 128 inputs and 128 x 128 weights
     int8, fp8     a Triton kernel with a scale per row of x, row of W and group of K: the sums of a
-                  group are exact (INT8) or the tensor core's (FP8), those of groups are FP32. The
+                  group are exact (INT8) or the tensor core's (FP8), sums over groups are FP32. The
                   fastest of several tiles is taken
 
 Quantization is not timed. lab_finetune.py has what the formats cost in loss.

@@ -1,6 +1,6 @@
 """Measures the signal to quantization noise ratio (SQNR) of number formats, in dB.
 
-Of 1,048,576 drawn values in rows of 4,096; the data are normal, tN (Student's t) or outliers (0.1%
+Draws 1,048,576 values in rows of 4,096; the data are normal, tN (Student's t) or outliers (0.1%
 of normal values times 30).
 
 Values are FP32 numbers that the format has, so a simulated operand is the real one. Formats:
@@ -8,7 +8,7 @@ Values are FP32 numbers that the format has, so a simulated operand is the real 
     eXmY       sign, X exponent bits, Y mantissa bits: e5m2, e8m7 (BF16), e5m10 (FP16)
     intN       N bits, from -(2^(N-1) - 1) to 2^(N-1) - 1
 
-A float's largest exponent stands for infinity and NaN, as in IEEE 754. In OCP's e4m3, e3m2, e2m3
+A float's largest exponent means infinity and NaN, as in IEEE 754. In OCP's e4m3, e3m2, e2m3
 and e2m1 it has numbers, except that the bit pattern of only ones is NaN in e4m3 (maximum 448).
 Casts round to nearest, a tie to the even bit pattern, and saturate; NaN stays NaN.
 
@@ -148,7 +148,7 @@ def parse_format(name: str) -> NumberFormat:
 
 
 def round_to(x: Tensor, fmt: NumberFormat) -> Tensor:
-    """Round FP32, BF16 or FP16 values to those of a format; returns FP32."""
+    """Round FP32, BF16 or FP16 values to a format; returns FP32."""
     x32 = x.float()
     bits = x32.view(torch.int32) & 0x7FFFFFFF
     magnitude = bits.view(torch.float32)

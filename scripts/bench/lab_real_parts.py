@@ -72,7 +72,7 @@ LANGUAGE = ("perplexity_before", "perplexity", "last_words_before", "last_words"
 RELATIVE = ("held_out_loss", "perplexity_before", "perplexity")
 """Measures whose differences are in percent."""
 _Key = tuple[str, str]
-"""Precision of a run, and that of its evaluation."""
+"""Precision of a run, and of its evaluation."""
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ def _encode_answers(encoder: Any, samples: Sequence[Sample]) -> Batch:
 def format_runs(out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     """Format one Markdown table: means of the first precision, and differences.
 
-    Of runs evaluated in BF16 these are differences to the first precision, of FP8 inference those
+    For runs evaluated in BF16, these are differences to the first precision; for FP8 inference,
     to the same weights in BF16.
     """
     groups: dict[_Key, dict[int, Mapping[str, Any]]] = defaultdict(dict)

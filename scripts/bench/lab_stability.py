@@ -253,7 +253,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lrs", type=float, nargs="+", default=[1e-3], help="peak learning rates; default 1e-3")
     add("--seeds", type=int, nargs="+", default=[0], help="default 0")
     add("--size", choices=SIZES, default="30m", help="of the decoder; default 30m")
-    add("--steps", type=int, help="steps of a run; default: those of the size")
+    add("--steps", type=int, help="steps of a run; default: by size")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
     return parser
 

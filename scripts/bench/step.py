@@ -115,7 +115,7 @@ class Reference(NamedTuple):
     grad_norm: float
     """Norm of all gradients on the first sample."""
     losses: dict[int, float]
-    """Batch size -> loss; always contains the first sample alone (batch size 1)."""
+    """Batch size -> loss; always contains the first sample by itself (batch size 1)."""
 
 
 def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implementation]:
@@ -160,7 +160,7 @@ def run_pass(model: Any, loaded: LoadedBatch) -> tuple[float, float]:
 
 
 def measure_reference(model: Any, batches: Sequence[LoadedBatch]) -> Reference:
-    """Run BF16, in training mode, on the first sample alone and then on the measured batches."""
+    """Run BF16, in training mode, only on the first sample and then on the measured batches."""
     loss, norm = run_pass(model, batches[0])
     losses = {1: loss}
     device = next(model.parameters()).device
@@ -196,7 +196,7 @@ def check_losses(losses: Sequence[float], exact: float) -> str:
 
 
 def check_training(losses: Sequence[float], exact: Sequence[float] | None) -> str:
-    """Check the losses of steps on one repeated batch, also against those of a BF16 run."""
+    """Check the losses of steps on one repeated batch, also against a BF16 run's."""
     listed = ", ".join(f"{loss:.4f}" for loss in losses)
     if not all(math.isfinite(loss) for loss in losses):
         return f"not correct: losses {listed}"

@@ -101,7 +101,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, Path]:
-    """Return model, processor and the folder named; FileNotFoundError if a medium is missing."""
+    """Return model, processor and the folder named; FileNotFoundError: missing media."""
     for kind, path in args.media:
         if not path.exists():  # a video may be a folder of frames
             raise FileNotFoundError(f"--{kind} {path}: there is no such file")

@@ -116,7 +116,7 @@ def say(text: str) -> None:
 
 def complain(text: str) -> None:
     """Print to stderr from every rank, because an error may occur on one rank only."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    where = "" if alone else f"[rank {os.environ.get('RANK')}] "
+    is_single = os.environ.get("WORLD_SIZE", "1") == "1"
+    where = "" if is_single else f"[rank {os.environ.get('RANK')}] "
     # In one write: the thread that acknowledges signals prints, as well.
     sys.stderr.write(f"coat-vlm: {where}{hide_secrets(text)}\n")

@@ -74,7 +74,7 @@ def _compare(args: argparse.Namespace) -> int:
             "groups need run folders (they have recipe.yaml); list reports without --with: "
             "coat-vlm compare A B C"
         )
-    # Of runs without evaluation sets, such as text pretraining, only losses are compared.
+    # Runs without evaluation sets, such as text pretraining, are compared only by losses.
     evaluated = not trained or args.html or args.json
     evaluated = evaluated or any(next(path.glob("eval/*/report.json"), None) for path in paths)
     if not evaluated:

@@ -98,7 +98,7 @@ def _column(text: str) -> tuple[str, str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`_add_source` as those of ``SampleDataset`` and ``workers``."""
+    """Convert the arguments of :func:`_add_source` for ``SampleDataset`` and ``workers``."""
     from coat_data.limits import Limits
 
     options = {
@@ -205,7 +205,7 @@ supervised text is behind >, other text behind |
     add("--out", type=Path, metavar="FILE", help="write this HTML file; default: print")
     add("--limit", type=at_least(1), default=20, metavar="N", help="at most N samples; default 20")
     add("--model", metavar="NAME", help=_MODEL)
-    add("--ids", action="store_true", help="show token ids, each beside its text")
+    add("--ids", action="store_true", help="show token ids, each next to its text")
 
 
 def _lint(args: argparse.Namespace) -> int:

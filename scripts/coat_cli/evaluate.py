@@ -28,7 +28,7 @@ _PROFILES = (
     "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
     "@c228e27), vlmeval (VLMEvalKit @d21c5e9) or vlmeval@c03bc048, an earlier version"
 )
-"""The commits are those of ``coat_eval.benchmark.UPSTREAM``."""
+"""The commits are listed in ``coat_eval.benchmark.UPSTREAM``."""
 _KIND = "KIND=FOLDER for your own question set: KIND is yes_no, multiple_choice or short_answer"
 _LOADED = ("precision", "max_pixels", "adapters", "num_workers")
 _JUDGE = ("judge", "judge_model", "judge_key", "judge_cache")
@@ -119,7 +119,7 @@ recipe started from; the difference between the two results is the effect of tra
         "--num-frames",
         type=at_least(1),
         metavar="N",
-        help="frames per video for published models; default: those of the family's processor "
+        help="frames per video for published models; default: as the family's processor "
         "(guides/long_video.md), 8 for other models",
     )
     add(
@@ -265,7 +265,7 @@ def _make_task(word: str, args: argparse.Namespace) -> "tuple[str, EvalTask, Pat
 
 
 def _load(args: argparse.Namespace, device: Any) -> Any:
-    """Load the model, or connect to that of ``--server``."""
+    """Load the model, or connect to the model of ``--server``."""
     from coat_eval.chat_client import connect
     from coat_eval.runner import is_own, load_adapter
     from coat_eval.served_model import ServedModel

@@ -40,7 +40,7 @@ in every step; loading data is not part of it.
         "--gpu-memory",
         type=_positive_number,
         metavar="GB",
-        help="nominal memory of each GPU; default: that of this machine's GPU, else "
+        help="nominal memory of each GPU; default: this machine's GPU, else "
         f"{DEFAULT_GPU_MEMORY_GB:.0f}",
     )
     add(

@@ -50,7 +50,7 @@ eval_every answers questions of the evaluation sets during training.
         "--allow-changed-data",
         action="store_true",
         help="with --resume: continue although the data, or recipe keys that change the samples or "
-        "their order, differ from those of the start; the change is recorded",
+        "their order, changed since the start; the change is recorded",
     )
     parser.add_argument(
         "--status-file",
@@ -77,7 +77,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _choose_settings(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
-    """Choose settings that fit into memory, or take those of the run that is continued."""
+    """Choose settings that fit into memory, or take the settings of the resumed run."""
     from coat_vlm.config.load import load_run_recipe
     from coat_vlm.plan import adopt_choices, fit_recipe
 

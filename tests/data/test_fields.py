@@ -92,9 +92,9 @@ def test_properties_and_addresses_of_pages_are_only_listed(
 def test_a_placeholder_without_a_medium_is_not_trained_as_text(tmp_path: Path, text: str) -> None:
     without: list[dict[str, Any]] = [{}, {"image": None}, {"images": []}]
     for fields in without:
-        with pytest.raises(DataError, match="but no medium is shown there"):
+        with pytest.raises(DataError, match="but no image or video there"):
             read(tmp_path, talk(text, **fields))
-    with pytest.raises(DataError, match="but no medium is shown there"):
+    with pytest.raises(DataError, match="but no image or video there"):
         read(tmp_path, {"text": text})
 
 
@@ -111,7 +111,7 @@ def test_quoted_placeholders_and_media_without_one_are_noted(tmp_path: Path) -> 
     assert summary.bad == 0
     assert summary.fields["rows"].lines("rows") == [
         "rows: fields used: conversations, image (2 of 3 rows); ignored: model (1 of 3 rows)",
-        "rows: in 1 of 3 rows a placeholder such as <image> without a medium is read as text; "
+        "rows: in 1 of 3 rows a placeholder such as <image> without a file is read as text; "
         f"first {path}:1",
         "rows: in 1 of 3 rows media without a placeholder are shown before the first question; "
         f"first {path}:2",

@@ -1,4 +1,4 @@
-"""Media by address: the same pixels as the files on disk, and one dead link is one bad row."""
+"""Remote media: the same pixels as the files on disk, and one dead link is one bad row."""
 
 import dataclasses
 import socket

@@ -244,7 +244,7 @@ def test_mathvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     }
     texts = score("mathvision", answers, references=(references,), profile="string")
     assert texts["metrics"]["overall"] == pytest.approx(200 / 3)
-    assert "equal texts alone: not the official score" in format_headline(texts)
+    assert "only equal texts: not the official score" in format_headline(texts)
     # Without the package the official profile says what to do, before anything is generated.
     monkeypatch.setattr(mathvision, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install -e '.\[math\]', or .* --profile string"):

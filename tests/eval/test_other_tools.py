@@ -159,7 +159,7 @@ def test_a_result_table_of_other_references_is_refused(tmp_path: Path, seed: Pat
     rows = result_rows()
     rows[2]["answer"] = "C"
     path = write(tmp_path / "p.csv", rows)
-    with pytest.raises(DataError, match=r"the row's answer is 'C', that of question '1002'"):
+    with pytest.raises(DataError, match=r"the row's answer is 'C', but the answer of question"):
         score("seedbench", path, seed)
     rows = result_rows()
     rows[2]["B"] = "A glass"

@@ -107,7 +107,7 @@ def test_a_card_repeats_the_numbers_of_the_run(
 def test_results_are_those_of_the_exported_weights(run: Path, tmp_path: Path):
     earlier = export_card(run / "align" / "model", tmp_path / "align")
     assert "presence" not in earlier.text[: earlier.text.index("## Recipe")]
-    assert "Not measured: the run's evaluation is that of the model of its last" in earlier.text
+    assert "Not measured: the run evaluated the model of its last" in earlier.text
     options = ("--format", "language", "--weights", "int8")
     quantized = export_card(run / "sft" / "model", tmp_path / "int8", *options)
     assert "were quantized afterwards (int8)" in quantized.text

@@ -302,7 +302,7 @@ def test_answers_are_those_of_transformers(
 
 def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Path) -> None:
     processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
-    with pytest.raises(DataError, match="tokens, with those of 1 images, are more than max_length"):
+    with pytest.raises(DataError, match="tokens, including 1 images, are more than max_length"):
         processor.encoder()(sample_of(folder, "one image"))
     processor._processor.chat_template = "{{ raise_exception('no such thing') }}"
     # A recipe with model.pretrained cannot choose another template.

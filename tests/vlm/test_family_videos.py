@@ -420,7 +420,7 @@ def test_a_batch_of_texts_and_videos_gets_no_filler(
 
 def test_what_is_refused(folder: Path, clips: dict[str, Media], tmp_path: Path) -> None:
     processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
-    with pytest.raises(DataError, match=r"with those of 1 videos, are more than.*fewer frames"):
+    with pytest.raises(DataError, match=r"including 1 videos, are more than.*fewer frames"):
         processor.encoder()(conversation(clips["slow.mkv"]))
     encoder = FamilyProcessor.load("model.pretrained", str(folder), 1024).encoder()
     untimed = replace(clips["frames"], fps=None)

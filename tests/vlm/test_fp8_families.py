@@ -191,7 +191,7 @@ def test_linear_layers_of_an_odd_width_are_left_and_listed() -> None:
     assert {
         name.removeprefix("model.visual.blocks.0.")
         for name, why in report.skipped.items()
-        if why == "its width is no multiple of 16" and "blocks.0" in name
+        if why == "its width is not a multiple of 16" and "blocks.0" in name
     } == {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     assert type(model.model.visual.blocks[0].attn.qkv).__name__ == "Fp8Linear"
     assert type(model.model.visual.blocks[0].mlp.up_proj) is nn.Linear

@@ -98,7 +98,7 @@ def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8
     parts = {name.split(".")[0] for name in adapters_of(model)}
     assert parts == {"vision_tower", "projector", "language_model"}
     for name, parameter in model.named_parameters():
-        if "magnitude" in name:  # around the lengths of the rows, as in training
+        if "magnitude" in name:  # around the magnitudes, as in training
             parameter.data.abs_().add_(0.5)
     if fp8:
         report = convert(model, Fp8Config(language="coat", vision="coat"))

@@ -149,7 +149,7 @@ def test_a_plan_needs_no_model_to_start_from(
     assumed = [line for line in lines if "assumed" in line]
     assert assumed == [
         "  assumed: init_from=runs/earlier/align/model does not exist yet; its shapes and "
-        "vocabulary are assumed to be those of the recipe's model section"
+        "vocabulary are assumed to match the recipe's model section"
     ]
     assert [line for line in lines if line not in assumed] == expected.splitlines()
     path.with_name("empty").mkdir()

@@ -96,7 +96,7 @@ def test_recipes(row: Row) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_with_adapters() -> None:
-    """With today's defaults: frozen weights in FP8, blocks in FP8 next to adapters, low bits."""
+    """With current defaults: frozen weights in FP8, blocks in FP8 next to adapters, low bits."""
     (row,) = (row for row in rows_of("recipe") if row["commit"] == "35630a9")
     name, *changes = row["recipe"].split()
     recipe = load_recipe(name, changes, unset_variables=True)

@@ -72,7 +72,7 @@ class _Index(NamedTuple):
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     skipped: list[int]
-    """Row that follows each line that is no row."""
+    """Row that follows each line that is not a row."""
     damage: DataError | None
 
 
@@ -129,7 +129,7 @@ class IndexedFiles(Rows):
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
         """Yield start and stop byte of each row of a file; a DataError ends the file.
 
-        The stop is :data:`NO_ROW` for a line, such as a blank one, that is counted but is no row.
+        The stop is :data:`NO_ROW` for a line that is counted but is not a row, such as a blank one.
         """
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class IndexedFiles(Rows):
         return self.parse(self._read(index), index)
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the file of a row, and the row in it; lines that are no rows count."""
+        """Return the file of a row, and the row in it; lines that are not rows count."""
         number, row = locate(self._file_ends, index)
         return self.name(self.files[number]), row + bisect_right(self._skipped[number], row)
 

@@ -49,7 +49,7 @@ def collate(
 ) -> Batch:
     """Collate ``samples``, padded to the longest one: ``right`` for training, ``left`` to generate.
 
-    Of B preference pairs the batch has 2 B rows: all chosen answers, then all rejected ones.
+    B preference pairs give a batch of 2 B rows: all chosen answers, then all rejected ones.
     """
     samples = [*samples, *(sample.rejected for sample in samples if sample.rejected is not None)]
     if padding_side == "right":

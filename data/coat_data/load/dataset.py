@@ -38,8 +38,8 @@ class SampleDataset:
 
     Attributes:
         media_root: absolute folder, or address, that relative media paths start from; for a list
-            the deepest folder above those of all sources.
-        paths: the files of the rows, and the list itself; a folder stands for all files below it.
+            the deepest folder above all sources' roots.
+        paths: the files of the rows, and the list itself; a folder means all files below it.
 
     Args:
         in_order: open for a full read by :meth:`stream` only: also accept truncated files, and
@@ -243,7 +243,7 @@ def _rows(entry: SourceEntry, size: int) -> np.ndarray:
     part = round(rest * len(rows))
     if not copies and not part:
         raise ValueError(
-            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is no row; raise repeat, or "
+            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is none; raise repeat, or "
             "remove the source"
         )
     return np.concatenate([np.tile(rows, int(copies)), rows[:part]])

@@ -94,7 +94,7 @@ def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     if allowed < 1:
         raise DataError(
             sample.where,
-            f"max_length={encoder.max_length} leaves no tokens for text beside {around} template "
+            f"max_length={encoder.max_length} leaves no tokens for text after {around} template "
             "tokens",
             "raise model.max_length",
         )
@@ -134,7 +134,7 @@ def split_rows(
 ) -> Iterator[np.ndarray]:
     """Yield chunks of ``rows``, int64 (n, 3): row, first and last character + 1 (-1: whole row).
 
-    A row that fits, is no document, or is bad, is one chunk; training reports bad rows.
+    A row that fits, is not a document, or is bad, is one chunk; training reports bad rows.
     """
     work = partial(_split_each, dataset, encoder)
     return in_workers(work, in_batches(rows, _ROWS_PER_REQUEST), num_workers)

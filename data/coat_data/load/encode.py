@@ -123,7 +123,7 @@ class Encoder:
         """Encode the whole conversation, with the answers as labels.
 
         A preference pair is encoded twice, up to the end token of its last answer; only that
-        answer has labels. DataError, with the row, if a medium cannot be read, the placeholders do
+        answer has labels. DataError, with the row, if media cannot be read, the placeholders do
         not match the media, there is no answer, the template refuses the conversation, the
         sequence is too long, or the sample is not of the kind in :attr:`preferences`.
         """
@@ -155,9 +155,9 @@ class Encoder:
             raise DataError(sample.where, problem, remedy)
 
     def measure(self, sample: Sample) -> Size:
-        """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
+        """Measure the size of :meth:`__call__`'s result from headers; nothing is decoded.
 
-        Of a preference pair it is the size with the chosen answer; both are checked. It is larger
+        For a preference pair, the size with the chosen answer; both are checked. It is larger
         than the result only if a video is shorter than its header says, or by the digits of time
         tokens. Raises DataError as a call does, as far as headers show it.
         """
@@ -183,7 +183,7 @@ class Encoder:
         return sample
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Return ids and labels, with each medium as one tile; any length, nothing is opened."""
+        """Return ids and labels, one tile per image or frame; any length, nothing is opened."""
         ids, labels, _ = self._planned(sample, lambda _: MediaPlan((ONE_TILE,)))
         return ids, labels
 
@@ -215,7 +215,7 @@ class Encoder:
     def prompt(self, sample: Sample) -> EncodedSample:
         """Encode the conversation up to its last question or result, and the answer prefix.
 
-        The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
+        The tokens are a prefix of the whole conversation's; all labels are IGNORE_INDEX.
         Raises DataError as a call does, or if the conversation has no user turn.
         """
         encoded = self.conversation(_asked(sample), add_generation_prompt=True)
@@ -268,7 +268,7 @@ class Encoder:
     def read_media(self, media: Sequence[Media]) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Read media for prompts that others have rendered as text.
 
-        Returns the text of each medium's tokens, and ``pixel_values``, ``image_grids`` and
+        Returns the token text of each image or video, and ``pixel_values``, ``image_grids`` and
         ``frame_groups`` as in :class:`EncodedSample`.
         """
         if media and self.image_token_id is None:
@@ -317,7 +317,7 @@ class Encoder:
     def _begins(self, segments: Sequence[Segment]) -> bool:
         """Whether the tokenizer puts its begin-of-text token before the segments.
 
-        It tokenizes a text behind its own token in another way than behind that of a template.
+        It tokenizes a text behind its own token in another way than behind a template's token.
         """
         begin = self.tokenizer.decode(self.tokenizer.begin)
         return not self.template.as_transformers and bool(begin) and segments[0].text == begin

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from coat_data.sample import DataError
 
 _AHEAD = 2  # requests that are assigned to a worker process before its first result is taken
-_IDLE = -1  # stands for the request of a worker that reads none
+_IDLE = -1  # in place of a request, for a worker that reads none
 _NO_DESCRIPTOR = 24  # exit status of a worker that cannot pass its tensors
 
 Request = TypeVar("Request")

@@ -19,14 +19,14 @@ WAITS_S = (0.5, 2.0)
 
 
 def is_remote(medium: Media) -> bool:
-    """Whether the file, or a frame, of a medium is at an address."""
+    """Whether an image, a video or one of its frames is at an address."""
     return medium.data is None and any(map(is_url, medium.frames or (medium.path or "",)))
 
 
 def restrict_media(sample: Sample, network: Network, limits: Limits, root: Path | str) -> Sample:
     """Return a sample whose media at addresses have these limits and this media root.
 
-    Raises DataError if the network is denied and a medium is at an address.
+    Raises DataError if the network is denied and an image or video is at an address.
     """
     if not any(map(is_remote, sample.media)):
         return sample

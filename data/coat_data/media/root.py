@@ -61,7 +61,7 @@ class MediaRoot:
         if scheme.lower() in ("http", "https"):
             return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
         if not (below and clean):  # with "::", fsspec would open another file system
-            problem = f"the medium is the address {name[:80]!r}"
+            problem = f"the image or video is at {name[:80]!r}"
             remedy = "use http or https, or an address below the media root, or download the file"
             raise DataError(where, problem, remedy)
         return name

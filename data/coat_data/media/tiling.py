@@ -53,7 +53,7 @@ def closest_grid(
 class TiledTransform(ImageTransform):
     """Splits an image into normalized tiles; a frame of a video is one tile.
 
-    Args: those of :class:`ImageTransform`, and
+    Args: as of :class:`ImageTransform`, and
         max_tiles: maximum tiles of a grid, as ``min_tiles`` without the thumbnail.
         scales: sides of the scales in pixels for mode ``dynamic_s2``, ascending multiples of
             ``size``; empty in mode ``dynamic``.

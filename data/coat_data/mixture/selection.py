@@ -101,7 +101,7 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
 def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int]:
     """Return the rows of one source that a bad_samples.jsonl, or a list of overlaps, lists.
 
-    The list must name a file with the name of ``file``; rows of overlaps are those of this file.
+    The list must name a file with the name of ``file``; rows of overlaps count in this file.
     DataError if the list is missing or damaged, has no row of this source, or is of another file.
     """
     listed = read_bad_samples(path)

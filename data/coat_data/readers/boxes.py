@@ -53,7 +53,7 @@ def tag_box(
     shown = f"the box {list(numbers)}"
     given = [one for one in numbers if isinstance(one, int | float) and not isinstance(one, bool)]
     if len(numbers) not in (2, 4) or len(given) != len(numbers):
-        raise DataError(where, f"{shown} is no box", "give [x1, y1, x2, y2], or [x, y]")
+        raise DataError(where, f"{shown} is not a box", "give [x1, y1, x2, y2], or [x, y]")
     slack = 0.0 if size in EDGES.values() else _SLACK_PX
     if not all(-slack <= one <= size[i % 2] + slack for i, one in enumerate(given)):
         raise DataError(

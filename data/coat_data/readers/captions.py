@@ -3,7 +3,7 @@
 CSV, JSONL and Parquet files may have columns with the usual names: ``image``, ``file_name`` (the
 image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``, ... Several images
 precede the caption, or stand at the ``<image>`` in it. WebVid's columns (m-bain/webvid, README)
-stand for the file ``page_dir/videoid.mp4``, or ``videoid.mp4``.
+name the file ``page_dir/videoid.mp4``, or ``videoid.mp4``.
 
 ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card) has fields of its own; the caption with
 ``idx`` -1 is the summary::
@@ -42,7 +42,7 @@ _MEDIA_FIELDS: Mapping[str, MediaKind | None] = {
 """Columns of media; for None, the file name extension decides the kind."""
 
 _NOT_ALONE = {"images", "videos", "image_url", "image_name", "image_file"}
-"""Columns that are often null beside the text of a document."""
+"""Columns that are often null if a row is a document."""
 _CAPTION_FIELDS = ("caption", "text", "title", "description", "txt", "captions")
 _WEBVID = {"videoid", "name", "page_dir"}
 
@@ -128,7 +128,7 @@ def _from_file(row: Any, place: Place) -> Sample:
     folder = place.as_string(row.get("class"), "class")
     if not folder:
         raise place.error(
-            f"{name} lies in no class folder and has no text beside it",
+            f"{name} is not in a class folder and has no .txt file",
             "put it into a folder named after its class, or write its caption into a .txt file of "
             "the same name",
         )
@@ -146,7 +146,7 @@ COLUMNS = Reader(
 VIDEO_SETS = Reader("clips", "video captions: ShareGPT4Video JSONL", _is_video_set, _from_video_set)
 FILES = Reader(
     "folder",
-    "a folder of images or videos: one folder per class, or NAME.txt beside NAME.jpg",
+    "a folder of images or videos: one folder per class, or NAME.txt next to NAME.jpg",
     has_fields("path", "class"),
     _from_file,
 )

@@ -14,7 +14,7 @@ from coat_data.text.message_fields import read_fields
 
 def _stored(row: Any, place: Place) -> Sample:
     if not isinstance(row, Record):
-        raise place.error("the row is no stored sample", "give an ingested folder")
+        raise place.error("the row is not a stored sample", "give an ingested folder")
     where = row_name(place.source, row["row"])
     media = [dict(entry) for entry in row["media"]]
     for entry in media:
@@ -84,7 +84,7 @@ def get_reader(name: str) -> Reader:
 def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     """Detect the reader of a source: the one of the first row that any reader matches.
 
-    A DataError stands for a row that does not parse. Rows may contain media and are not stored.
+    A row that does not parse yields its DataError. Rows may contain media and are not stored.
     """
     seen = None
     kind = ""

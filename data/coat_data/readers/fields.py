@@ -1,6 +1,6 @@
 """Fields of a row: which ones a reader used, which others it must not leave out; speakers.
 
-An unused field that looks like a medium or a weight of the loss is an error, as nobody would notice
+An unused field that looks like an image, video, audio or loss weight is an error: no one would see
 that it is missing in training; other unused fields are listed by ``coat-vlm data lint``.
 """
 
@@ -38,15 +38,15 @@ _ABOUT_WORDS = _names(
     "is prompt rating ratings quality ratio resolution date time timestamp split language style "
     "start end root dir folder info metadata meta status author"
 )
-"""Words of a field's name that make it a property of the medium, such as ``image_id``."""
+"""Words of a field's name that make it a property of the image or video, such as ``image_id``."""
 _STRUCT = ("bytes", "path", "url", "base64", "data", "file_name", "image", "video", "audio")
 _ADDRESS_WORDS = _names("url urls uri link links href source")
 _SHOWN_WORDS = _names("image images img photo picture video videos")
 _FILE_WORDS = _ADDRESS_WORDS | _names("file files path paths name names bytes data base64")
 _CRAWL = _names("timestamp dump date warc crawl language")
-"""Fields beside the ``url`` of a page of text (C4, FineWeb, RefinedWeb)."""
+"""Fields in a row with the ``url`` of a page of text (C4, FineWeb, RefinedWeb)."""
 _MEASURED = _names("width height phash nsfw punsafe pwatermark similarity aesthetic")
-"""Words of fields beside the ``url`` of an image (LAION, COYO, DataComp)."""
+"""Words of fields in a row with the ``url`` of an image (LAION, COYO, DataComp)."""
 _ENDING = r"\.(?:jpe?g|png|webp|gif|bmp|tiff?|avif|mp4|mkv|webm|mov|avi|m4v|mp3|wav|flac)"
 _MEDIA_FILE = re.compile(rf"\S{{1,2000}}{_ENDING}(?:\?\S*)?", re.IGNORECASE)
 _FILE_LIKE = re.compile(rf"\S*[./]\S*|.*{_ENDING}", re.IGNORECASE)
@@ -135,7 +135,7 @@ def check_unused(
     where: str,
     sample: Sample | None = None,
 ) -> None:
-    """Refuse unused fields that hold a medium, a part of a turn or a weight of the loss.
+    """Refuse unused fields that hold media, a part of a turn or a weight of the loss.
 
     ``row`` is a row, or a turn of it: then ``sample`` is None.
     """
@@ -172,17 +172,17 @@ def _lost(name: str, value: Any, row: Mapping[str, Any], sample: Sample | None) 
         if _is_media_value(value, plain=plain) and not _is_origin(words, sample):
             if words & _SOUND_WORDS:
                 return "audio", "remove the row: only images and videos are read"
-            return "a medium", _MAP
+            return "an image or video", _MAP
     if sample is None:
         remedy = "it belongs to answers (a refusal: without content) outside of preference pairs"
         return ("a part of the turn", remedy) if name in _CALLS else ("", "")
     if name.lower() in _SPANS and any(medium.kind == "video" for medium in sample.media):
-        return "a time of the video", "write start and end, in seconds, beside the path of a video"
+        return "a time of the video", "write start and end, in seconds, next to the path of a video"
     if sample.media:
         return "", ""
     address = _is_address(name, value, row)
     found = _is_media_file(value) if address is None else address
-    return ("a medium", _MAP) if found else ("", "")
+    return ("an image or video", _MAP) if found else ("", "")
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +191,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _is_origin(words: frozenset[str], sample: Sample | None) -> bool:
-    """Whether a field such as ``image_url`` names the origin of a medium that the sample has."""
+    """Whether a field such as ``image_url`` names the origin of an image or video of the sample."""
     shown = words - _ADDRESS_WORDS
     if sample is None or shown == words or len(shown) != 1 or not shown <= _SHOWN_WORDS:
         return False
@@ -200,7 +200,7 @@ def _is_origin(words: frozenset[str], sample: Sample | None) -> bool:
 
 
 def _is_media_value(value: Any, *, plain: bool) -> bool:
-    """Whether a value may be a medium: a text that is no number, bytes, or a struct of these."""
+    """Whether a value may be media: a text that is not a number, bytes, or a struct of these."""
     if isinstance(value, list | tuple):
         return any(_is_media_value(item, plain=plain) for item in value[:4])
     if isinstance(value, Mapping):
@@ -219,13 +219,13 @@ def _is_media_file(value: Any) -> bool:
 
 
 def _is_address(name: str, value: Any, row: Mapping[str, Any]) -> bool | None:
-    """Whether a field is the address of an image, by the fields beside it; None if it is none."""
+    """Whether a field is the address of an image, by the row's other fields; None if unknown."""
     if not isinstance(value, str) or not _words(name) & _ADDRESS_WORDS:
         return None
-    beside = {str(one).lower() for one in row}
-    if beside & _CRAWL:
+    names = {str(one).lower() for one in row}
+    if names & _CRAWL:
         return False
-    measured = any(_words(one) & _MEASURED for one in beside)
+    measured = any(_words(one) & _MEASURED for one in names)
     return measured or _MEDIA_FILE.fullmatch(value) is not None
 
 
@@ -252,7 +252,7 @@ def has_placeholder(text: str) -> bool:
 
 
 def find_placeholder(sample: Sample, ignore: Collection[str]) -> bool:
-    """Whether a text has a placeholder without a medium, which would be trained as text.
+    """Whether a text has a placeholder without an image or video, which would be trained as text.
 
     LLaVA's text-only rows quote ``<image>`` in code, which is only noted. One at the start or end
     of a question without any media, and a token of another project, are errors.
@@ -271,7 +271,7 @@ def find_placeholder(sample: Sample, ignore: Collection[str]) -> bool:
             if found is not None and asked and found[0] not in ignore:
                 raise DataError(
                     sample.where,
-                    f"the text {text[:60]!r} has {found[0][:60]!r}, but no medium is shown there",
+                    f"the text {text[:60]!r} has {found[0][:60]!r}, but no image or video there",
                     "name the media in image or video (columns: {image: FIELD} maps another "
                     "field) and write <image> or <video>, or remove it; as text: "
                     f"ignore_fields: ['{found[0][:20]}']",

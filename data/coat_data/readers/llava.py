@@ -39,7 +39,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     - ``image``, ``images``, ``video`` or ``videos``: any value that
       :func:`~coat_data.readers.row_media.to_media` accepts, or a list of such values.
     - ``system`` of the row becomes a system turn if the conversation has none.
-    - Calls and results of tools as in LlamaFactory (data/README.md): ``function_call``, whose text
+    - Tool calls and results as in LlamaFactory (data/README.md): ``function_call``, whose text
       is JSON, and ``observation``; the fields of a turn in :mod:`coat_data.text.message_fields`.
     - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
       continues in the next row.

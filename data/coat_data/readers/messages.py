@@ -83,7 +83,7 @@ class _Piece:
     kind: Literal["text", "image", "video"]
     text: str = ""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """The content part, which may have the medium; without one, the columns have it."""
+    """The content part, which may have the image or video; otherwise the columns have it."""
 
 
 _Message = tuple[Role, list[_Piece]]
@@ -115,7 +115,7 @@ def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
             other = "video" if _MEDIA_TYPES[kind] == "image" else "image"
             unused = {other, f"{other}_url"} & part.keys()
             if part.get("text"):
-                raise place.error(f"{own} has both a medium and text", "make two parts of it")
+                raise place.error(f"{own} has both media and text", "make two parts of it")
         else:
             raise place.error(f"{own} has the type {kind!r}", "use text, image or video")
         if unused:

@@ -9,7 +9,7 @@
 
 Sources: hiyouga/LLaMA-Factory, data/README.md (the columns prompt, query, response, system and
 history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md;
-NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last format is that of The Cauldron and
+NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last format comes from The Cauldron and
 FineVision (HuggingFaceM4/the_cauldron and HuggingFaceM4/FineVision, dataset cards): the images come
 before the first question, in order; FineVision's ratings are ignored.
 """
@@ -69,7 +69,7 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
         try:
             question, answer = pair[keys[0]], pair[keys[1]]
         except (KeyError, IndexError, TypeError) as error:
-            problem = f"{name}[{number}] is no question and answer"
+            problem = f"{name}[{number}] is not a question with an answer"
             raise place.error(problem, f"give it {keys[0]}, {keys[1]}") from error
         said.append(("user", place.as_string(question, f"{name}[{number}] (question)")))
         said.append(("assistant", place.as_string(answer, f"{name}[{number}] (answer)")))

@@ -22,7 +22,7 @@ from coat_data.readers.fields import ROLES, check_unused, given, is_missing
 from coat_data.sample import DataError, Part, Sample, Turn
 
 _PAIR = CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
-"""Fields of a pair; the last one (ms-swift) stands beside the answer of an ordinary row."""
+"""Fields of a pair; the last one (ms-swift) is added to an ordinary row with an answer."""
 
 _TURNS = ("messages", "conversations", "conversation")
 _ANSWERS = {
@@ -82,7 +82,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         others = [other for other, value in rest.items() if not is_missing(value)]
         raise DataError(
             where,
-            "a preference row without a question; its fields beside chosen and rejected: "
+            "a preference row without a question; its fields in addition to chosen and rejected: "
             f"{', '.join(others) or 'none'}",
             f"add one of {', '.join(_ANSWERS)}, {', '.join(_TURNS)}, or map its field (columns)",
         )
@@ -90,7 +90,7 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
         if not is_missing(rest.get(name)):
             raise DataError(
                 where,
-                f"the row has {name} beside chosen and rejected",
+                f"the row has {name} in addition to chosen and rejected",
                 "keep chosen and rejected for a stage named dpo, or the other answer for the rest",
             )
         if speaker and name == "completion":
@@ -110,7 +110,7 @@ def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     last = sample.turns[-1]
     only_text = {part.kind for part in last.parts} <= {"text"} and not last.fields()
     if last.role != "assistant" or not only_text:
-        problem = "the chosen answer is no text at the end of the conversation"
+        problem = "the chosen answer is not text at the end of the conversation"
         remedy = "give both answers as texts, without calls and reasoning, or remove the row"
         raise DataError(sample.where, problem, remedy)
     if last.text == part.text:

@@ -4,8 +4,8 @@ A table of layouts: the fields by which a row is recognized, where its image is,
 An ``image`` in the row (Hugging Face's Parquet files of these sets) comes before the names in the
 table, which are tried in order below the media root.
 
-- Questions of annotated sets get LLaVA 1.5's prompt for short answers. Of several annotators'
-  answers the most frequent one is the answer, the first of equally frequent ones: VQA v2 publishes
+- Questions of annotated sets get LLaVA 1.5's prompt for short answers. The most frequent of
+  several annotators' answers is the answer, the first of equally frequent ones: VQA v2 publishes
   it as ``multiple_choice_answer`` (GT-Vision-Lab/VQA, README), and LLaVA 1.5 trains on one answer.
 - Choices become LLaVA's multiple choice: the hint as ``Context:``, lettered options, the letter as
   the answer (haotian-liu/LLaVA, docs/Evaluation.md).

@@ -25,7 +25,7 @@ _LONGEST_PATH = 4096  # PATH_MAX of Linux: a longer text is not a path
 
 
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
-    """Convert a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or a URL to a medium.
+    """Convert a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or a URL to ``Media``.
 
     ``bytes`` may be bytes or base64 text. The keys ``url``, ``base64``, ``data`` and the kind
     itself are read in the same way, also nested (OpenAI's ``{"image_url": {"url": "data:..."}}``).
@@ -64,7 +64,7 @@ def _is_frame_list(items: Sequence[Any]) -> bool:
 
 
 def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    """Return the medium, for a video with the seconds ``start`` and ``end`` of ``item`` if given.
+    """Return ``media``, for a video with the seconds ``start`` and ``end`` of ``item`` if given.
 
     Or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL, qwen-vl-utils); texts are numbers.
     Frames may have a rate (``fps``).
@@ -89,7 +89,7 @@ def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -
 def _time(
     item: Mapping[str, Any], name: str, own: float | None, field: str, place: Place
 ) -> float | None:
-    """Return the time ``name`` of a clip in seconds; ``own`` is that of the medium itself."""
+    """Return the time ``name`` of a clip in seconds; ``own`` is the file's."""
     found: list[float] = [] if own is None else [own]
     for time in (item[key] for key in (name, f"video_{name}") if not is_missing(item.get(key))):
         try:
@@ -117,7 +117,7 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 
 
 def media_path(text: str, field: str, place: Place) -> str:
-    """Return the absolute path or the URL of a medium."""
+    """Return the absolute path or the URL of an image or video."""
     if not text or "\0" in text or len(text) > _LONGEST_PATH:
         problem = f"{field} {text[:80]!r} is not a path"
         raise place.error(problem, f"name a file, or remove {field} from a row without media")

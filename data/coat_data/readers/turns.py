@@ -145,8 +145,8 @@ def place_media(
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     """Return the turns with media at the placeholders, and the media in their order.
 
-    Only placeholders in human turns and results of tools are replaced. In a row with videos and
-    without images, ``<image>`` may stand for a video. Without placeholders, the media, each
+    Only placeholders in human turns and tool results are replaced. In a row with videos and
+    without images, ``<image>`` may mean a video. Without placeholders, the media, each
     followed by a newline, precede the first human text. Placeholders without a file are plain text.
     """
     tokens = _tokens(said, {kind: len(own) for kind, own in by_kind(files).items()}, place)

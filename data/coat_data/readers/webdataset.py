@@ -25,7 +25,7 @@ from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
-_LONGEST_NAME = 4096  # A longer text is the medium, not its name
+_LONGEST_NAME = 4096  # A longer text is the file, not its name
 _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 
@@ -37,7 +37,7 @@ def _matches(row: Mapping[str, Any]) -> bool:
 
 def _to_sample(row: Any, place: Place) -> Sample:
     if not _matches(row):
-        raise place.error("the row is no sample of a tar", "give a .tar file")
+        raise place.error("the row is not a sample of a tar", "give a .tar file")
     key = str(row[KEY])
     for value in row.values():
         if isinstance(value, DataError):

@@ -4,7 +4,7 @@
      "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What is it?"}]}
 
 ``content`` may be a string. A picture is a path, a PIL image or encoded bytes; an image part
-without one takes the next of the images that are passed beside the messages. Keys that are None
+without one takes the next of the images that are passed with the messages. Keys that are None
 count as missing, as Arrow writes them. Calls and reasoning: :mod:`coat_data.text.message_fields`.
 """
 
@@ -29,7 +29,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 def messages_to_sample(
     messages: Sequence[Message], images: Sequence[Picture] = (), **fields: Any
 ) -> Sample:
-    """Convert a conversation; ``fields`` are those of the sample: ``tools``, ``continues``."""
+    """Convert a conversation; ``fields`` are set in the sample: ``tools``, ``continues``."""
     turns, sources = parse_messages(messages)
     remaining = iter(images)
     media: list[Media] = []
@@ -52,7 +52,7 @@ def messages_to_sample(
 def parse_messages(
     messages: Sequence[Message],
 ) -> tuple[tuple[Turn, ...], list[tuple[MediaKind, Any]]]:
-    """Return the turns of a conversation, and the kind and source (or None) of each medium."""
+    """Return the turns of a conversation, and kind and source (or None) of its media."""
     turns: list[Turn] = []
     sources: list[tuple[MediaKind, Any]] = []
     for message in messages:
@@ -75,7 +75,7 @@ def parse_messages(
 
 
 def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
-    """Convert a medium of memory or its address; ValueError if it is neither.
+    """Convert an image or video in memory or its address; ValueError if it is neither.
 
     A path, address, ``data:`` address or encoded bytes; an image also as PIL image or array of
     8-bit values (H, W, 3) or (3, H, W); a video also as frames: a sequence of such images or an

@@ -282,7 +282,7 @@ class JinjaTemplate:
     ) -> tuple[str, list[_Span], set[int]]:
         """Return the rendered text, the places of the pieces, and turns whose text is incomplete.
 
-        ``pieces`` are changed: media get the texts that stand for them.
+        ``pieces`` are changed: media get the texts that represent them.
         """
         for number, piece in enumerate(pieces):
             if piece.kind in ("image", "video"):
@@ -440,7 +440,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]]) -> None:
     """Hide the words of a piece: what is between the strings that are ``kept``, and white space.
 
-    The second pattern is that of calls.
+    The second pattern matches calls.
     """
     piece.found = []
     text = piece.text

@@ -31,7 +31,7 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 def read_fields(message: Mapping[str, Any], role: str) -> tuple[dict[str, Any], set[str]]:
     """Return fields of the message's :class:`~coat_data.sample.Turn`, and the names of its own.
 
-    Of several fields with reasoning, the first one that has a text is used.
+    The first of several reasoning fields that has a text is used.
     """
     used = {name for name, value in message.items() if value}
     if role == "tool":

@@ -2,7 +2,7 @@
 
 A conversation is tokenized as transformers tokenizes the rendered text, except that a special token
 in a user's text stays text: in a copy of the tokenizer the special tokens have private names, and
-only those of template text are replaced by their names. Added tokens that are not special, such as
+only those in template text are replaced by them. Added tokens that are not special, such as
 ``<think>``, are parsed in all texts.
 """
 
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     """A part of a rendered conversation."""
 
     kind: Literal["literal", "text", "image", "video"]
-    """Template text, the text of a turn, or the place of a medium."""
+    """Template text, the text of a turn, or the place of an image or video."""
     text: str = ""
     """Empty for images and videos."""
     trained: bool = False
@@ -74,7 +74,7 @@ def special_tokens(tokenizer: TokenizerLike, media_tokens: Sequence[str] = ()) -
 
     ``media_tokens`` are special in any case.
 
-    The unknown token is that of unknown characters: byte-level tokenizers such as Granite's have
+    The unknown token replaces unknown characters: byte-level tokenizers such as Granite's have
     none, and name their end token so.
     """
     names = tokenizer.special_tokens_map
@@ -96,7 +96,7 @@ class SegmentTokenizer:
     Attributes:
         hides_first_space: whether decoding drops the first space of a text (SentencePiece). Words
             of such tokenizers include the space before them, also the first word of an answer.
-        begin: the ids that the tokenizer puts before every text, such as that of ``<s>``.
+        begin: the ids that the tokenizer puts before every text, such as the id of ``<s>``.
         special: the special tokens by id.
     """
 
@@ -247,7 +247,7 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def _renamed_copy(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """Copy ``backend`` with other names of its special tokens, without truncation and padding.
 
-    It also has no post-processor: that of byte-level tokenizers takes spaces out of the offsets.
+    It also has no post-processor: byte-level tokenizers' one takes spaces out of the offsets.
     """
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:

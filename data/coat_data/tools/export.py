@@ -1,7 +1,7 @@
 """Writes the samples of a source as LLaVA JSON or messages JSONL.
 
 Every row is read back by the reader of its format before it is written: a sample that the format
-cannot represent is left out and listed, never changed. Media are copied into a folder beside the
+cannot represent is left out and listed, never changed. Media are copied into a folder next to the
 rows, or referenced at their present paths.
 """
 
@@ -28,10 +28,10 @@ from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
 from coat_data.tools.source import list_bad, media_bytes, new_folder
 
-_Name = str | list[str]  # path of a medium, or of each frame of a list
+_Name = str | list[str]  # path of an image or video, or of each frame of a list
 
 FOLDER = "media"
-"""Name of the folder beside the exported rows."""
+"""Name of the folder next to the exported rows."""
 
 _FILES_PER_FOLDER = 1000
 
@@ -79,7 +79,7 @@ def export(
 
 
 def media_suffix(media: Media) -> str:
-    """Return the extension of a medium's file name: its own if it fits the kind, else detected."""
+    """Return the extension of a media file's name: its own if it fits the kind, else detected."""
     own = Path(media.path or "").suffix.lower()
     if media.kind == "video":
         is_folder = media.data is None and Path(media.path or "").is_dir()
@@ -97,7 +97,7 @@ def media_suffix(media: Media) -> str:
 def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     """Convert the sample to a row of LLaVA's JSON.
 
-    ``names``: path of each medium (of a list, of each frame), relative to the media root.
+    ``names``: path of each image or video (of a list, of each frame), relative to the media root.
     """
     row = _head(sample)
     for kind in ("image", "video"):

@@ -3,15 +3,15 @@
 Images are compared by difference hashes of 128 bits (N. Krawetz, "Kind of Like That", 2013: 64
 bits along rows; here also 64 along columns). Hashes of the whole evaluation image, of its centre
 crops down to 80%, and of their mirror images are stored. Two images match if at most 7 bits differ
-and their gray values at 16 x 16 pixels correlate by 0.9 or more. Of hashes that differ by 7 bits,
-one of the eight parts of 16 bits is equal: a table per part finds it. A nearly plain image matches
+and their gray values at 16 x 16 pixels correlate by 0.9 or more. If hashes differ by 7 bits,
+one of their eight 16-bit parts is equal: a table per part finds it. A nearly plain image matches
 nothing. A video counts as its middle frame.
 
 Texts are compared by n-grams of words as in GPT-3 (Brown et al. 2020, appendix C): n is the 5th
 percentile of the lengths of a benchmark's questions, between 8 and 13, and one common n-gram is a
 match. A line that many questions share is ignored; shorter questions are found by their images.
 
-Of 129 million pairs of photographs (Tiny ImageNet, CIFAR-10) 20 match, each of them a copy by eye:
+20 of 129 million pairs of photographs (Tiny ImageNet, CIFAR-10) match, each of them a copy by eye:
 fewer than 3 false ones in 100 million (95% confidence). Drawings of one shape match in 0.3%.
 """
 
@@ -42,7 +42,7 @@ MAX_BITS = 7
 MIN_CORRELATION = 0.9
 """Correlation of the gray values of two copies at 16 x 16 pixels."""
 SHARED_LINES = 10
-"""A line of more questions of a benchmark than this is no evidence."""
+"""A line of more questions of a benchmark than this is not evidence."""
 
 _CROPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # sides of the centre crops, relative to the image
 _MIN_WORDS, _MAX_WORDS = 8, 13
@@ -71,7 +71,7 @@ class Match:
     images: int = 0  # media of the row that are media of the benchmark
     text: bool = False
     questions: list[str] = field(default_factory=list)
-    """One of the questions that each medium, and the text, belongs to."""
+    """One of the questions that each image or video, and the text, belongs to."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,12 +27,12 @@ def decode(media: Media, max_pixels: int | None = None) -> None:
 
 
 def media_bytes(media: Media) -> bytes:
-    """Read the encoded file of a medium."""
+    """Read the encoded file of an image or video."""
     if media.frames:
         raise DataError(
             str(media.path),
             f"is the first of {len(media.frames)} frames of a video, which has no file of its own",
-            "encode the frames as a video, or keep them as files beside the data",
+            "encode the frames as a video, or keep them as files next to the data",
         )
     media = fetch_media(media)
     if media.data is not None:

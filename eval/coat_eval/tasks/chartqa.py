@@ -100,7 +100,7 @@ def is_relaxed_match(gold: str, said: str) -> bool:
     """Apply ``relaxed_correctness``: numbers within 5 % of the gold number, else equal texts.
 
     A text that ends in "%" is a hundredth of its number. If the gold number is 0, or one of the
-    texts is no number (also "1,000" and "$5"), the texts must be equal in lower case.
+    texts is not a number (also "1,000" and "$5"), the texts must be equal in lower case.
     """
     number, target = _read_number(said), _read_number(gold)
     if number is not None and target:

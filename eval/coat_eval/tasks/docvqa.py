@@ -16,7 +16,7 @@ _THRESHOLD = 0.5  # of ANLS
 
 
 def _list_layouts(prefix: str, folder: str) -> Layouts:
-    """List the official files, and Parquet in the folder of its part or alone."""
+    """List the official files, and Parquet in the folder of its part or by itself."""
     names = {"val": ("val_v1.0_withQT", "val_v1.0"), "test": ("test_v1.0",)}
     parquet = {"val": "validation-*.parquet", "test": "test-*.parquet"}
     return {

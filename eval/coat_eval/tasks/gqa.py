@@ -93,7 +93,7 @@ class Gqa(Benchmark):
         return float(extracted == self.extract(question.answer, question, settings))
 
     def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
-        """Select by structure; the distribution is no mean."""
+        """Select by structure; the distribution is not a mean."""
         kind = get_table(item, "structural")
         known = {"accuracy": True, "open": kind == "query", "binary": kind not in (None, "query")}
         return known.get(metric, False)

@@ -26,7 +26,7 @@ from coat_eval.extract import letter_choices
 from coat_eval.files import Table
 
 STRING = "string"
-"""Profile that compares texts alone."""
+"""Profile that compares only texts."""
 _STEPS = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
     'multiple choice question, only one letter is allowed in the "\\boxed{}".'
@@ -50,13 +50,13 @@ _STRIPPED = (
     *(("\\left", ""), ("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""), ("$", "")),
     *(("\\%", ""), ("{.", "{0.")),
 )
-"""Replacements of ``_strip_string``, in order; those of texts with blanks have no effect there."""
+"""Replacements of ``_strip_string``, in order; replacements with blanks have no effect there."""
 _LETTERS = tuple((f"{a}{x}{b}", x) for a, b in ("()", "{}") for x in "abcde")
 _ROOT = re.compile(r"\\sqrt(?!\\sqrt)([^{])", re.DOTALL)
 _FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 _PLAIN = re.compile(r"\d{1,15}(\.\d{1,9})?")
 _LONGEST_POWER = 100_000
-"""Bound of powers in bits: a text such as 9^{9^{9}} is no answer, and takes hours to compute."""
+"""Bound of powers in bits: a text such as 9^{9^{9}} takes hours to compute and is not an answer."""
 _LARGEST_FACTORIAL = 1000
 _AT_ONCE = re.compile(r"(?=.*(?:gcd|lcm|binom))(?=.*(?:\^.*\^|\d{6}))", re.DOTALL)
 """Functions that latex2sympy2 computes while it parses, with two powers or a long number."""
@@ -88,13 +88,13 @@ class MathVision(Benchmark):
         if profile != STRING and find_spec("latex2sympy2") is None:
             raise ValueError(
                 "mathvision compares the values of LaTeX with latex2sympy2, which is not "
-                "installed: pip install -e '.[math]', or compare the texts alone (a lower "
+                "installed: pip install -e '.[math]', or compare only the texts (a lower "
                 f"score than the official one) with --profile {STRING}"
             )
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer; the profile ``string`` is a part of it."""
-        part = ", equal texts alone: not the official score" if profile == STRING else ""
+        part = ", only equal texts: not the official score" if profile == STRING else ""
         return f"{self.source}{part}"
 
     def is_reference(self, table: Table) -> bool:
@@ -252,7 +252,7 @@ def _evaluate(latex: str) -> Number | None:
         return None
     if len(latex) > _LONGEST:
         # The parser stops at the first token that it does not know: "5. The ..." is 5. If it did
-        # so early, the rest is of no account; otherwise a text this long is no number.
+        # so early, the rest does not matter; otherwise a text this long is not a number.
         values = {_evaluate(latex[:length]) for length in (_LONGEST // 2, _LONGEST)}
         return values.pop() if len(values) == 1 else None
     latex2sympy = import_module("latex2sympy2").latex2sympy  # an optional extra; takes a second
@@ -277,7 +277,7 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def _compute(node: ast.AST) -> Number:
-    """Compute an expression as upstream's ``eval`` does, with the names of ``math`` alone."""
+    """Compute an expression as upstream's ``eval`` does, with only the names of ``math``."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.Name):

@@ -26,7 +26,7 @@ CATEGORIES = frozenset(
         *("scenery_building", "sketch_reasoning", "traditional_show"),
     }
 )
-"""Those of CCBench."""
+"""Categories of CCBench."""
 _OPTIONS = "\u6709\u5982\u4e0b\u51e0\u4e2a\u9009\u9879\uff1a"
 """There are several options:"""
 _REQUEST = (
@@ -58,7 +58,7 @@ class MmBench(CircularBenchmark):
         return has_rotations(table) and table.rows[0].get("category") not in CATEGORIES
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return LLaVA's prompt, or that of VLMEvalKit or lmms-eval."""
+        """Return LLaVA's, VLMEvalKit's or lmms-eval's prompt."""
         if variant == "vlmeval":
             return ask_vlmeval(question)
         if variant == "lmms":

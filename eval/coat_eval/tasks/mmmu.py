@@ -370,14 +370,14 @@ def parse_list(value: Any) -> Any:
 def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -> str | None:
     """``parse_multi_choice_response``: the letter, or None if upstream draws one at random.
 
-    Of several letters the last position wins. lmms-eval's variant matches "A " and then "A."
+    The letter at the last position wins. lmms-eval's variant matches "A " and then "A."
     instead of " A " (but still compares the positions of " A ").
     """
     for mark in _OUTER:
         text = text.strip(mark)
     text = f" {text} "
-    alone = ("{} ", "{}.") if lmms else (" {} ",)
-    for form in ("({})", *alone):
+    bare = ("{} ", "{}.") if lmms else (" {} ",)
+    for form in ("({})", *bare):
         found = [letter for letter in choices if form.format(letter) in text]
         if found:
             placed = "({})" if form == "({})" else " {} "

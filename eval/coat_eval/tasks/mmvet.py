@@ -72,7 +72,7 @@ class MmVet(Benchmark):
         )
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
-        """Return the question alone, as LLaVA and VLMEvalKit ask it, or lmms-eval's prompt."""
+        """Return only the question, as LLaVA and VLMEvalKit ask it, or lmms-eval's prompt."""
         return f"{_REASONING if variant else ''}{question.text}"
 
     def media(self, question: Question, row: Row) -> Sequence[MediaFile]:
@@ -80,7 +80,7 @@ class MmVet(Benchmark):
         return (row.image(str(row.values.get("imagename")), ("images", ".")),)
 
     def all_predictions(self, tables: Tables, questions: Sequence[Question]) -> list[Prediction]:
-        """Return the answers; the judge's words stand in for them if only grades are given."""
+        """Return the answers; the judge's words if only grades are given."""
         answers = [table for table in tables if not _has_grades(table)]
         return super().all_predictions(answers or tables, questions)
 
@@ -144,7 +144,7 @@ class MmVet(Benchmark):
         return statistics.fmean(extracted)
 
     def counts(self, metric: str, item: Mapping[str, Any]) -> bool:
-        """The standard deviation is no mean."""
+        """The standard deviation is not a mean."""
         return metric == "total"
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:

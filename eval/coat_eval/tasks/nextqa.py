@@ -73,7 +73,7 @@ class NextQa(Benchmark):
         for row, where in super().prediction_rows(table, questions):
             said, gold, name = row.get("prediction"), row.get("answer"), row.get("question_id")
             answer = known.get(str(name))
-            # Not isinstance: true and false are no indices.
+            # Not isinstance: true and false are not indices.
             if type(gold) is int and answer is not None and gold != _LETTERS.index(answer):
                 other = _LETTERS.index(answer)
                 problem = f"the file's answer to {name} is {gold}, the references' is {other}"

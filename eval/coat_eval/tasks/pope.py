@@ -182,7 +182,7 @@ def compute_metrics(rows: Sequence[ScoredItem], profile: str) -> dict[str, float
     """Compute the five metrics in percent; a ratio with denominator 0 (no "yes") is 0.
 
     Missing predictions count as the wrong answer. In the lmms profile only a "no" is a false
-    negative, and the yes-ratio is that of the labels, as in lmms-eval.
+    negative, and the yes-ratio is the labels', as in lmms-eval.
     """
     pairs = [(one.extracted, one.question.answer) for one in rows]
     tp = sum(said == "yes" == label for said, label in pairs)

@@ -142,7 +142,7 @@ class QuestionSet(Benchmark):
         )
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
-        """Yield the conversations without the answers; every medium must exist."""
+        """Yield the conversations without the answers; all media must exist."""
         questions = self.questions(folder.tables, [])
         _check_media(questions)
         for one in questions:
@@ -159,7 +159,7 @@ class QuestionSet(Benchmark):
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute metrics in percent: over all items, then per category as ``category.metric``.
 
-        ``chance`` is the accuracy of a uniform guess, ``majority`` that of always giving the most
+        ``chance`` is the accuracy of a uniform guess, ``majority`` of always giving the most
         frequent reference answer.
         """
         values: dict[str, float] = {}

@@ -23,7 +23,7 @@ class RealWorldQa(LetterBenchmark):
     name = "realworldqa"
     profiles = (*LetterBenchmark.profiles, "lmms")
     sizes: ClassVar[Mapping[str, int]] = {"test": 765}
-    variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's prompt, the Hub's question alone"}
+    variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's prompt, only the Hub's question"}
     layouts: ClassVar[Layouts] = {
         "test": (("RealWorldQA.tsv",), ("test-*.parquet",), ("*.parquet",))
     }

@@ -3,7 +3,7 @@
 LLaVA answers all 4,241 test questions and prints the accuracy over those with an image (SQA-I).
 
 Source: Lu et al., "Learn to Explain" (arXiv:2209.09513); LLaVA llava/eval/eval_science_qa.py; the
-sub-scores are those of the paper's tables. lmms-eval: lmms_eval/tasks/scienceqa/utils.py.
+sub-scores are as in the paper's tables. lmms-eval: lmms_eval/tasks/scienceqa/utils.py.
 """
 
 import re
@@ -58,7 +58,7 @@ class ScienceQa(LetterBenchmark):
         return last.isdecimal() and int(last) < ROTATION and skill[:1].isupper()
 
     def pairs(self, folder: DataFolder) -> Iterator[tuple[Question, Row]]:
-        """Yield the questions; of problems.json those of the split test count."""
+        """Yield the questions; from problems.json only the split test."""
         listed = [row for table in folder.tables if _is_splits(table) for row in table.rows]
         test = {str(one) for row in listed if row["question_id"] == "test" for one in row["value"]}
         tables = [table for table in folder.tables if not _is_splits(table)]

@@ -1,6 +1,6 @@
 """SEED-Bench (v1): four-way choices about images (types 1 to 9) and videos (10 to 12).
 
-Of each video, the model gets the middle frame.
+The model gets the middle frame of each video.
 
 Source: Li et al., "SEED-Bench: Benchmarking Multimodal LLMs with Generative Comprehension";
 AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed_for_submission.py.

@@ -111,7 +111,7 @@ class TextVqa(Benchmark):
                     f"TextVQA image {image}",
                     "has no OCR tokens",
                     "put TextVQA_Rosetta_OCR_v0.2_val.json or llava_textvqa_val_v051_ocr.jsonl "
-                    "beside the annotations, or use prompts without tokens: textvqa_no_ocr",
+                    "next to the annotations, or use prompts without tokens: textvqa_no_ocr",
                 )
             if options.variant != "no_ocr":
                 listed = f"Reference OCR token: {', '.join(tokens.get(image, ()))}"

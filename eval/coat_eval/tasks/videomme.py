@@ -117,7 +117,7 @@ class VideoMme(Benchmark):
             yield replace(prompt, text=f"{spoken}{text}", fingerprint=f"{sha256}{text}")
 
     def prediction_rows(self, table: Table, questions: Sequence[Question]) -> Iterator[PlacedRow]:
-        """Yield rows; of official results those of videos that are not missing."""
+        """Yield rows; from official results only if the video is not missing."""
         for video, asked, index in _iterate_questions(table):
             if not table.has("questions") or ("response" in asked and not video.get("missing")):
                 yield asked, table.where(index)

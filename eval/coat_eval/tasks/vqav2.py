@@ -63,7 +63,7 @@ class VqaV2(Benchmark):
         )
 
     def questions(self, references: Tables, predictions: Tables) -> list[Question]:
-        """Return the annotated questions, and those of question files without answers."""
+        """Return the annotated questions, and questions from files without answers."""
         questions: dict[str, Question] = {}
         repeated: list[Question] = []
         tables = sorted(references, key=lambda table: not table.has("answers"))
@@ -150,7 +150,7 @@ class OkVqa(VqaV2):
     }
 
     def is_reference(self, table: Table) -> bool:
-        """Annotations, questions beside them, or rows of lmms-lab/OK-VQA."""
+        """Annotations, questions next to them, or rows of lmms-lab/OK-VQA."""
         if not table.has("question_id") or table.has("question_type", "multiple_choice_answer"):
             return False
         return table.has("answers") or table.has("image_id", "question")

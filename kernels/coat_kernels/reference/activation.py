@@ -12,7 +12,7 @@ from coat_kernels.reference.quantize import (
 )
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "quick_gelu")
-"""The first two are gated: their input is [gate | up], that of the others one matrix."""
+"""The first two are gated: their input is [gate | up]; the others' is one matrix."""
 
 SAMPLE_EVERY = 16
 """A guess of a scale reads every row whose index is a multiple of this."""

@@ -110,7 +110,7 @@ def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor
     form = get_format(fmt)
     groups = x.float().unflatten(-1, (-1, group_size))
     bits = groups.abs().amax(-1).view(torch.int32)  # a NaN is the largest
-    # The sum carries into the exponent where the mantissa is above that of 1.75.
+    # The sum carries into the exponent where the mantissa is above 1.75's.
     exponent = (bits + (_MANTISSA_MASK - _MAX_MANTISSA)) >> 23
     exponent = exponent.sub_(form.max_exponent).clamp_(min=1)
     exponent.masked_fill_(bits >= _INFINITY, 255)
