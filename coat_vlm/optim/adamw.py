@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from coat_kernels import MASTER_WEIGHTS, AdamwItem, AdamwTable, adamw_step
+from coat_kernels import GROUP, MASTER_WEIGHTS, AdamwItem, AdamwTable, adamw_step
 from coat_kernels.adamw import Rates
+from coat_kernels.moment_formats import count_groups
 from coat_vlm.optim.state import (
     LOW_BITS,
     check_saved,
@@ -22,6 +23,9 @@ from coat_vlm.optim.state import (
     new_state,
 )
 
+SMALL = 2**16
+"""Elements up to which tensors are updated together on a CPU, where an operation on few elements
+takes as long as on thousands."""
 MAX_TABLES = 64
 """Cached address tables; all are dropped when more are needed, as parameters come and go."""
 
@@ -45,8 +49,9 @@ class CoatAdamW(torch.optim.Optimizer):
             nearest; ``bf16_low_bits``: FP32, with their low 16 bits in the state as int16
             ``master_low_bits`` (``coat_kernels.join_master``); ``bf16_stochastic``: none,
             parameters are rounded stochastically, so that small steps take effect on average.
-        seed: of stochastic rounding, which depends only on the seed, the step and the element.
-            Second moments use it under ``bf16_stochastic`` and 0 otherwise.
+        seed: of stochastic rounding, which depends only on the seed, the step and the element (on
+            a CPU, where small tensors are updated together, on its place among them). Second
+            moments use it under ``bf16_stochastic`` and 0 otherwise.
     """
 
     grad_scale: Tensor | None = None
@@ -201,14 +206,55 @@ def _step_on_cpu(
 ) -> None:
     if grad_scale is not None and not grad_scale.isfinite():
         return
+    together: dict[Any, list[AdamwItem]] = {}
     for item in items:
-        lr, beta1, beta2, eps, weight_decay = rates[item.group]
         item.step.add_(1)
+        key = (item.group, int(item.step), item.p.dtype, item.g.dtype)
+        large = item.p.numel() > SMALL
+        together.setdefault((*key, item.index if large else None), []).append(item)
+    for (group, step, *_), those in together.items():
+        lr, beta1, beta2, eps, weight_decay = rates[group]
+        one, copies = (those[0], None) if len(those) == 1 else _join(those)
         adamw_step(
-            item.p, item.g, item.m, item.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay, step=int(item.step), low_bits=item.low_bits, seed=seed,
-            index=item.index, grad_scale=grad_scale,
+            one.p, one.g, one.m, one.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
+            weight_decay=weight_decay, step=step, low_bits=one.low_bits, seed=seed,
+            index=one.index, grad_scale=grad_scale,
         )  # fmt: skip
+        if copies:
+            torch._foreach_copy_(*copies)
+
+
+def _join(items: Sequence[AdamwItem]) -> tuple[AdamwItem, tuple[list[Tensor], list[Tensor]]]:
+    """Copy items into one, each padded with zeros to whole groups.
+
+    Returns the item, all tensors of the items, and the places of these in the item.
+    """
+    groups = [count_groups(item.p.numel()) for item in items]
+    joined: list[Tensor] = []
+    tensors: list[Tensor] = []
+    places: list[Tensor] = []
+    for number, column in enumerate(zip(*map(_tensors, items), strict=True)):
+        unit = 1 if number in _PER_GROUP else GROUP
+        joined.append(torch.zeros(unit * sum(groups), dtype=column[0].dtype))
+        parts = joined[-1].split([unit * count for count in groups])
+        places += [part[: t.numel()].view(t.shape) for part, t in zip(parts, column, strict=True)]
+        tensors += column
+    torch._foreach_copy_(places, tensors)
+    p, g, *moments = joined[:8]
+    m, v = tuple(moments[:3]), tuple(moments[3:])
+    low_bits = joined[8] if len(joined) > 8 else None
+    first = items[0]
+    one = AdamwItem(p, g, m, v, first.step, low_bits, first.group, first.index)
+    return one, (tensors, places)
+
+
+_PER_GROUP = (3, 4, 6, 7)
+"""Places of the tensors with one entry per group of the moments."""
+
+
+def _tensors(item: AdamwItem) -> list[Tensor]:
+    low_bits = [] if item.low_bits is None else [item.low_bits]
+    return [item.p, item.g, *item.m, *item.v, *low_bits]
 
 
 def _local(tensor: Tensor) -> Tensor:
