@@ -30,8 +30,8 @@ STUDENT = {2: 4.303, 4: 2.776, 14: 2.145}  # two-sided 95% by degrees of freedom
 
 MEMBERS = {"adamw.csv": ["implementation", "codec"], "recipe.csv": ["recipe", "stage"]}
 """Columns that name what was measured; in other files `implementation` or `precision`."""
-BASELINES = {"step.csv": "tok_s", "layer.csv": "per_s"}
-"""Files with other implementations, and the column by which the fastest is chosen."""
+TIMES = {"step.csv": "ms", "layer.csv": "fwdbwd_ms", "adamw.csv": "ms"}
+"""Files with other implementations, and the column of their times."""
 
 Row = dict[str, str]
 
@@ -39,35 +39,63 @@ Row = dict[str, str]
 def _step(model: str, commit: str, **columns: str) -> Row:
     """Rows of step.csv: by default both passes of 4 samples on one GPU."""
     defaults = {
-        "file": "step.csv", "gpu": "NVIDIA H200", "gpus": "1", "zero": "0", "optimizer": "none",
+        "file": "step.csv", "gpu": "NVIDIA H200", "gpus": "1", "zero": "0", "passes": "both",
         "batch": "4", "settings": "attention default, accumulation 1",
     }  # fmt: skip
     return {**defaults, "model": model, "commit": commit, **columns}
 
 
 _VLM = "siglip-so400m_qwen2.5-"
+_AUTO = {"passes": "whole step", "settings": "attention auto, accumulation 1"}
+_FLASH = {"passes": "whole step", "settings": "attention flash, accumulation 1"}
+_LOW_BITS = {**_AUTO, "optimizer": "coat_low_bits"}
+_80GB = {
+    **_LOW_BITS, "batch": "1", "settings": "attention auto, accumulation 8",
+    "older": "later rows had no limit of memory",
+}  # fmt: skip
 _PACKED = {"batch": "2", "settings": "attention default, accumulation 1; mixed samples, packed"}
+_LORA = "attention default, accumulation 1; LoRA rank 64"
 
 GROUPS: dict[str, Row] = {
     "layer": {
         "file": "layer.csv", "commit": "3fedc4a", "shape": "llama-2-7b", "attention": "default",
     },
     "vlm_8b": _step(f"{_VLM}7b", "3fedc4a"),
+    "vlm_8b_step": _step(f"{_VLM}7b", "35630a9", **_LOW_BITS),
+    "vlm_8b_80gb": _step(f"{_VLM}7b", "7505814", **_80GB, ms="2101.4000"),
+    "vlm_8b_80gb_lean": _step(f"{_VLM}7b", "7505814", **_80GB, ms="2153.5000"),
+    "vlm_8b_h100": _step(f"{_VLM}7b", "5229a29", **{**_80GB, "gpu": "NVIDIA H100 80GB HBM3"}),
+    "vlm_8b_ccf50c0": _step(f"{_VLM}7b", "ccf50c0"),
+    "vlm_8b_step_ccf50c0": _step(f"{_VLM}7b", "ccf50c0", **_LOW_BITS, older="a history"),
+    "llama_zero2": _step("llama-2-7b", "dc755f9", **_FLASH, gpus="4", zero="2", batch="8"),
+    "llama_zero3": _step("llama-2-7b", "dc755f9", **_FLASH, gpus="4", zero="3", batch="8"),
     "vlm_1b": _step(f"{_VLM}0.5b", "5d3ba05"),
-    "vlm_8b_step": _step(
-        f"{_VLM}7b", "35630a9", optimizer="coat_low_bits", settings="attention auto, accumulation 1"
-    ),
-    "vlm_8b_80gb": _step(
-        f"{_VLM}7b", "7505814", optimizer="coat_low_bits", batch="1", ms="2101.4000",
-        settings="attention auto, accumulation 8", older="a limit of 77 GiB",
-    ),
+    "vlm_1b_zero2": _step(f"{_VLM}0.5b", "5d3ba05", **_AUTO, gpus="2", zero="2"),
+    "vlm_2b_zero2": _step(f"{_VLM}1.5b", "5d3ba05", **_AUTO, gpus="2", zero="2"),
+    "vlm_2b_zero3": _step(f"{_VLM}1.5b", "1573c02", **_FLASH, gpus="2", zero="3"),
+    "vlm_8b_zero3": _step(f"{_VLM}7b", "1573c02", **_FLASH, gpus="2", zero="3", batch="2"),
     "qwen2_5_vl_packed": _step("qwen2.5-vl-7b", "90f77aa1", **_PACKED),
     "qwen3_vl_packed": _step("qwen3-vl-8b", "90f77aa1", **_PACKED),
+    "qwen3_vl_30b_batch1": _step("qwen3-vl-30b-a3b", "65825ee5", settings=_LORA, batch="1"),
+    "qwen3_vl_30b_batch2": _step("qwen3-vl-30b-a3b", "65825ee5", settings=_LORA, batch="2"),
+    "recipes": {"file": "recipe.csv", "commit": "e93fbdf"},
+    "recipe_lora": {"file": "recipe.csv", "commit": "35630a9"},
+    "adamw_fp32": {"file": "adamw.csv", "commit": "06f4ade", "param_dtype": "float32"},
+    "adamw_bf16": {"file": "adamw.csv", "commit": "06f4ade", "param_dtype": "bfloat16"},
     "one_pass": {"file": "single_pass_100m_results.csv", "measure": "held-out loss"},
+    "one_pass_training": {"file": "single_pass_100m_results.csv", "measure": "training loss"},
+    "one_pass_348m": {"file": "single_pass_350m_results.csv", "measure": "held-out loss"},
+    "one_pass_348m_training": {"file": "single_pass_350m_results.csv", "measure": "training loss"},
     "fine_tuning": {
         "file": "finetune.csv", "commit": "c005eea1", "steps": "200",
         "older": "4e7061fa is before it",
     },
+    "layouts": {"file": "long.csv", "commit": "ebde29c", "model": "vila_sft, 1.99B"},
+    "long_8b_384": {"file": "long.csv", "commit": "2b37041", "frames": "384"},
+    "long_8b_512": {"file": "long.csv", "commit": "ebde29c", "frames": "512"},
+    "long_2b_1024": {"file": "long.csv", "commit": "ada1185", "frames": "1024"},
+    "longest_bf16": {"file": "long.csv", "commit": "ada1185", "tokens": "19456"},
+    "longest_coat": {"file": "long.csv", "commit": "2c3a988", "tokens": "71680"},
 }  # fmt: skip
 """Rows that were measured side by side: a file, and values of its columns. `older` says why a page
 shows them although a later commit has rows of the same."""
@@ -84,13 +112,15 @@ def read(file: str) -> list[Row]:
         ]
         name = "_".join(row[column] for column in columns).replace(" init_from=null", "")
         name = name.replace("coat_paper", "coat").replace("_tensorwise_compile", "")
-        row["member"] = name.replace(" ", "_")
-        parts = (row.get("note") or "").split("; ")
+        row["member"] = re.sub(r"[, ]+", "_", name)
+        parts = (row.get("note") or "").replace(", bf16_forward_first 0", "").split("; ")
         row["settings"] = "; ".join(part for part in parts if not RESULT_OF_NOTE.search(part))
         if row.get("tok_s"):
             row["tok_s_gpu"] = str(float(row["tok_s"]) / int(row["gpus"]))
-        if row.get("fwdbwd_ms"):
-            row["per_s"] = str(1 / float(row["fwdbwd_ms"]))
+        if row.get("ms"):
+            row["s"] = str(float(row["ms"]) / 1000)
+        if "optimizer" in row:
+            row["passes"] = "both" if row["optimizer"] == "none" else "whole step"
     return rows
 
 
@@ -150,14 +180,14 @@ def write(line: str, shown: dict[str, set[str]]) -> str:
 def problems(name: str, shown: set[str]) -> Iterator[str]:
     """What a page that shows these implementations of a group leaves out."""
     group = GROUPS[name]
-    speed = BASELINES.get(group["file"], "")
+    time = TIMES.get(group["file"], "")
     baselines = {
-        row["member"]: float(row[speed])
+        row["member"]: float(row[time])
         for row in matching(group)
-        if speed and row.get(speed) and not row["member"].startswith("coat")
+        if time and row.get(time) and not row["member"].startswith("coat")
     }
     if shown & baselines.keys():
-        fastest = max(baselines, key=lambda member: baselines[member])
+        fastest = min(baselines, key=lambda member: baselines[member])
         if fastest not in shown:
             yield f"{name}: the fastest baseline of these rows is {fastest}"
     later: dict[str, set[str]] = {}

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_figures_of_all_pages(numbers: ModuleType, capsys: pytest.CaptureFixture
     assert numbers.main() == 0, f"{capsys.readouterr().out}; {ADVICE}"
 
 
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "docs/results.md", *sorted((ROOT / "docs/experiments").glob("*"))],
+    ids=lambda page: page.stem,
+)
+def test_tables_of_results_are_small(page: Path) -> None:
+    """At most five columns, and 25 words in a cell."""
+    text = re.sub(r"<!--.*?-->|\]\(.*?\)", "", page.read_text(encoding="utf-8"))
+    for line in text.splitlines():
+        if line.startswith("| "):
+            cells = line.strip("| ").replace("\\|", "").split(" | ")
+            assert len(cells) <= 5, line
+            assert max(len(cell.split()) for cell in cells) <= 25, line
+
+
 def test_a_changed_row(numbers: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     edit(numbers, "step.csv", lambda rows: find(rows, "3fedc4a", "coat_paper").update(tok_s="2e4"))
     assert numbers.main() == 1
@@ -65,7 +81,7 @@ def test_a_changed_row(numbers: ModuleType, capsys: pytest.CaptureFixture[str]) 
 def test_a_stronger_baseline(numbers: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def add(rows: Rows) -> None:
         baseline = find(rows, "3fedc4a", "liger_torchao_tensorwise_compile")
-        rows.append({**baseline, "implementation": "new", "tok_s": "16000"})
+        rows.append({**baseline, "implementation": "new", "ms": "1e3"})
 
     edit(numbers, "step.csv", add)
     assert numbers.main() == 1
