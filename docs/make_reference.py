@@ -1,6 +1,7 @@
-"""Writes docs/reference/commands.md and recipe.md from the parser and the recipe's classes.
+"""Writes the generated pages of docs/reference: commands.md, recipe.md and models.md.
 
-With ``--check`` nothing is written, and the exit status is 1 if a page is stale.
+Arguments are names of pages, by default all. With ``--check`` nothing is written, and the exit
+status is 1 if a page is stale.
 """
 
 import argparse
@@ -207,14 +208,24 @@ def _markdown(document: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES = {"commands.md": commands_page, "recipe.md": recipe_page}
+def _models_page() -> str:
+    from model_families import models_page
+
+    return f"{GENERATED}\n{models_page()}"
+
+
+PAGES = {
+    "commands.md": commands_page,
+    "recipe.md": recipe_page,
+    "models.md": _models_page,
+}
 
 
 def main() -> int:
     """Write or check the pages."""
     stale = []
-    for name, page in PAGES.items():
-        path, text = REFERENCE / name, page()
+    for name in [word for word in sys.argv[1:] if word in PAGES] or PAGES:
+        path, text = REFERENCE / name, PAGES[name]()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if "--check" not in sys.argv:

@@ -6,7 +6,7 @@
 
 The trainers are not patched. The pictures are squares of one color, and the question is the color.
 DPO prefers the right color to another one; the reward of GRPO is 1 for an answer that begins with
-the right color. docs/guides/huggingface.md says which settings differ for other models.
+the right color. docs/guides/adapters.md says which settings differ for other models.
 """
 
 import argparse

@@ -19,7 +19,9 @@ MAX_LINES = {
     **{"docs/guides/*.md": 200, "docs/experiments/*.md": 80},
 }
 TEXTS = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".jinja", ""}
-GENERATED = re.compile(r"docs/reference/(commands|recipe)\.md|benchmarks/results/|CHANGELOG\.md")
+GENERATED = re.compile(
+    r"docs/reference/(commands|recipe|models)\.md|benchmarks/results/|CHANGELOG\.md"
+)
 
 # Assembled from pieces so that this file does not contain what it looks for.
 FORBIDDEN = re.compile(

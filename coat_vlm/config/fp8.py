@@ -25,7 +25,7 @@ class Fp8Config:
 
     vision: BlockPrecision | None = None
     """Encoder blocks of the vision tower: SigLIP, CLIP, and the towers in the table of
-    docs/guides/huggingface.md; the run's precision when absent."""
+    docs/reference/fp8_blocks.md; the run's precision when absent."""
     projector: LinearPrecision = "bf16"
     """Linear layers of the projector: there are few, and all image features pass through them."""
     language: BlockPrecision | None = None

@@ -141,7 +141,7 @@ class ModelConfig:
 
     pretrained: str | None = None
     """Hub id or local folder of a published vision-language model, which is trained with its own
-    processor and chat template (guides/huggingface.md has the families). The only other keys
+    processor and chat template (docs/reference/models.md has the families). The only other keys
     that may be set are ``max_length``, ``max_pixels``, ``video`` and ``attn_implementation``."""
     vision: VisionConfig | None = field(default_factory=VisionConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)

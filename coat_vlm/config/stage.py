@@ -207,7 +207,7 @@ class StageConfig:
     lora: LoraTraining | None = None
     """Train LoRA adapters instead of the weights of the language model or other modules."""
     dpo: DpoTraining | None = None
-    """Loss on preference pairs; required in the stage ``dpo`` (docs/guides/huggingface.md)."""
+    """Loss on preference pairs; required in the stage ``dpo`` (docs/guides/adapters.md)."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
