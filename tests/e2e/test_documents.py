@@ -162,3 +162,10 @@ def test_the_reference_is_not_stale(pages: list[str]) -> None:
     command = [sys.executable, str(ROOT / "docs/make_reference.py"), "--check", *pages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_charts_are_not_stale() -> None:
+    """They are what docs/make_figures.py draws from the committed rows."""
+    command = [sys.executable, str(ROOT / "docs/make_figures.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
