@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from coat_cli.command import Parser
 from coat_cli.main import build_parser
 from coat_vlm.config import Recipe
 
@@ -35,7 +36,8 @@ def commands_page() -> str:
         "command, which the same command continues; 130 interrupted.",
     ]
     for name, parser in _leaves(build_parser(), "coat-vlm"):
-        lines += ["", f"## {name}", "", _text(parser.description or "")]
+        lines += ["", f"## {name}", "", _text(parser.purpose)]
+        lines += ["", "```text", (parser.description or "").rstrip(), "```"]
         rows = [row for action in parser._actions if (row := _argument(action))]
         if rows:
             lines += ["", "| argument | meaning |", "|---|---|", *rows]
@@ -44,9 +46,7 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _leaves(
-    parser: argparse.ArgumentParser, name: str
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _leaves(parser: Parser, name: str) -> Iterator[tuple[str, Parser]]:
     """The parsers without subcommands, with their names."""
     nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not nested:

@@ -1,12 +1,16 @@
 """What a stranger does with a clone: the documented commands, the recipes, the test command."""
 
+import argparse
+import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from coat_cli.main import build_parser, parse
+from coat_cli.command import Parser
+from coat_cli.main import build_parser, main, parse
 from coat_vlm.config.load import list_builtin_recipes, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,12 +44,34 @@ def test_documented_commands_parse():
         assert callable(parse(command).handler), words
 
 
-def test_every_command_has_help_and_an_example(capsys: pytest.CaptureFixture[str]):
-    for name in sorted({words[0] for words in DOCUMENTED}):
-        with pytest.raises(SystemExit) as exit_info:
-            build_parser().parse_args([name, "--help"])
-        assert exit_info.value.code == 0
-        assert f"usage: coat-vlm {name}" in capsys.readouterr().out
+def parsers(parser: Parser) -> Iterator[Parser]:
+    """Return the parser and those of its subcommands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from parsers(child)
+
+
+@pytest.mark.parametrize("parser", parsers(build_parser()), ids=lambda parser: parser.prog)
+def test_help_is_short_and_begins_with_the_purpose(parser: Parser, monkeypatch: pytest.MonkeyPatch):
+    """At most 60 lines of a terminal with 80 columns, in which longer lines are wrapped."""
+    monkeypatch.setenv("COLUMNS", "80")
+    purpose, blank, usage, *rest = parser.format_help().splitlines()
+    assert (purpose, blank) == (parser.purpose, "")
+    assert usage.startswith(f"usage: {parser.prog} [")
+    assert 3 + sum(max(1, math.ceil(len(line) / 80)) for line in rest) <= 60
+
+
+def test_the_command_alone_prints_five_commands(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    text = capsys.readouterr().out.replace("\\\n", " ")
+    commands = re.findall(r"^  .*  (coat-vlm .*)$", text, flags=re.MULTILINE)
+    assert [shlex.split(command)[1] for command in commands] == [
+        "doctor", "data", "plan", "train", "eval",
+    ]  # fmt: skip
+    for command in commands:
+        assert callable(parse(shlex.split(command)[1:]).handler)
 
 
 @pytest.mark.parametrize("name", list_builtin_recipes())

@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         commands,
         "generate",
         _generate,
-        "answer a prompt about images and videos",
+        "ask a model about images and videos",
         """\
   coat-vlm generate --model runs/my_vlm --image cat.jpg --prompt "Is there a cat?"
   coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg images/1.jpg \\
@@ -43,18 +43,16 @@ def add(commands: Commands) -> None:
         commands,
         "chat",
         _chat,
-        "talk with a trained model about images and videos, in the terminal",
+        "talk with a model about images and videos in the terminal",
         """\
   coat-vlm chat --model runs/my_vlm --image cat.jpg
   coat-vlm chat --model runs/my_vlm/sft/model --video clip.mp4 --max-new-tokens 64
-
-A line is a message; a line that begins with / is a command:
-
-"""
+""",
+        "Every line is a message, except lines that begin with /:\n\n"
         + "".join(f"  {line}\n" for line in _HELP.splitlines())
         + """
-Media come first in their message, or at <image> and <video> in it. Answers are greedy, as in
-coat-vlm generate; Ctrl-C stops an answer.
+Media come first in their message, or replace <image> and <video> in it. Answers
+are greedy, as in coat-vlm generate; Ctrl-C stops an answer.
 """,
     )
     _add_model(parser, "of the first message", 512)

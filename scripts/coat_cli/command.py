@@ -4,35 +4,55 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from coat_data.sample import hide_secrets
 
 if TYPE_CHECKING:
     from coat_vlm.config import Recipe
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Handler = Callable[[argparse.Namespace], int]
 
 PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat")
 """Values of ``coat_vlm.config.Precision``, which takes longer to import than ``--help`` should."""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Prints a usage line of the required arguments only; the options are listed below it."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:  # noqa: ARG002
+        self._prog += " [options]"
+        required = [one for one in actions if one.required or not one.option_strings]
+        super().add_usage(usage, required, (), prefix)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help begins with what the command is for."""
+
+    def __init__(self, purpose: str, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, "allow_abbrev": False} | settings)
+        self.purpose = purpose
+
+    def format_help(self) -> str:
+        """Return the purpose, usage, examples, options and notes."""
+        return f"{self.purpose}\n\n{super().format_help()}"
+
+
 def command(
-    commands: Commands, name: str, handler: Handler, summary: str, examples: str = ""
-) -> argparse.ArgumentParser:
+    commands: Commands, name: str, handler: Handler, purpose: str, examples: str, notes: str = ""
+) -> Parser:
     """Declare a subcommand and return its parser; ``handler`` returns the exit status.
 
-    ``summary`` is one clause without a period. ``examples`` are the last lines of ``--help``:
-    commands, a blank line, explanations.
+    ``purpose`` is what a user wants to do: a clause without a period. ``examples`` are command
+    lines; ``notes`` are the last lines of ``--help``.
     """
     parser = commands.add_parser(
         name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"examples:\n{examples}" if examples else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        help=purpose,
+        purpose=purpose[0].upper() + purpose[1:] + ".",
+        description=f"examples:\n{examples}",
+        epilog=notes,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(handler=handler)
@@ -75,7 +95,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
     )
-    parser.add_argument("--stage", help="only this stage: align, pretrain, sft or dpo")
+    parser.add_argument("--stage", help="run only this stage: align, pretrain, sft or dpo")
 
 
 def read_recipe(args: argparse.Namespace, *, unset_variables: bool = False) -> "Recipe":
@@ -90,15 +110,15 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="of the forward pass; default: bf16 for a run folder (fp32 after training in fp32), "
-        "the dtype of the weights for a model folder (fp32 on a CPU)",
+        metavar="NAME",
+        help="fp32, bf16, fp8_linear or coat; default: bf16 for a run, else the dtype of the "
+        "weights",
     )
     parser.add_argument(
         "--max-pixels",
         type=at_least(1),
         metavar="N",
-        help="shrink larger images of Qwen-VL and GLM-V to N pixels; default: as in training "
-        "(the size in the folder of the model or adapter)",
+        help="shrink larger images (Qwen-VL, GLM-V) to N pixels",
     )
 
 

@@ -12,16 +12,18 @@ def add(commands: Commands) -> None:
         commands,
         "compare",
         _compare,
-        "compare models item by item: intervals, tests, detectable differences, a page of results",
+        "find out which model is better, with confidence intervals",
         """\
   coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score --items
   coat-vlm compare out/bf16/pope/report.json out/coat/pope/report.json --html pope.html --limit 100
   coat-vlm compare runs/bf16_0 runs/coat_0 --json difference.json       # evaluated run folders
   coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1
-
-Each model is compared with the first one on the same items; the first lines say which is better.
-Run folders also get the mean and the standard deviation over seeds; --with compares two groups of
-them. The page lists benchmarks next to published results.
+""",
+        """\
+Each model is compared with the first one on the same items; the first lines
+say which is better. For run folders, mean and standard deviation over seeds are
+also printed, and --with compares two groups of them. The page of --html lists
+results next to published ones.
 """,
     )
     add = parser.add_argument
@@ -41,14 +43,14 @@ them. The page lists benchmarks next to published results.
         default=[],
         help="second group of runs; differences are this group minus the first",
     )
-    add("--anyway", action="store_true", help="compare the common items of unlike reports")
+    add("--anyway", action="store_true", help="compare the common items of reports that differ")
     add("--json", type=Path, metavar="FILE", help="write the differences as JSON")
     add(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page: plots and a table of the compared and published models with intervals, "
-        "and the items that only one model answers correctly, with their images",
+        help="write a page: plots, a table with published models, and the items that only one "
+        "model answers correctly, with their images",
     )
     add(
         "--limit",

@@ -34,7 +34,14 @@ _MODEL = "model or run folder, recipe, or published model whose processor reads 
 
 def add(commands: Commands) -> None:
     """Declare ``data`` and its jobs."""
-    parser = commands.add_parser("data", help="check, preview, convert, download or generate data")
+    purpose = "check, preview, convert, download or generate data"
+    parser = commands.add_parser(
+        "data",
+        help=purpose,
+        purpose=f"{purpose.capitalize()}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="coat-vlm data JOB --help explains a job with examples.",
+    )
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
     for declare in (_add_ingest, _add_looks, _add_export, _add_overlap, _add_download, _add_scenes):
         declare(jobs)
@@ -56,14 +63,15 @@ def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Ca
         "--network",
         choices=("allow", "deny"),
         default="allow",
-        help="whether PATH, the media root and rows may be addresses (rows: of public hosts)",
+        help="deny: PATH, media root and rows must not be addresses; default allow (rows: public "
+        "hosts only)",
     )
     add(
         "--limits",
         nargs="+",
         default=[],
         metavar="NAME=NUMBER",
-        help="change limits of the recipe's section limits, such as archive_bytes",
+        help="change keys of a recipe's section limits, such as archive_bytes",
     )
     add(
         "--columns",
@@ -77,9 +85,9 @@ def _add_source(parser: argparse.ArgumentParser, *, parallel: bool = True) -> Ca
         nargs="+",
         default=(),
         metavar="FIELD",
-        help="fields to leave out that look like media or weights of the loss",
+        help="fields to leave out although they look like media or loss weights",
     )
-    add("--keep-boxes", action="store_true", help="leave boxes as in the rows, as boxes: keep")
+    add("--keep-boxes", action="store_true", help="do not convert boxes (boxes: keep in a recipe)")
     if parallel:
         add(
             "--num-workers",
@@ -119,7 +127,7 @@ def _add_ingest(jobs: Commands) -> None:
         jobs,
         "ingest",
         stoppable(_ingest),
-        "check every row of a source and write it as Parquet shards",
+        "check a data set and convert it to Parquet shards",
         """\
   coat-vlm data ingest chat.json --media-root images --to data/chat
   coat-vlm data ingest "shards/{000..001}.tar" --to data/captions --max-bad-samples 100
@@ -127,7 +135,7 @@ def _add_ingest(jobs: Commands) -> None:
 """,
     )
     add = _add_source(parser)
-    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to create")
     add("--embed-media", action="store_true", help="store the media in the shards")
     add(
         "--check-media",
@@ -169,14 +177,16 @@ def _add_looks(jobs: Commands) -> None:
         jobs,
         "lint",
         stoppable(_lint),
-        "check every row and print problems as file:row: problem -> remedy",
+        "find problems in your data before training",
         """\
   coat-vlm data lint chat.json --media-root images
   coat-vlm data lint "shards/{000..001}.tar" --check-media decode
   coat-vlm data lint chat.json --read-as llava --check-media none
   coat-vlm data lint flat.csv --columns image=img_path question=q answer=a
   coat-vlm data lint chat.json --media-root images --model my_recipe.yaml
-
+""",
+        """\
+Every row is checked; a problem is printed as file:row: problem -> remedy.
 exit status: 0 if all rows are good, else 1
 """,
     )
@@ -192,20 +202,21 @@ exit status: 0 if all rows are good, else 1
         jobs,
         "preview",
         _preview,
-        "show samples as text or HTML; with --model, as the model is trained on them",
+        "look at samples, as they are or as a model is trained on them",
         """\
   coat-vlm data preview chat.json --media-root images --out chat.html
   coat-vlm data preview chat.json --model Qwen/Qwen2.5-VL-3B-Instruct --limit 3
   coat-vlm data preview data/chat --model my_recipe.yaml --ids
-
-supervised text is behind >, other text behind |
+""",
+        """\
+Supervised text is marked with >, other text with |.
 """,
     )
     add = _add_source(parser, parallel=False)
     add("--out", type=Path, metavar="FILE", help="write this HTML file; default: print")
     add("--limit", type=at_least(1), default=20, metavar="N", help="at most N samples; default 20")
     add("--model", metavar="NAME", help=_MODEL)
-    add("--ids", action="store_true", help="show token ids, each next to its text")
+    add("--ids", action="store_true", help="show token ids next to their text")
 
 
 def _lint(args: argparse.Namespace) -> int:
@@ -270,7 +281,7 @@ def _add_overlap(jobs: Commands) -> None:
         jobs,
         "overlap",
         stoppable(_overlap),
-        "find images and texts of evaluation sets in a training set",
+        "find images and texts of evaluation sets in your training data",
         """\
   coat-vlm data overlap chat.json --media-root images --against pope gqa --data benchmarks
   coat-vlm data overlap chat.json --media-root images --against my_questions held_out.json \\
@@ -365,15 +376,15 @@ def _add_export(jobs: Commands) -> None:
         jobs,
         "export",
         _export,
-        "write a source as LLaVA JSON or messages JSONL",
+        "convert a data set to LLaVA JSON or messages JSONL",
         """\
   coat-vlm data export data/chat --format messages --to data/messages
   coat-vlm data export "shards/{000..001}.tar" --format llava --to data/llava
 """,
     )
     add = _add_source(parser, parallel=False)
-    add("--format", choices=("llava", "messages"), required=True, help="layout that is written")
-    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--format", choices=("llava", "messages"), required=True, help="layout to write")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to create")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -391,7 +402,7 @@ def _add_download(jobs: Commands) -> None:
         jobs,
         "download",
         _download,
-        "download a known data set or benchmark from the Hugging Face Hub, or list them",
+        "download a known data set or benchmark from the Hugging Face Hub",
         """\
   coat-vlm data download                           # list the names
   coat-vlm data download llava_558k --to data
@@ -442,14 +453,14 @@ def _add_scenes(jobs: Commands) -> None:
         jobs,
         "scenes",
         _scenes,
-        "draw scenes of colored shapes with captions and questions, deterministic per seed",
+        "generate a small data set: colored shapes, captions and questions",
         """\
   coat-vlm data scenes --to data/shapes
   coat-vlm data scenes --to data/small --num-train 50 --num-val 8 --num-test 8 --seed 1
 """,
     )
     add = parser.add_argument
-    add("--to", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to create")
     add(
         "--reuse",
         action="store_true",

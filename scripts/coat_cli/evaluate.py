@@ -24,12 +24,8 @@ if TYPE_CHECKING:
     from coat_eval.judge import Judge
     from coat_eval.runner import EvalTask
 
-_PROFILES = (
-    "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
-    "@c228e27), vlmeval (VLMEvalKit @d21c5e9) or vlmeval@c03bc048, an earlier version"
-)
-"""The commits are listed in ``coat_eval.benchmark.UPSTREAM``."""
-_KIND = "KIND=FOLDER for your own question set: KIND is yes_no, multiple_choice or short_answer"
+_PROFILES = "rules: official (default), lmms, vlmeval[@c03bc048]"
+_KIND = "KIND=FOLDER of your own questions"
 _LOADED = ("precision", "max_pixels", "adapters", "num_workers")
 _JUDGE = ("judge", "judge_model", "judge_key", "judge_cache")
 _SET_TOKENS, _BENCHMARK_TOKENS = 16, 128
@@ -47,54 +43,39 @@ def _add_eval(commands: Commands) -> None:
         commands,
         "eval",
         stoppable(_eval),
-        "evaluate a model on benchmarks, your own questions or texts",
+        "measure a model on benchmarks, your own questions or texts",
         """\
-  coat-vlm eval --list-tasks
-  coat-vlm eval --model runs/my_vlm          # all evaluation sets of the run's recipe
-  coat-vlm eval --model runs/my_vlm/sft/model --tasks yes_no=my_questions --to out/own
-  coat-vlm eval --model runs/my_vlm --tasks pope gqa --data benchmarks --to out/official
+  coat-vlm eval --model runs/my_vlm          # evaluation sets of the run's recipe
+  coat-vlm eval --model runs/my_vlm --tasks yes_no=my_questions --to out/own
+  coat-vlm eval --model runs/my_vlm --tasks pope gqa --data benchmarks --to out/all
   coat-vlm eval --model runs/my_vlm/sft/model --tasks textvqa_no_ocr vqav2 mmmu \\
       --data benchmarks --to out/limited --limit 100
-  coat-vlm eval --model runs/my_lora/align/model --tasks pope --data benchmarks --to out/lora \\
-      --adapters first=runs/my_lora/sft/model/adapter second=runs/my_lora_1/sft/model/adapter
-  coat-vlm eval --model runs/my_vlm/sft/model --text wiki.txt
-  coat-vlm eval --model Qwen/Qwen2.5-1.5B-Instruct --text wiki.txt --window 1024 --to out/text
-  torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
-      --tasks videomme videomme_subtitles --data benchmarks --to out/llava
-
-Without --tasks and --text the sets of the run's recipe are evaluated; the exit status is 1 if a
-required metric is not reached.
-
-The data of a benchmark are its official files or the Hub's Parquet files in --data/TASK;
-docs/reference/benchmarks.md lists them and coat-vlm data download TASK fetches them. A question set
-is a folder with questions.jsonl. With a Hugging Face model, videos stay videos if its processor
-supports them and become images otherwise. The same command continues an interrupted evaluation.
-With torchrun, the questions are divided among the GPUs.
-
---text measures the perplexity of the language model, and the share of documents whose last word it
-predicts (LAMBADA's accuracy). --model may also be the language model that a
-recipe started from; the difference between the two results is the effect of training on images.
+  coat-vlm eval --model Qwen/Qwen2.5-1.5B-Instruct --text wiki.txt --window 1024
+  torchrun --nproc-per-node 8 --no-python coat-vlm eval --tasks videomme \\
+      --model llava-hf/llava-1.5-7b-hf --data benchmarks --to out/llava
+""",
+        """\
+"coat-vlm data download TASK" fetches the files of a benchmark. The same command
+continues an interrupted evaluation. With torchrun, GPUs share the questions.
+exit status: 1 if a required metric of the recipe is not reached, else 0
 """,
     )
     add = parser.add_argument
-    add("--list-tasks", action="store_true", help="list the benchmarks and kinds of question sets")
-    add("--model", help="run folder, model folder, or a Hugging Face model; name at the --server")
-    add("--server", metavar="ADDRESS", help="OpenAI-compatible address at which --model is asked")
-    add("--server-key", metavar="VARIABLE", help="environment variable with the key of the address")
-    add(
-        "--tasks",
-        nargs="+",
-        default=[],
-        metavar="TASK",
-        help=f"benchmarks (--list-tasks), or {_KIND}",
-    )
+    add("--list-tasks", action="store_true", help="list benchmarks and kinds of question sets")
+    add("--model", help="run or model folder, Hub model, or name at --server")
+    add("--server", metavar="URL", help="ask the model at this OpenAI-compatible address")
+    add("--server-key", metavar="VAR", help="environment variable with the server's key")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help=f"benchmarks, or {_KIND}")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="measure the perplexity")
     add("--data", type=Path, metavar="DIR", help="folder with one folder per benchmark")
     add("--to", type=Path, metavar="DIR", help="folder to write, with one folder per task")
     add("--limit", type=at_least(1), metavar="N", help="only the first N questions of each task")
     add("--batch-size", type=at_least(1), metavar="N", help="default 32; with --text 4 windows")
     add_loading(parser)
-    add = parser.add_argument_group("with --tasks").add_argument
+    add("--text-field", metavar="NAME", help="with --text: field of the texts; default text")
+    add("--window", type=at_least(1), metavar="N", help="with --text: tokens; default 2048")
+    group = parser.add_argument_group("with --tasks")
+    add = group.add_argument
     add(
         "--max-new-tokens",
         type=at_least(1),
@@ -103,24 +84,21 @@ recipe started from; the difference between the two results is the effect of tra
     )
     add("--temperature", type=float, metavar="T", help="sample the answers; default: greedy")
     add("--samples", type=at_least(2), metavar="N", help="answers per question: majority, pass@k")
-    add("--media-root", metavar="DIR", help="folder or address of the images of question sets")
-    add("--split", help="split of benchmarks, such as test; default: the one with answers")
+    add("--media-root", metavar="DIR", help="folder or address of images of question sets")
+    add("--split", help="split of benchmarks; default: the one with answers")
     add("--profile", help=_PROFILES)
-    _add_judge(parser)
     add(
         "--adapters",
         metavar="[NAME=]DIR",
         nargs="+",
         default=[],
-        help="LoRA adapter folders in peft's layout that were trained on --model; results go to "
-        "NAME/TASK (default: the folder's name)",
+        help="LoRA adapters of --model; results go to NAME/TASK",
     )
     add(
         "--num-frames",
         type=at_least(1),
         metavar="N",
-        help="frames per video for published models; default: as the family's processor "
-        "(guides/long_video.md), 8 for other models",
+        help="frames per video; default: the processor's, else 8",
     )
     add(
         "--num-workers",
@@ -129,9 +107,7 @@ recipe started from; the difference between the two results is the effect of tra
         help="processes that load data; default up to 12, on a CPU 0",
     )
     add("--overwrite", action="store_true", help="replace answers of another model or prompt")
-    add = parser.add_argument_group("with --text").add_argument
-    add("--text-field", metavar="NAME", help="field of the texts in rows; default text")
-    add("--window", type=at_least(1), metavar="N", help="tokens per window; default 2048")
+    _add_judge(group)
 
 
 _WITH_TASKS = (
@@ -365,44 +341,45 @@ def _add_score(commands: Commands) -> None:
         commands,
         "score",
         _score,
-        "score saved predictions; needs no model, no GPU and no images",
+        "score answers that you have, without a model or GPU",
         """\
-  coat-vlm score gqa --predictions answers.jsonl --references testdev_balanced_questions.json \\
-      --out gqa.json
+  coat-vlm score gqa --predictions answers.jsonl --out gqa.json \\
+      --references testdev_balanced_questions.json
   coat-vlm score pope --predictions out/my_vlm/pope/predictions.jsonl --out pope.json \\
       --references benchmarks/pope/coco_pope_*.json
-  coat-vlm score mmmu --predictions out/limited/mmmu/predictions.jsonl --fallback wrong \\
-      --references benchmarks/mmmu/*/*.parquet --out mmmu.json
-  coat-vlm score vqav2 --predictions out/limited/vqav2/predictions.jsonl --submission upload.json \\
-      --references benchmarks/vqav2/v2_OpenEnded_mscoco_val2014_questions.json --allow-missing \\
-      --out vqav2.json
+  coat-vlm score mmmu --predictions out/limited/mmmu/predictions.jsonl \\
+      --references benchmarks/mmmu/*/*.parquet --out mmmu.json --fallback wrong
+  coat-vlm score vqav2 --predictions out/limited/vqav2/predictions.jsonl \\
+      --references benchmarks/vqav2/v2_OpenEnded_mscoco_val2014_questions.json \\
+      --allow-missing --out vqav2.json --submission upload.json
   coat-vlm score yes_no=my_questions --out report.json \\
       --predictions out/own/my_questions/predictions.jsonl
-
-A prediction is {"question_id": ..., "prediction": "..."}. LLaVA's answer files, the sample logs of
-lmms-eval, the result tables of VLMEvalKit and the official formats of the benchmarks are also read.
-docs/reference/benchmarks.md lists all metrics, sources and formats.
+""",
+        """\
+A prediction is {"question_id": ..., "prediction": "..."}. LLaVA's answer files,
+sample logs of lmms-eval, result tables of VLMEvalKit and official formats are
+also read; docs/reference/benchmarks.md lists the metrics and formats.
 """,
     )
     add = parser.add_argument
-    add("name", metavar="TASK", help=f"a benchmark (coat-vlm eval --list-tasks), or {_KIND}")
+    add("name", metavar="TASK", help=f"a benchmark, or {_KIND}")
     add(
         "--predictions",
         type=Path,
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON, JSON lines, CSV, TSV, XLSX or Parquet; a folder means all output.json files in "
-        "it (mme: all .txt files)",
+        help="JSON, JSON lines, CSV, TSV, XLSX or Parquet; or a folder of output.json files (mme: "
+        ".txt files)",
     )
     add("--out", type=Path, required=True, metavar="FILE", help="report to write")
     add(
         "--allow-missing",
         action="store_true",
-        help="count missing, unknown, repeated, empty and non-text predictions instead of "
-        "stopping, and accept a part of the benchmark",
+        help="count missing, unknown, repeated, empty and non-text predictions instead of stopping",
     )
-    add = parser.add_argument_group("benchmarks").add_argument
+    group = parser.add_argument_group("with benchmarks")
+    add = group.add_argument
     add(
         "--references",
         type=Path,
@@ -412,20 +389,19 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
         help="official files with the answers, in any order",
     )
     add("--profile", help=f"{_PROFILES}; okvqa also pica, mathvision also string")
-    _add_judge(parser)
+    _add_judge(group)
     add("--raw", action="store_true", help="score without the preprocessing of LLaVA and VILA")
     add(
         "--fallback",
         choices=("random", "wrong"),
-        help="mmmu: unparsable choices get a random letter, as officially (default), or are wrong",
+        help="mmmu: unparsable choices are random (default, official) or wrong",
     )
     add("--items", action="store_true", help="write every item to the report")
     add(
         "--submission",
         type=Path,
         metavar="FILE",
-        help="also write a submission for the server of vqav2, textvqa, vizwiz, mmmu, docvqa or "
-        "infovqa",
+        help="also write a file for the server of vqav2, textvqa, vizwiz, mmmu, docvqa or infovqa",
     )
 
 
@@ -461,21 +437,16 @@ def _score(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_judge(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("benchmarks whose official scorer asks a model").add_argument
-    add(
-        "--judge",
-        metavar="ADDRESS",
-        help="an OpenAI-compatible address, e.g. http://localhost:8000/v1",
-    )
-    add("--judge-model", metavar="NAME", help="name of the model at the address")
-    add("--judge-key", metavar="VARIABLE", help="environment variable with the key of the address")
+def _add_judge(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("--judge", metavar="URL", help="OpenAI-compatible judge of benchmarks that ask one")
+    add("--judge-model", metavar="NAME", help="the judge's name at the address")
+    add("--judge-key", metavar="VAR", help="environment variable with the judge's key")
     add(
         "--judge-cache",
         type=Path,
         metavar="FILE",
-        help="file of the judge's answers: asks only for others and adds them; without --judge, "
-        "scores from the file only",
+        help="the judge's answers; without --judge, only these",
     )
 
 

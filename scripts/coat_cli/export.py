@@ -12,7 +12,7 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         stoppable(_export),
-        "export a checkpoint as a Hugging Face model folder",
+        "export a model for transformers, inference servers, VILA or the Hub",
         """\
   coat-vlm export --model runs/my_vlm --to exports/run
   coat-vlm export --model runs/my_vlm/sft/checkpoints/step-00000001 --to exports/step
@@ -24,37 +24,24 @@ def add(commands: Commands) -> None:
   coat-vlm export --model runs/my_vlm/sft/model --to exports/card --card
   coat-vlm export --model exports/vila --to exports/from_vila         # a VILA or NVILA checkpoint
   coat-vlm export --model runs/my_lora/sft/model --to exports/adapter --format adapter
+""",
+        """\
+Formats (one process on a CPU reads the checkpoint of any number of GPUs):
+  coat      for coat-vlm, and for transformers after "import coat_vlm"; a
+            published model keeps its own layout, which transformers reads
+  llava     LlavaForConditionalGeneration of transformers, for servers; needs
+            projector.type: mlp2x_gelu and one square image (resize or pad)
+  vila      VILA's folders llm/, vision_tower/ and mm_projector/
+  language  only the language model, for AutoModelForCausalLM
+  adapter   only LoRA adapters and other trained modules, for peft; the base is
+            the folder that the stage started from, else DIR/base, written from
+            a checkpoint. Other formats have the adapters merged
 
-The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
-it. --format is the layout that is written:
-
-  coat      loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
-            "import coat_vlm", and as init_from of a recipe; a published model keeps its own layout,
-            which transformers loads
-  llava     loads with transformers only (LlavaForConditionalGeneration, AutoProcessor) and in
-            servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
-            (resize or pad)
-  vila      VILA's folders llm/, vision_tower/ and mm_projector/; --model also takes such a folder
-  language  only the language model (the whole model of a text-only run), for
-            AutoModelForCausalLM of transformers and model.language.name_or_path of a recipe
-  adapter   only the LoRA adapters and the other trained modules, in peft's layout. The same model
-            is returned by peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), DIR), where
-            BASE is the folder that the stage started from. If there is no such folder, give a
-            checkpoint: its frozen weights are then written to DIR/base. The other layouts have
-            adapters merged into the weights
-
---weights quantizes the linear layers of the language model; embeddings, lm_head, projector and
-vision tower stay in --dtype (default bfloat16). vLLM and transformers (with the compressed-tensors
-package) read the files. The quantization error of each layer is printed and written to
-quantization.json; "coat-vlm eval --model DIR" measures the effect on answers.
-
-  fp8        FP8 E4M3, one scale per output channel; inputs per token
-  fp8_block  FP8 E4M3, one scale per 128 x 128 block; inputs per token and 128 channels
-  int8       INT8, one scale per output channel; inputs per token
-
---card writes README.md, a model card for the Hugging Face Hub, from the files of the run:
-parameters, precision, hardware, steps, tokens, data, results with intervals, recipe (with the paths
-in it). The license is left to you. --push-to-hub uploads the folder; a new repository is private.
+Weights of the language model's linear layers, in compressed-tensors files:
+  fp8        FP8 E4M3, a scale per output channel; inputs: per token
+  fp8_block  FP8 E4M3, a scale per 128 x 128 block; inputs: per 1 x 128 block
+  int8       INT8, a scale per output channel; inputs: per token
+The error of each layer is printed and written to quantization.json.
 """,
     )
     add = parser.add_argument
@@ -63,10 +50,10 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
         type=Path,
         required=True,
         metavar="DIR",
-        help="run folder, RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., an adapter (merged into "
-        "its base), or a checkpoint of VILA",
+        help="run or model folder, checkpoint (RUN/STAGE/checkpoints/step-...), adapter, or a "
+        "checkpoint of VILA",
     )
-    add("--to", type=Path, required=True, metavar="DIR", help="the new folder")
+    add("--to", type=Path, required=True, metavar="DIR", help="folder to create")
     add(
         "--format",
         choices=["coat", "llava", "vila", "language", "adapter"],
@@ -76,15 +63,23 @@ in it). The license is left to you. --push-to-hub uploads the folder; a new repo
     add(
         "--dtype",
         choices=["bfloat16", "float32"],
-        help="dtype of the weights; default: as in training (float32 exports the master weights)",
+        help="default: as in training (float32: the master weights); with --weights: bfloat16",
     )
     add(
         "--weights",
         choices=["fp8", "fp8_block", "int8"],
-        help="quantize the language model's linear layers; not with --format vila",
+        help="quantize the language model; not with --format vila",
     )
-    add("--card", action="store_true", help="write a model card (README.md)")
-    add("--push-to-hub", metavar="NAME", help="upload to this repository (USER/MODEL) of the Hub")
+    add(
+        "--card",
+        action="store_true",
+        help="write a model card (README.md) from the files of the run",
+    )
+    add(
+        "--push-to-hub",
+        metavar="NAME",
+        help="upload to USER/MODEL on the Hub; a new repository is private",
+    )
 
 
 def _export(args: argparse.Namespace) -> int:

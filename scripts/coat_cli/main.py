@@ -21,8 +21,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 from coat_cli import chat, compare, data, evaluate, export, plan, show, train
-from coat_cli.command import add_launcher_rank, complain
+from coat_cli.command import Parser, add_launcher_rank, complain, say
 from coat_data.sample import hide_secrets
+
+PURPOSE = "Fine-tune and train vision-language models in FP8 or BF16, and evaluate them."
+START = """\
+Start with:
+  see what runs here           coat-vlm doctor
+  find problems in your data   coat-vlm data lint chat.json --media-root images
+  see whether it fits a GPU    coat-vlm plan my_recipe.yaml
+  train, or resume             coat-vlm train my_recipe.yaml --resume auto
+  measure the trained model    coat-vlm eval --model runs/my_recipe --tasks pope \\
+                                 --data benchmarks --to out/my_recipe
+
+my_recipe.yaml names the model, the data and the training stages. The README has
+one for Qwen2.5-VL; "coat-vlm recipes" lists others.
+"""
 
 FAULT = 1
 USER_ERROR = 2
@@ -90,21 +104,28 @@ def _configure_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the parser of all commands; the parsed namespace has ``handler`` and ``debug``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        PURPOSE,
         prog="coat-vlm",
-        description="Train VILA-style vision-language models and evaluate them.",
+        description=START,
         epilog="coat-vlm COMMAND --help explains a command with examples.",
-        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(handler=_start, debug=False)
     parser.add_argument("--version", action="version", version=f"coat-vlm {version('coat-vlm')}")
     # DeepSpeed's launcher puts its argument before the command.
     add_launcher_rank(parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="coat-vlm")
     for module in (train, plan, show, evaluate, compare, chat, export, data):
         module.add(commands)
     return parser
+
+
+def _start(_: argparse.Namespace) -> int:
+    say(f'{PURPOSE}\n\n{START}\n"coat-vlm --help" lists all commands.')
+    return 0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "estimate how much memory a recipe needs on each GPU; runs without a GPU",
+        "find out whether a recipe fits your GPUs, and what to change if not",
         """\
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
@@ -22,20 +22,21 @@ def add(commands: Commands) -> None:
   coat-vlm plan my_recipe.yaml --gpus 4 --images 5 --stage sft --verbose
   coat-vlm plan my_recipe.yaml --stage sft --measure               # on a GPU
   torchrun --nproc-per-node 2 --no-python coat-vlm plan my_recipe.yaml --measure zero_stage=2
+""",
+        """\
+The plan needs no GPU. It runs the model once on shapes only (for 8B parameters
+in seconds to minutes), and assumes full sequences of model.max_length tokens, of
+which all except those of images are supervised.
 
-The estimate assumes full rows: every row has model.max_length tokens, and all tokens except those
-of images are supervised. The model runs once on shapes only, which takes no memory and, for an 8B
-model, seconds to minutes (long rows with recomputation).
-
---measure also takes a few steps of training with random weights and data on the GPUs of this
-launch, and prints their speed and their peak memory next to the plan's. init_from must be a folder
-(its weights are not read) or null. A step has at most two micro-batches per GPU, which are the same
-in every step; loading data is not part of it.
+--measure also trains a few steps with random weights and data on the GPUs of
+this launch, and prints speed and peak memory next to the plan's. init_from must
+be a folder (its weights are not read) or null. A step has at most two
+micro-batches per GPU, the same in every step, and loads no data.
 """,
     )
     add_recipe(parser)
     add = parser.add_argument
-    add("--gpus", type=at_least(1), metavar="N", help="GPUs; default 1, or as many as torchrun's")
+    add("--gpus", type=at_least(1), metavar="N", help="number of GPUs; default: torchrun's, else 1")
     add(
         "--gpu-memory",
         type=_positive_number,
@@ -47,10 +48,11 @@ in every step; loading data is not part of it.
         "--images",
         type=at_least(0),
         metavar="N",
-        help="image tiles and video frames per row; default: counted in the stage's data, else 1",
+        help="image tiles and video frames per sequence; default: counted in the stage's data, "
+        "else 1",
     )
     add("--verbose", action="store_true", help="also print a table of the ZeRO stages")
-    add("--measure", action="store_true", help="also measure a few steps")
+    add("--measure", action="store_true", help="also measure a few training steps")
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ def add(commands: Commands) -> None:
         commands,
         "recipes",
         _recipes,
-        "list the built-in recipes, or print one to start from",
+        "get a recipe to start from",
         """\
-  coat-vlm recipes
+  coat-vlm recipes                                     # list the built-in ones
   coat-vlm recipes quickstart > my_quickstart.yaml
 """,
     )
@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
         commands,
         "report",
         _report,
-        "write a self-contained HTML report of a run",
+        "look at a run on one HTML page: curves, data, results, warnings",
         "  coat-vlm report runs/my_vlm\n",
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
@@ -32,16 +32,21 @@ def add(commands: Commands) -> None:
         commands,
         "status",
         _status,
-        "print how far a run is, and what each of its processes does or did last",
+        "see how far a run is, and what its processes do or did last",
         """\
   coat-vlm status runs/my_vlm
-
-The exit status is 1 if a process of the run does not respond.
+""",
+        """\
+exit status: 1 if a process of the run does not respond, else 0
 """,
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
     command(
-        commands, "doctor", _doctor, "check what runs on this machine, and how to enable the rest"
+        commands,
+        "doctor",
+        _doctor,
+        "see what runs on this machine, and how to enable the rest",
+        "  coat-vlm doctor\n",
     )
 
 

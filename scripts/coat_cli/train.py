@@ -17,21 +17,21 @@ def add(commands: Commands) -> None:
         commands,
         "train",
         _train,
-        "train the stages of a recipe",
+        "train or fine-tune a model",
         """\
   coat-vlm train quickstart
   coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1
   coat-vlm train my_recipe.yaml --stage sft output_dir=runs/seed1 seed=1   # on align's model
   coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64
-  coat-vlm train my_recipe.yaml --resume auto          # continue an interrupted run
+  coat-vlm train my_recipe.yaml --resume auto          # resume an interrupted run
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2
   deepspeed --num_gpus 8 "$(command -v coat-vlm)" train my_recipe.yaml zero_stage=2
-  coat-vlm train my_recipe.yaml --resume auto zero_stage=0   # saved on 8 GPUs, continued on one
-
-Before a model is loaded, the recipe, the headers of the files and sixteen rows of every source are
-checked; all problems are listed with what to do (exit status 2).
-
-eval_every answers questions of the evaluation sets during training.
+  coat-vlm train my_recipe.yaml --resume auto zero_stage=0   # on one GPU, saved on 8
+""",
+        """\
+Before it loads a model, the command checks the recipe, the files and sixteen
+rows of every source, and lists all problems with what to do (exit status 2).
+eval_every=N answers questions of the evaluation sets every N steps.
 """,
     )
     add_recipe(parser)
@@ -39,25 +39,24 @@ eval_every answers questions of the evaluation sets during training.
     start.add_argument(
         "--resume",
         choices=["auto"],
-        help="continue from the newest complete checkpoint, if there is one; the number of "
-        "processes, learning rates, limits, saving, evaluation and other recipe keys may differ "
-        "from the saved run's (guides/training.md)",
+        help="continue from the newest complete checkpoint, if there is one; the number of GPUs, "
+        "learning rates and other recipe keys may change",
     )
     start.add_argument(
-        "--overwrite", action="store_true", help="first delete an earlier run in the output folder"
+        "--overwrite", action="store_true", help="delete an earlier run in the output folder"
     )
     parser.add_argument(
         "--allow-changed-data",
         action="store_true",
-        help="with --resume: continue although the data, or recipe keys that change the samples or "
-        "their order, changed since the start; the change is recorded",
+        help="with --resume: continue with other data, or other recipe keys that change the "
+        "samples or their order; the change is recorded",
     )
     parser.add_argument(
         "--status-file",
         type=Path,
         metavar="FILE",
-        help="write the exit status into FILE when a signal stops training (75; 130 for Ctrl-C), "
-        "because torchrun itself returns 1",
+        help="write the exit status to FILE when a signal stops training (75; 130 for Ctrl-C); "
+        "torchrun always exits with 1",
     )
     add_launcher_rank(parser)
 

@@ -39,20 +39,20 @@ NOT_RUN = re.compile(r"torchrun|deepspeed|train quickstart|data download|--measu
 
 
 def leaves(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
-    """The commands without subcommands, with the text below their arguments."""
+    """The commands without subcommands, with their examples."""
     nested = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ]
     if not nested:
-        yield name, parser.epilog or ""
+        yield name, parser.description or ""
     for action in nested:
         for word, child in action.choices.items():
             yield from leaves(child, f"{name} {word}")
 
 
 def examples(text: str) -> list[str]:
-    """The command lines between the heading and the first blank line, without comments."""
-    block = text.removeprefix("examples:\n").split("\n\n")[0].replace("\\\n", " ")
+    """The command lines below the heading, without comments."""
+    block = text.removeprefix("examples:\n").replace("\\\n", " ")
     lines = [re.sub(r"\s+# .*", "", line) for line in block.splitlines()]
     return [" ".join(line.split()) for line in lines if line.strip()]
 

@@ -35,7 +35,7 @@ def test_overrides_may_stand_behind_options():
     "words",
     [
         ["train", "quickstart", "--overwite"],
-        [],
+        ["data"],
     ],
 )
 def test_wrong_arguments_end_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]):
