@@ -5,6 +5,7 @@
 ARG IMAGE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${IMAGE}
 
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1
 WORKDIR /opt/coat-vlm
 COPY pyproject.toml README.md LICENSE ./
@@ -13,7 +14,7 @@ COPY kernels kernels
 COPY data data
 COPY eval eval
 COPY scripts scripts
-RUN pip freeze | grep -E '^(torch|torchvision|triton)==' > /tmp/constraints.txt \
+RUN pip list --format=freeze | grep -E '^(torch|torchvision|triton)==' > /tmp/constraints.txt \
     && pip install -c /tmp/constraints.txt '.[lora]' \
     && rm /tmp/constraints.txt
 WORKDIR /data

@@ -4,10 +4,12 @@ import argparse
 import math
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coat_cli.command import Parser
 from coat_cli.main import build_parser, main, parse
@@ -26,6 +28,16 @@ def test_ci_runs_the_readmes_test_command():
     assert "./scripts/test" in code_lines(ROOT / "README.md")
     assert "./scripts/quickstart" in code_lines(ROOT / "README.md")
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "./scripts/test </dev/null"
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "./scripts/test"}
+
+
+def test_the_citation_has_the_version_and_license_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for key, own in {"title": "name", "version": "version", "license": "license"}.items():
+        assert citation[key] == project[own]
+    assert citation["authors"] == project["authors"]
 
 
 DOCUMENTED = {

@@ -1,5 +1,7 @@
 """The built wheel, installed into an environment of its own, works outside a checkout."""
 
+import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -52,9 +54,11 @@ def others() -> str:
 
 
 def run(command: list[object], folder: Path) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, capture_output=True, text=True, check=False
-    )
+        list(map(str, command)),
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,6 +74,24 @@ def test_the_command_works_outside_a_checkout(installed: Path, tmp_path: Path):
         ' {"from": "gpt", "value": "Hello"}]}]'
     )
     assert "1" in run([command, "data", "lint", "chat.json"], tmp_path)
+
+
+@pytest.mark.slow
+def test_doctor_training_and_score_run_outside_a_checkout(installed: Path, tmp_path: Path):
+    command = installed / "coat-vlm"
+    assert "coat-vlm" in run([command, "doctor"], tmp_path)
+    sizes = ["--num-train", "16", "--num-val", "8", "--num-test", "8"]
+    run([command, "data", "scenes", "--to", "runs/quickstart-data", *sizes], tmp_path)
+    recipe = ["quickstart", "--stage", "align", "stages.align.max_steps=2"]
+    assert "runs/quickstart/align/model" in run([command, "train", *recipe], tmp_path)
+    questions = tmp_path / "runs/quickstart-data/eval/presence"
+    with (questions / "questions.jsonl").open() as lines:
+        rows = [json.loads(line) for line in lines]
+    answers = [{"question_id": row["question_id"], "prediction": row["answer"]} for row in rows]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    score = ["score", f"yes_no={questions}", "--predictions", "answers.jsonl"]
+    run([command, *score, "--out", "score.json"], tmp_path)
+    assert json.loads((tmp_path / "score.json").read_text())["metrics"]["accuracy"] == 100
 
 
 def test_the_wheel_contains_the_files_that_the_packages_read(installed: Path, tmp_path: Path):
