@@ -25,8 +25,8 @@ def add(commands: Commands) -> None:
 """,
         """\
 The plan needs no GPU. It runs the model once on shapes only (for 8B parameters
-in seconds to minutes), and assumes full sequences of model.max_length tokens, of
-which all except those of images are supervised.
+in seconds to minutes), and assumes full sequences of model.max_length tokens,
+all supervised except the image tokens.
 
 --measure also trains a few steps with random weights and data on the GPUs of
 this launch, and prints speed and peak memory next to the plan's. init_from must
