@@ -6,7 +6,6 @@ next save or at the end of the stage.
 """
 
 import logging
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -46,27 +45,19 @@ from coat_vlm.distributed import World
 logger = logging.getLogger(__name__)
 
 
-def choose_deletions(
-    spikes: Mapping[int, bool], newest: int, last: int, losses: Mapping[int, float]
-) -> list[int]:
+def choose_deletions(spikes: Mapping[int, bool], newest: int, last: int) -> list[int]:
     """Return the steps of the checkpoints to delete; never ``newest``, the one just completed.
 
-    The ``last`` ones and that with the lowest of ``losses`` stay. ``spikes``: step of each
-    checkpoint -> whether loss or gradient norm had diverged then. Such a checkpoint never takes the
-    place of a good one, and stays only while there are fewer. Later ones than ``newest`` are
-    another process's.
+    The ``last`` ones stay. ``spikes``: step of each checkpoint -> whether loss or gradient norm had
+    diverged then. Such a checkpoint never takes the place of a good one, and stays only while there
+    are fewer. Later ones than ``newest`` are another process's.
     """
     earlier = sorted(step for step in spikes if step < newest)
     good = [step for step in earlier if not spikes[step]]
-    spike = spikes[newest]
-    others = last if spike else last - 1
+    others = last if spikes[newest] else last - 1
     kept = {newest, *good[max(0, len(good) - others) :]}
     marked = [step for step in reversed(earlier) if spikes[step]]
     kept.update(marked[: max(0, last - len(kept))])
-    candidates = good if spike else [*good, newest]
-    measured = [step for step in candidates if math.isfinite(losses.get(step, math.inf))]
-    if measured:
-        kept.add(min(measured, key=lambda step: losses[step]))
     return [step for step in earlier if step not in kept]
 
 
@@ -119,8 +110,8 @@ class CheckpointSaver:
 
     All ranks must call :meth:`save` and :meth:`finish` at the same steps. ``description``
     has configuration, tokenizer and processor as files by name. ``background`` writes copies of the
-    tensors in a thread. ``losses`` returns validation losses by step, to keep the best. ``check``
-    is called on the main process before it writes, renames or deletes.
+    tensors in a thread. ``check`` is called on the main process before it writes, renames or
+    deletes.
     """
 
     def __init__(
@@ -132,7 +123,6 @@ class CheckpointSaver:
         *,
         description: Mapping[str, bytes] | None = None,
         background: bool = True,
-        losses: Callable[[], Mapping[int, float]] | None = None,
         check: Check | None = None,
     ) -> None:
         self.folder = folder
@@ -141,7 +131,6 @@ class CheckpointSaver:
         self._keep = keep
         self._description = description or {}
         self._copies = HostCopies() if background else None
-        self._losses = losses
         self._check = check
         self._pending: FolderSave | None = None
 
@@ -226,8 +215,7 @@ class CheckpointSaver:
     def _delete_old(self, target: Path) -> None:
         paths = {path_step(path): path for path in list_checkpoints(self.folder)}
         spikes = {step: is_spike(path) for step, path in paths.items()}
-        losses = self._losses() if self._losses is not None else {}
-        for step in choose_deletions(spikes, path_step(target), self._keep, losses):
+        for step in choose_deletions(spikes, path_step(target), self._keep):
             if self._check is not None:
                 self._check()
             try:

@@ -136,9 +136,6 @@ class Recipe:
     minute which rank is missing."""
     save_total_limit: Positive = 2
     """Checkpoints per stage; older ones are deleted after a new one is complete."""
-    keep_best: str | None = None
-    """Name of a source in ``val_data``: of the checkpoints at whose step it was validated
-    (``eval_steps``), the one with its lowest loss is not deleted."""
     async_save: bool = True
     """Train on while a checkpoint is written, from a copy in host memory: 12 bytes per trained
     parameter with FP32 master weights and moments, about 6 with FP8 moments, and the weights of
@@ -171,7 +168,6 @@ class Recipe:
                     stage.packing.row_tokens(self.model.max_length)
                 except ValueError as error:
                     raise ValueError(f"stages.{name}: {error}") from None
-        self._check_kept()
         for key in ("fp8", "monitor"):
             if getattr(self, key) is not None and self.precision not in FP8_PRECISIONS:
                 raise ValueError(
@@ -187,16 +183,6 @@ class Recipe:
             self._check_sequence_parallel(f"stages.{name}.sequence_parallel", stage)
         self._check_dpo()
         self._check_choose()
-
-    def _check_kept(self) -> None:
-        stages = [stage for stage in self.stages.values() if stage.save_steps and stage.eval_steps]
-        validated = sorted({source.name for stage in stages for source in stage.val_data})
-        if self.keep_best is not None and self.keep_best not in validated:
-            raise ValueError(
-                f"keep_best: {self.keep_best!r} is not the name of a source in val_data of a stage "
-                f"with save_steps and eval_steps ({', '.join(validated) or 'there are none'}); "
-                "name one, or remove it"
-            )
 
     @property
     def optimizer(self) -> Literal["coat", "adamw"]:

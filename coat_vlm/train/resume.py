@@ -45,7 +45,7 @@ _MODULES = ("vision", "projector", "language")
 
 MAY_CHANGE = (
     *("name", "output_dir", "num_workers", "log_every_steps", "tracking.**", "eval_sets.**"),
-    *("eval_every", "eval_samples", "async_save", "keep_best"),
+    *("eval_every", "eval_samples", "async_save"),
     *("data_timeout_s", "collective_timeout_s", "save_total_limit", "zero_stage"),
     *("master_weights", "monitor.**", "divergence.**", "memory.**", "cudnn_attention"),
     *("fp8.weights", "fp8.cuda_graphs", "fp8.recompute_qkv", "network", "network.**", "limits.**"),

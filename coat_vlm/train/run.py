@@ -75,7 +75,7 @@ from coat_vlm.train.resume import check_length, continue_sampler, prepare_run_fo
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.step_log import BadSamples, StepLog
 from coat_vlm.train.throughput import PeakMemory, Throughput
-from coat_vlm.train.tracking import METRICS, Metrics, list_measured, print_on_main, read_losses
+from coat_vlm.train.tracking import METRICS, Metrics, list_measured, print_on_main
 
 
 def run_recipe(
@@ -367,16 +367,14 @@ def _build_or_restore(stage: _Stage, opened: _Opened) -> StageLoop:
 
 
 def _build_saver(stage: _Stage, opened: _Opened, passes: Passes) -> CheckpointSaver:
-    recipe, best = stage.recipe, stage.recipe.keep_best
     return CheckpointSaver(
         stage.checkpoints,
         passes.engine,
         stage.world,
-        recipe.save_total_limit,
+        stage.recipe.save_total_limit,
         description=opened.files,
-        background=recipe.async_save,
+        background=stage.recipe.async_save,
         check=stage.lock.check,
-        losses=partial(read_losses, stage.run_dir / METRICS, stage.name, best) if best else None,
     )
 
 

@@ -119,15 +119,6 @@ def list_measured(path: Path, stage: str, step: int) -> frozenset[str]:
     )
 
 
-def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
-    """Return the losses of a validation source by step, from metrics.jsonl."""
-    return {
-        entry["step"]: entry["losses"][source]
-        for entry in read_entries(path)
-        if (entry["stage"], entry.get("kind")) == (stage, "val") and source in entry["losses"]
-    }
-
-
 def rewind(path: Path, stage: str, step: int) -> None:
     """Delete the entries after ``step`` of ``stage`` and of later stages, which a resume repeats.
 

@@ -9,24 +9,15 @@ def deleted(
     *,
     newest: int | None = None,
     spikes: tuple[int, ...] = (),
-    losses: dict[int, float] | None = None,
 ) -> list[int]:
     saved = {step: step in spikes for step in steps}
-    return choose_deletions(saved, max(steps) if newest is None else newest, last, losses or {})
+    return choose_deletions(saved, max(steps) if newest is None else newest, last)
 
 
 def test_the_last_ones_are_kept() -> None:
     assert deleted([5, 10, 15, 20], 2) == [5, 10]
     assert deleted([5, 10, 15, 20], 1) == [5, 10, 15]
     assert deleted([5], 3) == []
-
-
-def test_the_best_is_kept() -> None:
-    assert deleted([5, 10, 15], 1, losses={5: 2.0, 10: 1.0, 15: 3.0}) == [5]
-    assert deleted([5, 10, 15], 1, losses={5: float("nan"), 10: 4.0}) == [5]
-    assert deleted([5, 10], 1) == [5]  # nothing was validated
-    losses = {5: 2.0, 10: 1.0}
-    assert deleted([5, 10], 1, losses=losses, spikes=(10,)) == []
 
 
 def test_spikes_push_nothing_out() -> None:
