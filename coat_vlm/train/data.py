@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from coat_data.load.check_labels import ROWS_PER_SOURCE, verify_rows, verify_template
+from coat_data.load.check_labels import verify_template
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.documents import DocumentChunks, row_kinds, split_rows
@@ -40,6 +40,7 @@ from coat_vlm.distributed import World
 from coat_vlm.model.flops import ModelFlops
 from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.open_sources import (
+    FIRST_ROWS,
     access_of,
     find_row_warnings,
     mix_sources,
@@ -66,8 +67,6 @@ class StageData:
     """Mean tokens per sample of each source; None if its rows are not measured, or all bad."""
     validation: dict[str, Rows]
     """Validation datasets by source name."""
-    verified_rows: int
-    """Number of rows whose label mask was verified."""
     shown_row: list[str]
     """The first row as it is trained, as text."""
     packing: PackingEstimate | None
@@ -103,7 +102,7 @@ def open_data(
     *,
     unpad: bool = False,
 ) -> StageData:
-    """Open the stage's sources and verify the label masks of the first rows.
+    """Open the stage's sources and verify the label masks of the template.
 
     ``check`` is called with the training sources and their rows before these are measured or split.
     ``unpad`` packs micro-batches that would be padded much. Raises DataError if a source cannot be
@@ -131,7 +130,6 @@ def open_data(
         datasets = split(sources, datasets, path=run_dir / name / "documents.npz")
         validation = split(stage.val_data, validation, path=run_dir / name / "documents-val.npz")
     mixture = mix_sources(sources, datasets, recipe.seed)
-    verified_rows = verify_rows(datasets, encoder)
     replace_bad = stage.max_bad_samples > 0
     sampler: PackedSampler | None = None
     costs: list[np.ndarray] | None = None
@@ -200,7 +198,6 @@ def open_data(
         epoch_size=mixture.epoch_size,
         tokens=tokens,
         validation=held_out,
-        verified_rows=verified_rows,
         shown_row=_show_first_row(datasets, encoder),
         packing=None if sampler is None else sampler.estimate(),
         row_tokens=None if sampler is None else sampler.budget.tokens,
@@ -219,7 +216,7 @@ def open_data(
 
 def _show_first_row(datasets: Sequence[Rows], encoder: Encoder) -> list[str]:
     for dataset in datasets:
-        for row in range(min(ROWS_PER_SOURCE, len(dataset))):
+        for row in range(min(FIRST_ROWS, len(dataset))):
             with suppress(DataError):
                 sample = dataset[row]
                 head = f"{sample.where} as it is trained, supervised text behind >:"

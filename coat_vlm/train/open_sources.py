@@ -14,7 +14,6 @@ import numpy as np
 
 from coat_data.limits import Limits, Network
 from coat_data.lists import SourceEntry, read_list
-from coat_data.load.check_labels import ROWS_PER_SOURCE
 from coat_data.load.dataset import SampleDataset
 from coat_data.mixture.sampler import Mixture
 from coat_data.mixture.selection import (
@@ -28,6 +27,9 @@ from coat_data.mixture.selection import (
 from coat_data.sample import DataError, UnreachableError
 from coat_data.tools.field_counts import FieldCounts
 from coat_vlm.config import Recipe, SourceConfig
+
+FIRST_ROWS = 16
+"""Rows of each source that are read when a stage starts, for warnings and an example."""
 
 
 class Access(TypedDict):
@@ -224,7 +226,7 @@ def find_row_warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows])
     warnings: list[str] = []
     for source, dataset in zip(sources, datasets, strict=True):
         counts = FieldCounts()
-        for row in range(min(ROWS_PER_SOURCE, len(dataset))):
+        for row in range(min(FIRST_ROWS, len(dataset))):
             with suppress(DataError):  # counted when training reads it
                 counts.add(dataset[row])
         warnings += counts.warnings(source.name)

@@ -483,7 +483,6 @@ def _print_tables(
     if stage.sequence_parallel > 1:
         lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
     lines += [f"  WARNING {warning}" for warning in data.warnings]
-    lines.append(f"  label masks verified on {data.verified_rows} rows")
     lines += [f"  {line}" for line in data.shown_row]
     lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}{'peak lr':<10}last lr")
     last = stage_lr_factor(stage, total_steps - 1, total_steps)

@@ -1,19 +1,12 @@
 """The verifier passes every template and tokenizer, and sees each kind of wrong mask."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from encoders import encoder_of, templates_of
 from transformers import PreTrainedTokenizerFast
 
-from coat_data.load.check_labels import (
-    check_labels,
-    verify_rows,
-    verify_template,
-)
-from coat_data.load.dataset import SampleDataset
+from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.sample import DataError, Part, Sample, Turn
 
@@ -68,32 +61,3 @@ def test_a_wrong_mask_is_named_with_its_row(
     breaks(ids, labels, encoder)
     with pytest.raises(DataError, match=r"rows\.json:8: the label mask is wrong: .*" + message):
         check_labels(conversation(), ids, labels, encoder)
-
-
-def test_the_first_rows_of_every_source_are_checked(
-    make_tokenizer: Callable[[str], PreTrainedTokenizerFast],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a\nb"}]
-    rows = [{"conversations": talk} for _ in range(5)]
-    rows[1] = {"conversations": talk[:1]}  # bad: left to the loader
-    sources = []
-    for name in ("a", "b"):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(rows))
-        sources.append(SampleDataset(path))
-    encoder = encoder_of(make_tokenizer("llama2_first"), "vicuna_v1")
-    assert verify_rows(sources, encoder, rows_per_source=3) == 4
-    original = encoder.layout
-
-    def broken(sample: Sample) -> tuple[list[int], list[int]]:
-        ids, labels = original(sample)
-        if sample.where.endswith("b.json:3"):
-            end_not_trained(ids, labels, encoder)
-        return ids, labels
-
-    monkeypatch.setattr(encoder, "layout", broken)
-    assert verify_rows(sources, encoder, rows_per_source=2) == 2
-    with pytest.raises(DataError, match=r"b\.json:3: the label mask is wrong"):
-        verify_rows(sources, encoder, rows_per_source=3)

@@ -91,7 +91,7 @@ def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
 def one_rank(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("llm") / "run"
     said = train(texts, run, precision="fp32", zero_stage=0)
-    assert "vision" not in said.split("label masks verified")[1].split("source")[0]
+    assert "vision" not in said.split("peak lr")[1].split("source")[0]
     assert "supervised text behind >:\n    > " in said
     return run
 

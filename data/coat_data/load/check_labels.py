@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, Media, Part, Sample, Turn, starts_with_answer
 from coat_data.text.tokens import SegmentTokenizer
-
-ROWS_PER_SOURCE = 16
-"""Rows of each source that are checked when training starts."""
 
 _SHOWN = 200  # maximum characters of a text in a message
 
@@ -57,23 +53,6 @@ def verify_template(encoder: Encoder) -> None:
         sample = Sample(id="", turns=turns, media=media, source=source, row=number)
         encoder.template.render(turns)  # an error of the template, not of a row
         check_labels(sample, *encoder.layout(sample), encoder)
-
-
-def verify_rows(
-    datasets: Sequence[Rows], encoder: Encoder, rows_per_source: int = ROWS_PER_SOURCE
-) -> int:
-    """Check the first rows of each source, and count them; bad rows are left to the loader."""
-    checked = 0
-    for dataset in datasets:
-        for row in range(min(rows_per_source, len(dataset))):
-            try:
-                sample = dataset[row]
-                ids, labels = encoder.layout(sample)
-            except DataError:
-                continue
-            check_labels(sample, ids, labels, encoder)
-            checked += 1
-    return checked
 
 
 def check_labels(
