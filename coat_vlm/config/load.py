@@ -25,7 +25,6 @@ from pydantic.dataclasses import dataclass
 from coat_data.sample import hide_secrets
 from coat_data.saved_files import (
     FORMAT_VERSION,
-    BoundedLoader,
     FormatVersionError,
     check_version,
     write_text,
@@ -156,7 +155,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     )
 
 
-class _StrictLoader(BoundedLoader):
+class _StrictLoader(yaml.SafeLoader):
     """Rejects repeated keys in a mapping; plain PyYAML silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from coat_data.saved_files import BoundedLoader
 from coat_vlm.checkpoint.load import list_checkpoints
 from coat_vlm.config import STAGES
 from coat_vlm.run.heartbeat import read_states
@@ -115,7 +114,7 @@ def _read_recipe(path: Path, missing: list[str]) -> tuple[dict[str, Any], str]:
         return {}, ""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        recipe = yaml.load(text, BoundedLoader)
+        recipe = yaml.safe_load(text)
     except yaml.YAMLError as error:
         missing.append(f"recipe.yaml cannot be read: {error}")
         return {}, text

@@ -28,7 +28,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from coat_data.containers.open import matching_files
 from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
-from coat_data.saved_files import BoundedLoader
 
 _MAX_BYTES = 16 << 20  # a larger file is data
 _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
@@ -165,7 +164,7 @@ def _parse(file: Path, names: Sequence[str]) -> list[SourceEntry] | None:
         return None
     try:
         text = file.read_text(encoding="utf-8-sig")
-        content = yaml.load(text, BoundedLoader) if is_yaml else json.loads(text)
+        content = yaml.safe_load(text) if is_yaml else json.loads(text)
     except yaml.YAMLError as error:
         raise DataError(str(file), f"is not YAML: {error}", "correct the file") from error
     except (ValueError, RecursionError):

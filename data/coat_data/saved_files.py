@@ -1,40 +1,14 @@
 """Small files that a program rewrites: replaced atomically, with the version of their format."""
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-import yaml
-
 FORMAT_VERSION = "format_version"
 """The key of the version in a saved file."""
-
-
-class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's, except that deep nesting, and aliases that multiply the values, are an error."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        """Return the root of the file; a yaml.YAMLError if it is not YAML, or too large."""
-        sizes: dict[int, float] = {}
-
-        def measure(node: yaml.Node) -> float:
-            if id(node) not in sizes:
-                sizes[id(node)] = math.inf  # if it contains itself
-                below = node.value if isinstance(node, yaml.CollectionNode) else ()
-                below = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
-                sizes[id(node)] = 1 + sum(map(measure, below))
-            return sizes[id(node)]
-
-        with suppress(RecursionError):
-            root = super().get_single_node()
-            if root is None or measure(root) <= 100_000 + 10 * len(sizes):
-                return root
-        raise yaml.YAMLError("its nesting or its aliases (*name) make too many values")
 
 
 class FormatVersionError(ValueError):

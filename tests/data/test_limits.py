@@ -42,15 +42,9 @@ def sparse_tar(path: Path, size: int) -> Path:
 def test_archive_bombs_end_with_the_file_and_the_limit(tmp_path: Path, tar: Tar) -> None:
     small = tar(tmp_path / "small.tar.gz", {"a.jpg": bytes(9000), "a.txt": b"a"})
     sparse = sparse_tar(tmp_path / "sparse.tar.gz", 3 << 30)
-    header = tmp_path / "header.tar.gz"
-    with tarfile.open(header, "w:gz", format=tarfile.PAX_FORMAT) as archive:
-        info = tarfile.TarInfo("a.jpg")
-        info.pax_headers = {"comment": "x" * (2 * MIB)}
-        archive.addfile(info)
     for path, limits, words in (
         (small, Limits(archive_bytes=9000), "bytes unpack to more than 9000"),
         (sparse, Limits(), "is a sparse file of 3221225472 bytes"),
-        (header, Limits(), "a header of 2097"),
     ):
         assert path.stat().st_size < 6 * MIB
         with pytest.raises(DataError, match=words) as caught:

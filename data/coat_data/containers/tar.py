@@ -15,24 +15,7 @@ from typing import Any, BinaryIO
 from coat_data.containers.rows import IndexedFiles
 from coat_data.sample import KEY, DataError, printable
 
-_HEADER_TYPES = (
-    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)  # fmt: skip
-_MAX_HEADER_BYTES = 1 << 20
-
 _DAMAGE = (tarfile.TarError, EOFError, UnicodeError)
-
-
-class _Header(tarfile.TarInfo):
-    """Refuses names and attributes of more than 1 MiB, which tarfile would read at once."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        header = super().frombuf(buf, encoding, errors)
-        if header.type in _HEADER_TYPES and header.size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {header.size} bytes")
-        return header
 
 
 class TarRows(IndexedFiles):
@@ -50,9 +33,7 @@ class TarRows(IndexedFiles):
         """Parse the bytes of one sample's members, headers included."""
         where = self.where(index)
         try:
-            with tarfile.open(
-                fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", tarinfo=_Header
-            ) as archive:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", encoding="utf-8") as archive:
                 return _read_sample(archive, where)
         except _DAMAGE as error:
             problem = f"the sample is damaged: {error}"
@@ -64,7 +45,7 @@ def _sample_spans(stream: BinaryIO, where: str, size: int) -> Iterator[tuple[int
     current: str | None = None
     start = end = 0
     try:
-        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", tarinfo=_Header) as archive:
+        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8") as archive:
             for info, key, _ in _members(archive, where):
                 if info.offset_data + info.size > size:
                     problem = f"the tar breaks off in {printable(info.name)!r}"
