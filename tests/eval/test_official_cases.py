@@ -129,9 +129,6 @@ def test_mmmu(row: dict):
     if kind == "open":
         assert sorted(map(str, mmmu.parse_open_values(row["response"]))) == row["parsed_sorted"]
         assert run("mmmu", row["response"], question).score == row["expected"]
-        # Made with an lmms-eval that counted open questions as wrong.
-        lmms = run("mmmu", row["response"], question, profile="lmms@75571cfe")
-        assert lmms.score == row["lmms_eval_correct"]
         return
     assert run("mmmu", row["response"], question).extracted == row["expected"]
     lmms = run("mmmu", row["response"], question, profile="lmms")

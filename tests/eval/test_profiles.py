@@ -122,7 +122,7 @@ def test_open_questions_of_mmmu_as_lmms_eval(tmp_path: Path):
         row(4, ["2", "two"], "two"),  # a list is one text, which no answer contains
     ]
     path = write(tmp_path / "output.json", rows)
-    for profile, right in (("lmms", 2), ("lmms@75571cfe", 0), ("official", 3)):
+    for profile, right in (("lmms", 2), ("official", 3)):
         report = score("mmmu", path, allow_missing=True, profile=profile)
         assert report["metrics"]["overall"] == 25 * right
 

@@ -53,9 +53,6 @@ SUBJECTS = tuple(sorted(_DOMAIN))
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
 _IMAGE = re.compile(r"<image (\d)>")
 MULTIPLE_CHOICE = "multiple-choice"
-_LMMS_WRONG = "lmms@75571cfe"
-"""lmms-eval before its pull request 1471 of August 2026: it kept one value of an open answer as
-text and compared its characters with the gold answer, so open questions were always wrong."""
 
 Value = str | float
 _OUTER = (",", ".", "!", "?", ";", ":", "'")
@@ -77,7 +74,7 @@ class Mmmu(Benchmark):
         "@bb0b95a"
     )
     headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
-    profiles = ("official", "lmms", _LMMS_WRONG, *LETTER_RULES)
+    profiles = ("official", "lmms", *LETTER_RULES)
     unit = "questions"
     sizes: ClassVar[Mapping[str, int]] = {"validation": 900, "dev": 150, "test": 10500}
     constants = tuple("ABCD")
@@ -203,7 +200,7 @@ class Mmmu(Benchmark):
             return float(extracted == "A")
         # lmms-eval compares a list of gold answers as one text.
         gold = str(question.answer) if settings.profile == "lmms" else question.answer
-        return float(settings.profile != _LMMS_WRONG and is_open_correct(extracted, gold))
+        return float(is_open_correct(extracted, gold))
 
     def is_parsed(self, extracted: Any, text: str) -> bool:
         """Return whether a letter was parsed, or an open answer is not empty."""

@@ -24,8 +24,6 @@ _RECOGNITION = (
 )
 _TYPES = dict.fromkeys(_RECOGNITION, PARTS[0]) | {part: part for part in PARTS[1:]}
 """Parts by ``type``."""
-_LMMS_LOWER = "lmms@23bfbf9f"
-"""lmms-eval before its pull request 1278 of April 2026, which ended lower case in formulas."""
 _HALF_WIDTH = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x3000: " "}
 
 
@@ -35,7 +33,7 @@ class OcrBench(Benchmark):
     name = "ocrbench"
     source = "Yuliang-Liu/MultimodalOCR OCRBench/example.py @794c36d"
     headline = ("final_score", "overall", *(f"part.{part}" for part in PARTS))
-    profiles = ("official", "lmms", _LMMS_LOWER, "vlmeval", "vlmeval@c03bc048")
+    profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"all": 1000}
     id_fields = ("question_id", "row")
     text_fields = ("prediction", "predict", "text")
@@ -89,7 +87,6 @@ class OcrBench(Benchmark):
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """Return the text as answers are looked for in it."""
-        text = text.lower() if settings.profile == _LMMS_LOWER else text
         return _normalize(text, question, settings)
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
