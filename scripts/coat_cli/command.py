@@ -111,8 +111,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         metavar="NAME",
-        help="fp32, bf16, fp8_linear or coat; default: bf16 for a run, else the dtype of the "
-        "weights",
+        help="fp32, bf16, fp8_linear or coat; default: bf16 for a run (fp32 if trained so), else "
+        "the weights' dtype",
     )
     parser.add_argument(
         "--max-pixels",
