@@ -122,7 +122,7 @@ class FolderSave:
             try:
                 self._report({"error": f"{error}"})
             except OSError as unreported:
-                logger.warning("rank 0 cannot be told of a failed save: %s", unreported)
+                logger.warning("a failed save cannot be reported to rank 0: %s", unreported)
 
     def wait(self) -> None:
         """Wait until this rank has written its files; on rank 0, until the folder is complete."""
@@ -158,7 +158,7 @@ class FolderSave:
                     lambda name=name, entry=entry: (
                         find_wrong_size(self.temporary, name, entry) is None
                     ),
-                    f"rank {rank} wrote {name}, and rank 0 does not see it with {entry.size} bytes",
+                    f"rank {rank} wrote {name}, but rank 0 does not see it with {entry.size} bytes",
                 )
         for rank in range(1, self._world.size):
             self._list_path(rank).unlink()

@@ -55,7 +55,7 @@ def find_damage(folder: Path, world: World = ALONE) -> str | None:
     if damage is None:
         rank = next(rank for rank, problem in enumerate(damaged) if problem is not None)
         raise ValueError(
-            f"rank {rank} reads other bytes in {folder / name} than rank 0; make sure that the "
+            f"rank {rank} reads different bytes in {folder / name} than rank 0; make sure that the "
             "folder is one file system, shared by all nodes"
         )
     return damage
@@ -81,7 +81,7 @@ def _find_unseen(folder: Path, digest: str, entries: Mapping[str, Entry]) -> str
     try:
         next(folder.parent.iterdir(), None)  # NFS compares its cached listing with the server's
         if hash_file(folder / MANIFEST) != digest:
-            return f"{folder / MANIFEST} has other bytes"
+            return f"{folder / MANIFEST} has different bytes"
     except OSError as error:
         return f"{folder / MANIFEST}: {error.strerror}"
     wrong = next(filter(None, (find_wrong_size(folder, *item) for item in entries.items())), None)

@@ -204,14 +204,14 @@ class Recipe:
             return
         if self.optimizer != "coat":
             raise ValueError(
-                f"master_weights: low_bits needs CoatAdamW, and the optimizer of precision: "
-                f"{self.precision} is torch's AdamW; set precision to coat (or "
+                f"master_weights: low_bits needs CoatAdamW, but precision: "
+                f"{self.precision} uses torch's AdamW; set precision to coat (or "
                 "fp8.optimizer to coat), or remove master_weights"
             )
         if self.zero_stage:
             raise ValueError(
                 f"master_weights: low_bits has no effect with zero_stage: {self.zero_stage}, where "
-                "DeepSpeed always keeps another copy of the trained weights, its flat partitions; "
+                "DeepSpeed keeps its own copy of the trained weights in flat partitions; "
                 "set zero_stage to 0, or remove master_weights"
             )
 
@@ -305,8 +305,8 @@ class Recipe:
             return
         if self.zero_stage == 3:
             raise ValueError(
-                "fp8.cuda_graphs: true needs weights at fixed addresses, which zero_stage: 3 does "
-                "not give; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
+                "fp8.cuda_graphs: true needs weights at fixed addresses, but zero_stage: 3 moves "
+                "them; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
             )
         for name, stage in self.stages.items():
             if stage.gradient_checkpointing:

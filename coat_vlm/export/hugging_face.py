@@ -142,9 +142,9 @@ def check_save(folder: Path, model: PreTrainedModel, processor: AnyProcessor) ->
         raise save_error(folder, error) from error
     except Exception as error:
         raise ValueError(
-            f"the model of the stage {folder.name} could not be saved after training, so it is not "
-            f"trained: {error or type(error).__name__}; correct this in the files of the model "
-            "from which it starts (in a local copy of one from the Hub), or in the recipe"
+            f"stage {folder.name} is not trained, because its model could not be saved afterwards: "
+            f"{error or type(error).__name__}; fix the files of the model that it starts from (in "
+            "a local copy of a Hub model), or the recipe"
         ) from error
 
 
@@ -185,8 +185,8 @@ def export(
         model, state, processor = _read(source, described, dtype)
         if layout != "coat" and not isinstance(model, CoatVlm):
             raise ValueError(
-                f"--format {layout} is for models composed of parts; a published model is always "
-                "exported in the layout in which it was published: remove --format"
+                f"--format {layout} is only for composed models; a published model is always "
+                "exported in its own layout: remove --format"
             )
         if layout in ("llava", "vila") and not model.config.has_vision:
             raise ValueError(
@@ -287,7 +287,7 @@ def _check_folders(source: Path, target: Path) -> Path:
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
     if target.resolve().is_relative_to(source.resolve()):
         raise ValueError(
-            f"{target} is inside {source}, which an export leaves as it is; give another folder "
+            f"{target} is inside {source}, which an export must not change; give another folder "
             "with --to"
         )
     is_checkpoint = (source / "trainer.json").is_file()

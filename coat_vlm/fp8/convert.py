@@ -162,7 +162,7 @@ def _choose_bf16(
     wrong = sorted({*(config.bf16_forward or ())}.difference(("first", "last", "all"), allowed))
     if wrong and allowed:
         raise ValueError(
-            f"fp8.bf16_forward: {wrong[0]!r} does not become an FP8 block; allowed are first, "
+            f"fp8.bf16_forward: {wrong[0]!r} does not become an FP8 block; allowed: first, "
             f"last, all, and blocks from {allowed[0]} to {allowed[-1]}"
         )
     return chosen

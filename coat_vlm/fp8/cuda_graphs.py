@@ -541,8 +541,8 @@ class _Replay(torch.autograd.Function):
         current, number = ctx.current, ctx.number
         if number in current.backward:
             raise RuntimeError(
-                "CUDA graphs of FP8 blocks: this backward pass ran before, and saved tensors were "
-                "overwritten; run the forward pass again, or set fp8.cuda_graphs: false"
+                "CUDA graphs of FP8 blocks: this backward pass already ran, and its saved tensors "
+                "were overwritten; run the forward pass again, or set fp8.cuda_graphs: false"
             )
         current.backward.add(number)
         captured = current.captured

@@ -250,7 +250,7 @@ def read_compression(folder: str | Path) -> Scheme | None:
             return scheme
     method, kind = config.get("quant_method"), config.get("format")
     raise ValueError(
-        f"{path}: quantization_config (quant_method {method!r}, format {kind!r}) is none of "
+        f"{path}: quantization_config (quant_method {method!r}, format {kind!r}) is not among "
         f"the schemes of coat-vlm export --weights ({', '.join(SCHEMES)}); export the folder "
         "again from weights that are not quantized"
     )

@@ -264,9 +264,9 @@ def find_family(where: str, path: str) -> tuple[Family, Any]:
             return derive_family(config), config
         except ValueError as error:
             raise ValueError(
-                f"{where}={path!r} is a checkpoint of model_type {kind!r}, whose parts are not "
-                f"found by the names that transformers' models have: {error}; families that are "
-                f"known: {_list_families()}"
+                f"{where}={path!r} is a checkpoint of model_type {kind!r}, whose parts "
+                f"do not have the usual names of transformers' models: {error}; known families: "
+                f"{_list_families()}"
             ) from error
     nearest = (
         "continue from it with init_from, next to model.vision and model.language"
@@ -321,7 +321,7 @@ def derive_family(config: Any) -> Family:
             elif role or _TOWERS.search(last):
                 found[role or "vision"].append(prefix + last)
             elif isinstance(child, nn.Parameter) or any(True for _ in child.parameters()):
-                raise ValueError(f"{prefix}{last} is in no part")
+                raise ValueError(f"{prefix}{last} is not in any part")
 
     assign(model, "", None)
     names = {id(module): name for name, module in model.named_modules()}
@@ -357,7 +357,7 @@ def find_parts(model: PreTrainedModel, family: Family) -> dict[ModuleName, nn.Mo
     found = [id(parameter) for part in parts.values() for parameter in part.parameters()]
     if sorted(found) != sorted(map(id, model.parameters())):
         raise ValueError(
-            f"{type(model).__name__} has other parts than {family.name} in the tested version of "
-            "transformers; install that version (constraints.txt)"
+            f"{type(model).__name__} has different parts than {family.name} in the tested version "
+            "of transformers; install that version (constraints.txt)"
         )
     return parts

@@ -304,8 +304,7 @@ def load_family_model(
         options |= make_load_arguments(Path(path), scheme, config, dtype)
     elif quantized:
         raise ValueError(
-            f"{where}={path!r} has quantized weights; take the model from which it was made, in "
-            "FP32, BF16 or FP16"
+            f"{where}={path!r} has quantized weights; use the original model, in FP32, BF16 or FP16"
         )
     kind = trainable_class(family)
     with _explain_attention(where, path, family, attention):

@@ -136,8 +136,8 @@ class FamilyProcessor:
                 inputs = found._compare_inputs()
             except Exception as error:  # an unknown processor may do anything
                 raise ValueError(
-                    f"{where}={path!r}: {type(processor).__name__} does not read an image and "
-                    f"write its tokens as others do ({type(error).__name__}: {error}); known "
+                    f"{where}={path!r}: {type(processor).__name__} does not process images and "
+                    f"write their tokens as others do ({type(error).__name__}: {error}); known "
                     f"families: {', '.join(one.name for one in FAMILIES.values())}"
                 ) from error
             parts = "; ".join(f"{role}: {', '.join(own)}" for role, own in family.parts.items())
@@ -159,8 +159,8 @@ class FamilyProcessor:
         counts = [int((ids == token).sum()) for ids in (own["input_ids"], found["input_ids"])]
         if names != own.keys() or counts[0] != counts[1] or not counts[0]:
             raise ValueError(
-                f"its inputs are {', '.join(sorted(names))} with {counts[1]} image tokens, those "
-                f"found are {', '.join(sorted(own))} with {counts[0]}"
+                f"its inputs are {', '.join(sorted(names))} with {counts[1]} image tokens, but "
+                f"found: {', '.join(sorted(own))} with {counts[0]}"
             )
         return tuple(sorted(own.keys() - {"input_ids"}))
 
@@ -254,7 +254,7 @@ def limit_pixels(
         names = ", ".join(one.name for one in FAMILIES.values() if one.limits_pixels)
         raise ValueError(
             f"{key}={max_pixels} has no effect with {name}, whose processor "
-            "limits no number of pixels; remove it, and change preprocessor_config.json in a local "
+            "does not limit the pixels; remove it, and change preprocessor_config.json in a local "
             f"folder of the model; families with such a limit: {names}"
         )
     images = processor.image_processor
@@ -518,7 +518,7 @@ class FamilyEncoder(Encoder):
         except (ValueError, RuntimeError) as error:  # such as a side 200 times as long (Qwen)
             raise DataError(
                 f"images of {', '.join('{} x {}'.format(*_size(one)) for one in images)} pixels",
-                f"{family.name}'s image processor refuses them: {error}",
+                f"{family.name}'s image processor rejects them: {error}",
                 "crop them, or remove the row",
             ) from error
         return texts, {name: found[name] for name in family.inputs if name in found}

@@ -124,7 +124,7 @@ class FamilyMedia(MediaLoader):
         if count.fps is None and (family.timed or options["fps"] is not None):
             raise DataError(
                 media.name,
-                f"has no times, which {self._family.name} needs of a video",
+                f"has no times, which {self._family.name} needs for videos",
                 'give the frames per second of a list of frames ({"path": [...], "fps": 2}), or '
                 "put the video into a container, such as MP4",
             )
@@ -200,7 +200,7 @@ class FamilyMedia(MediaLoader):
         except DataError:
             raise
         except (ValueError, ArithmeticError) as error:
-            problem = f"{self._family.name}'s video processor refuses it: {error}"
+            problem = f"{self._family.name}'s video processor rejects it: {error}"
             raise DataError(media.name, problem, "cut or crop it, or remove the row") from error
 
 

@@ -113,7 +113,7 @@ def count_flops(model: Any) -> ModelFlops:
     """
     config, text = model.config, model.language.config
     if not model.packs:
-        raise ValueError("it is not of a tested family")
+        raise ValueError("it is not in a tested family")
     if not getattr(text, "num_attention_heads", None) or getattr(text, "kv_lora_rank", None):
         raise ValueError("its attention heads do not have one common width")
     types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers

@@ -63,8 +63,8 @@ def load_auto(auto_class: Any, path: str | Path | None, **options: Any) -> Any:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            problem = f"{path} needs Python code of its own (auto_map), which is never run"
-            raise ValueError(f"{problem}; use a model that transformers itself has") from error
+            problem = f"{path} needs custom Python code (auto_map), which is never run"
+            raise ValueError(f"{problem}; use a model that transformers includes") from error
         raise
 
 
@@ -146,6 +146,6 @@ def load_complete(
             if getattr(config, "tie_word_embeddings", False):
                 config.tie_word_embeddings = False
                 logger.warning(
-                    "%s has tie_word_embeddings: true and another lm_head, which is kept", name
+                    "%s has tie_word_embeddings: true but a different lm_head, which is kept", name
                 )
     return model, info

@@ -97,8 +97,8 @@ def check_image_tokens(left: int, needed: int) -> None:
     """Raise ValueError if truncation left only a part of the image tokens."""
     if left != needed:
         raise ValueError(
-            f"truncation leaves {left} of {needed} image tokens, and a part of an image is no "
-            "input of the model; raise max_length, or give fewer images"
+            f"truncation leaves {left} of {needed} image tokens, but an image needs all of its "
+            "tokens; raise max_length, or give fewer images"
         )
 
 

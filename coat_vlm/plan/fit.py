@@ -38,7 +38,7 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
         shard = "raise zero_stage, " if ranks > 1 else ""
         raise ValueError(
             f"memory.gpu_gb: {memory.gpu_gb:g}: nothing fits on {ranks} GPU(s) of this size; the "
-            f"smallest that does has {math.ceil(MARGIN * peak / 1e9)} GB: use larger or more "
+            f"smallest setting needs {math.ceil(MARGIN * peak / 1e9)} GB: use larger or more "
             f"GPUs, {shard}or freeze modules (coat-vlm plan shows what needs memory)"
         )
     fitted = dataclasses.replace(memory, choose=[])

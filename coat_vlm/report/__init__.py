@@ -109,9 +109,9 @@ def _judge(run: RunFolder, results: Sequence[EvaluationRow]) -> tuple[str, Notes
         required = sum(row.required is not None for row in results)
         sentence = f"Finished, and {missed} of {required} required metrics are missed"
     elif notes:
-        sentence = "Finished, with something to look at"
+        sentence = "Finished, with warnings"
     else:
-        sentence = "Finished, and nothing unusual was found"
+        sentence = "Finished without warnings"
     return f"{sentence}.", notes
 
 

@@ -165,7 +165,9 @@ def _read_json(path: Path, missing: list[str]) -> dict[str, Any]:
         missing.append(f"{path.parent.name}/{path.name} cannot be read: {error}")
         return {}
     if not isinstance(values, dict):
-        missing.append(f"{path.parent.name}/{path.name} is a {type(values).__name__}, no object")
+        missing.append(
+            f"{path.parent.name}/{path.name} is a {type(values).__name__}, not an object"
+        )
         return {}
     return values
 

@@ -29,7 +29,7 @@ def die_with_launcher() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
-        sys.stderr.write("coat-vlm: the launcher is gone; this rank ends\n")
+        sys.stderr.write("coat-vlm: the launcher exited; this rank exits\n")
         os._exit(1)
     runner = _find_parent(parent)
     # DeepSpeed sets CROSS_RANK. Its second process may also have been started by a shell, which
@@ -44,7 +44,7 @@ def _stop_without(parent: int, runner: int) -> None:
     """Send SIGTERM to this process when its parent's parent is no longer ``runner``."""
     while _find_parent(parent) == runner:
         time.sleep(_POLL_S)
-    sys.stderr.write("coat-vlm: DeepSpeed's launcher is gone; this rank stops\n")
+    sys.stderr.write("coat-vlm: DeepSpeed's launcher exited; this rank stops\n")
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -144,15 +144,15 @@ def _compare_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
             yield f"{'has a new' if file in new else 'misses its'} file {file}"
     for file in old.keys() & new.keys():
         if old[file]["bytes"] != new[file]["bytes"]:
-            yield f"has another {file}: {new[file]['bytes']} bytes, had {old[file]['bytes']}"
+            yield f"has a different {file}: {new[file]['bytes']} bytes, had {old[file]['bytes']}"
         elif old[file] != new[file]:
-            yield f"has another {file}: another content of the same size"
+            yield f"has a different {file}: different content of the same size"
     rows = {sample["row"]: sample for sample in after["samples"]}
     for sample in before["samples"]:
         other = rows.get(sample["row"], sample)
         parts = [part for part in ("text", "media") if sample[part] != other[part]]
         if parts:
-            yield f"has another {' and '.join(parts)} in {sample['where']}"
+            yield f"has different {' and '.join(parts)} in {sample['where']}"
 
 
 def _parts(dataset: Rows) -> Sequence[SampleDataset]:

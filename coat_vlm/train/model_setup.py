@@ -168,15 +168,15 @@ def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
     vlm, name = cast(AnyVlm, model), type(model).__name__
     if stage.sequence_parallel > 1 and not vlm.shares_tokens:
         raise ValueError(
-            f"sequence_parallel: {name} is not of a tested family, or its tokens read later ones "
-            "of their image or question, or its experts balance all tokens, so ranks cannot share "
-            "them; remove sequence_parallel"
+            f"sequence_parallel: {name} is not in a tested family, or its tokens attend to later "
+            "ones of their image or question, or its experts balance all tokens, so ranks cannot "
+            "share them; remove sequence_parallel"
         )
     check_sequence_parallel(vlm.language, stage.sequence_parallel)
     if stage.packing is not None:
         if not vlm.packs:
             raise ValueError(
-                f"packing: {name} is not of a tested family, so its positions in a packed row are "
+                f"packing: {name} is not in a tested family, so its positions in a packed row are "
                 "not known; remove packing"
             )
         check_packing(vlm.language)

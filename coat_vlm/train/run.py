@@ -431,9 +431,9 @@ def _finish(stage: _Stage, opened: _Opened, loop: StageLoop) -> None:
     except Exception as error:
         raise OSError(
             f"stage {name} is trained, but its model is not saved: {error}\nNo step is lost: "
-            f"{last} is complete. When the cause is removed, this command writes the model without "
-            f"training again: coat-vlm train {stage.run_dir / 'recipe.yaml'} --resume auto\nIf the "
-            f"base model or the data are gone: coat-vlm export --model {last} --to FOLDER"
+            f"{last} is complete. When the cause is fixed, this command writes the model without "
+            f"further training: coat-vlm train {stage.run_dir / 'recipe.yaml'} --resume auto\nIf "
+            f"the base model or the data are gone: coat-vlm export --model {last} --to FOLDER"
         ) from error
     wall = round(time.perf_counter() - stage.started, 2)
     loop.step.log.metrics.write(
@@ -495,7 +495,7 @@ def _print_tables(
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     unused: tuple[str, ...] = getattr(model, "unused", ())
     if unused:
-        lines.append(f"  stay as they are, because no output uses them: {', '.join(unused)}")
+        lines.append(f"  are not trained, because no output uses them: {', '.join(unused)}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")
     width = max(20, *(len(share.name) + 2 for share in data.shares))

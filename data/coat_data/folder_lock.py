@@ -175,7 +175,7 @@ def _wait_until_stale(path: Path, holder: Mapping[str, Any], own: Path, limit_s:
         alive, stopped = _find_process(holder)
         if alive:
             pid = holder["pid"]
-            hint = f"; it is stopped (kill -CONT {pid} continues it)" if stopped else ""
+            hint = f"; it is stopped (kill -CONT {pid} resumes it)" if stopped else ""
             raise LockError(_refuse(path, holder, hint))
     first: float | None = None
     while alive is None:

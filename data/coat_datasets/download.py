@@ -130,7 +130,7 @@ def read_mixture(path: Path) -> KnownMixture:
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise DataError(
             str(path),
-            f"is no mixture to download: {type(error).__name__}: {error}",
+            f"is not a mixture to download: {type(error).__name__}: {error}",
             "give it about, hub (repo, license, files) and sources",
         ) from error
 
@@ -169,7 +169,7 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
             with open_http(repository.repo) as answer, replace_file(path) as file:
                 shutil.copyfileobj(answer, file, 1 << 20)
                 if answer.length:
-                    raise ConnectionError(f"it broke off, {answer.length} bytes are left")
+                    raise ConnectionError(f"it ended {answer.length} bytes early")
     except OSError as error:
         raise DataError(
             repository.repo,
@@ -185,7 +185,7 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
         raise DataError(
             str(path),
             f"has the MD5 {digest}, not {repository.md5} as published",
-            "delete it and download it again; if it stays so, the publisher has changed the file, "
+            "delete it and download it again; if it still differs, the publisher has changed it, "
             "and scores belong to another version",
         )
 

@@ -539,7 +539,7 @@ def read_word(verdict: Any, allowed: Sequence[str]) -> str:
     """Return the first word of a judge's answer in lower case, which must be one of ``allowed``."""
     words = re.findall("[a-z]+", str(verdict).lower())
     if not words or words[0] not in allowed:
-        raise UnusableVerdictError(f"{verdict!r} is none of {', '.join(allowed)}")
+        raise UnusableVerdictError(f"{verdict!r} is not one of {', '.join(allowed)}")
     return words[0]
 
 

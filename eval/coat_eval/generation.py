@@ -216,7 +216,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
             differing = [key for key in keys if earlier.get(key) != identity.get(key)]
             if not overwrite and any(_read_complete_lines(file) for file in files):
                 raise ValueError(
-                    f"{out_dir} has answers made with another {', '.join(differing)}; "
+                    f"{out_dir} has answers made with a different {', '.join(differing)}; "
                     "choose another --to, remove the folder, or replace them with --overwrite"
                 )
             # Delete the old answers first: a kill in between must not relabel them.

@@ -140,7 +140,7 @@ def check_layouts(kernel: str, q: Tensor, qt: Tensor) -> None:
     parts = zip(rows.split(512), columns.split(512, 1), strict=True)  # less memory than the whole
     if not all(torch.equal(part.t(), other) for part, other in parts):
         raise RuntimeError(
-            f"the kernel {kernel} wrote FP8 data transposed that differs from its row-major data: "
+            f"the kernel {kernel} wrote transposed FP8 data that differs from the row-major data: "
             "ptxas miscompiled it (https://github.com/triton-lang/triton/issues/11111); set "
             "TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 (docs/guides/troubleshooting.md)"
         )

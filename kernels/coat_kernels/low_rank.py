@@ -342,8 +342,8 @@ def _check_counts(op: str, *lists: Sequence[Any]) -> None:
     counts = [len(values) for values in lists]
     if len(set(counts)) > 1 or not 0 < counts[0] <= MAX_PARTS:
         raise ValueError(
-            f"{op}: lists of {', '.join(map(str, counts))} values for the matrices; 1 to "
-            f"{MAX_PARTS} matrices are possible, and each list has a value for each"
+            f"{op}: got lists of {', '.join(map(str, counts))} values; pass 1 to {MAX_PARTS} "
+            "matrices, and in each list one value per matrix"
         )
 
 

@@ -268,5 +268,6 @@ def check_settings(path: Path, settings: Record) -> None:
             key for key in {*settings, *previous} if previous.get(key) != settings.get(key)
         )
         raise ValueError(
-            f"{path}: the runs had other values of {', '.join(changed)}; write to another folder"
+            f"{path}: the runs had different values of {', '.join(changed)}; write to another "
+            "folder"
         )

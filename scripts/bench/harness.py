@@ -150,7 +150,7 @@ def append_results(path: Path | None, results: Sequence[Result]) -> None:
             header = next(csv.reader(file), [])
         if header != columns:
             raise ValueError(
-                f"{path}: has the columns {header}, these results have {columns}; write to "
+                f"{path}: has the columns {header}, but these results have {columns}; write to "
                 "another file"
             )
     with path.open("a", newline="") as file:

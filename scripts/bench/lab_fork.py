@@ -149,10 +149,10 @@ def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozen
         ends = re.fullmatch(r"(\d+)-(\d+)", blocks or f"0-{num_blocks - 1}")
         first, last = map(int, ends.groups()) if ends else (1, 0)
         if not operands or set(operands) - set(OPERANDS):
-            problem = f"operands {operands!r}: allowed are letters of {OPERANDS}, or as the whole "
+            problem = f"operands {operands!r}: allowed: letters of {OPERANDS}, or as the whole "
             problem += f"variant a precision, one of {', '.join(PRECISIONS)}"
         elif set(parts) - set(PARTS):
-            problem = f"parts {named!r}: allowed are {', '.join(PARTS)}, joined with +"
+            problem = f"parts {named!r}: allowed: {', '.join(PARTS)}, joined with +"
         elif not first <= last < num_blocks:
             problem = f"blocks {blocks!r}: allowed is FIRST-LAST within 0-{num_blocks - 1}"
         else:
@@ -199,7 +199,7 @@ def train_variants(
     """
     if at < 0 or more < LAST or at + more > bench.steps:
         raise ValueError(
-            f"{at} steps and {more} more: allowed are {bench.steps} together, the length of the "
+            f"{at} steps and {more} more: allowed: {bench.steps} together, the length of the "
             f"size's schedule, and at least {LAST} more"
         )
     device = get_device()

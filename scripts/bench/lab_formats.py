@@ -122,7 +122,7 @@ def parse_format(name: str) -> NumberFormat:
         bits = int(found[3])
         if not 2 <= bits <= 24:
             raise ValueError(
-                f"format {name!r}: allowed are int2 to int24; one bit is the sign, and FP32 has "
+                f"format {name!r}: allowed: int2 to int24; one bit is the sign, and FP32 has "
                 "24 significant bits"
             )
         return NumberFormat(name, bits - 1, bits - 1, float(2 ** (bits - 1) - 1))

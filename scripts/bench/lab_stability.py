@@ -188,7 +188,7 @@ def train_all(
     """
     if bench.steps < LAST_STEPS:
         raise ValueError(
-            f"{bench.steps} steps: allowed are at least {LAST_STEPS}, whose losses are averaged"
+            f"{bench.steps} steps: allowed: at least {LAST_STEPS}, whose losses are averaged"
         )
     for lr in lrs:
         if not 0 < lr < math.inf:

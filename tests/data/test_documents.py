@@ -141,7 +141,7 @@ def test_media_are_refused_without_a_tower(make_tokenizer: Any) -> None:
     assert not sample.is_document
     for use in (encoder, encoder.measure, encoder.layout):
         with pytest.raises(
-            DataError, match=r"rows.json:8: shows 1 images or videos, and the model"
+            DataError, match=r"rows.json:8: shows 1 images or videos, but the model"
         ):
             use(sample)
 

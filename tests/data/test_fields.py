@@ -248,7 +248,7 @@ def test_columns_of_any_flat_row_are_mapped(tmp_path: Path) -> None:
 
 def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "rows.jsonl", FLAT)
-    with pytest.raises(ValueError, match=r"columns has the name 'picture'; allowed: id, .*image"):
+    with pytest.raises(ValueError, match=r"columns has the key 'picture'; allowed: id, .*image"):
         SampleDataset(path, columns={"picture": "img_path"})
     with pytest.raises(DataError, match=r"no column 'image_path' for image \(columns: img_path"):
         SampleDataset(path, columns={"image": "image_path"}, format="question")[0]

@@ -143,7 +143,7 @@ def test_grey_of_16_bits_keeps_its_upper_8():
 
 def test_floating_point_pixels_are_refused():
     data = encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
-    with pytest.raises(DataError, match="floating point"):
+    with pytest.raises(DataError, match="floating-point"):
         open_image(media_of(data))
 
 

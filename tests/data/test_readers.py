@@ -304,7 +304,7 @@ def test_folders_of_files_and_captions_in_tables(tmp_path: Path) -> None:
     (folder / "b.tsv").write_text("image\tcaption\na.png\tone\ttoo many\nb.png\ttwo\n")
     bad, good = SampleDataset(folder / "b.tsv").stream()
     assert isinstance(bad, DataError)
-    assert "3 fields, the header 2" in bad.problem
+    assert "3 fields, but the header has 2" in bad.problem
     assert isinstance(good, Sample)
 
 

@@ -254,7 +254,7 @@ def test_an_answer_before_the_first_question(tmp_path: Path) -> None:
     vicuna = encoder_of(tokenizer, "vicuna_v1")
     assert trained(vicuna, sample) == "a<|im_end|>"
     assert "Hello" not in vicuna.tokenizer.decode(vicuna(sample).input_ids.tolist())
-    with pytest.raises(DataError, match="refuses a conversation"):
+    with pytest.raises(DataError, match="rejects a conversation"):
         qwen("gemma")[1](sample)
 
 

@@ -220,7 +220,7 @@ def test_memory_chooses_settings_that_a_resume_keeps(tiny_data: Path, tmp_path: 
     stage.update(max_steps=2, gradient_checkpointing=False)
     done = train(recipe, tmp_path)
     assert done.returncode == 2
-    assert "nothing fits on 1 GPU(s) of this size; the smallest that does has 1 GB" in done.stderr
+    assert "nothing fits on 1 GPU(s) of this size; the smallest setting needs 1 GB" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     recipe["memory"]["gpu_gb"] = 1
     done = train(recipe, tmp_path)

@@ -100,7 +100,7 @@ def test_an_answer_belongs_to_its_adapter(
     assert main([*words, f"one={folders / 'plain'}"]) == 0
     assert (tmp_path / "out/one" / tmp_path.name / "report.json").is_file()
     assert main([*words, f"one={folders / 'dora'}"]) == 2
-    assert "answers made with another adapter_sha256" in capsys.readouterr().err
+    assert "answers made with a different adapter_sha256" in capsys.readouterr().err
 
 
 def test_the_base_weights_are_back_bit_for_bit(folders: Path, speaking_model: Path) -> None:

@@ -181,7 +181,7 @@ def test_answers_of_any_number_of_ranks_are_put_together(tmp_path: Path):
     assert list(rows) == [1, 2, 3, 5]
     assert rows[3]["prediction"] == "answer 3 \u2028 line"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "run.json"]
-    with pytest.raises(ValueError, match=r"made with another model;.*--overwrite"):
+    with pytest.raises(ValueError, match=r"made with a different model;.*--overwrite"):
         resume(tmp_path, {"model": "b"})
     assert list(merge(tmp_path)) == [1, 2, 3, 5]
     assert resume(tmp_path, {"model": "b"}, overwrite=True) == set()

@@ -108,11 +108,11 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
     words += ["--to", str(folder / "out")]
     assert main(words) == 0
     assert main([*words, "--precision", "bf16"]) == 2
-    assert "has answers made with another precision" in capsys.readouterr().err
+    assert "has answers made with a different precision" in capsys.readouterr().err
     assert main([*words, "--precision", "bf16", "--overwrite"]) == 0
     assert loaded == [("cpu", None), ("cpu", "bf16"), ("cpu", "bf16")]
     assert main(words) == 2
-    assert "has answers made with another precision" in capsys.readouterr().err
+    assert "has answers made with a different precision" in capsys.readouterr().err
 
 
 def go(
@@ -189,7 +189,7 @@ def test_predictions_of_something_else_are_refused_or_replaced(
     go(folder, script)
     options = change(folder)
     before = (folder / "out" / "predictions.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=f"has answers made with another {named};"):
+    with pytest.raises(ValueError, match=f"has answers made with a different {named};"):
         go(folder, script, **options)
     assert (folder / "out" / "predictions.jsonl").read_bytes() == before
     script.asked = []

@@ -84,7 +84,7 @@ def test_the_report_has_the_majority_and_pass_rates(
     for said in SAID.values():
         said.append("no")
     assert evaluate(server, folder, out, "--samples", "5", "--temperature", "0.7") == 2
-    assert "has answers made with another samples" in capsys.readouterr().err
+    assert "has answers made with a different samples" in capsys.readouterr().err
     more = ["--samples", "5", "--temperature", "0.7", "--overwrite"]
     assert evaluate(server, folder, out, *more) == 0
     assert len(server.requests) == 25
@@ -92,7 +92,7 @@ def test_the_report_has_the_majority_and_pass_rates(
     # Greedy answers and those of another temperature are refused.
     assert evaluate(server, folder, out) == 2
     assert evaluate(server, folder, out, "--samples", "5", "--temperature", "1") == 2
-    assert "has answers made with another temperature" in capsys.readouterr().err
+    assert "has answers made with a different temperature" in capsys.readouterr().err
     assert len(server.requests) == 25
 
 

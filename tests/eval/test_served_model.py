@@ -323,13 +323,13 @@ def test_answers_of_another_server_or_model_are_refused(
     for saved in (run, report):
         assert (saved["server"], saved["model"]) == (server.address, "small")
     assert evaluate(server, folder, out, model="large") == 2
-    assert "has answers made with another model;" in capsys.readouterr().err
+    assert "has answers made with a different model;" in capsys.readouterr().err
     assert evaluate(server, folder, out, "--max-new-tokens", "9") == 2
-    assert "has answers made with another max_new_tokens" in capsys.readouterr().err
+    assert "has answers made with a different max_new_tokens" in capsys.readouterr().err
     other = server.address.replace("127.0.0.1", "localhost")
     assert main(["eval", "--model", "small", "--server", other, "--to", str(out),
                  "--tasks", f"yes_no={folder}"]) == 2  # fmt: skip
-    assert "has answers made with another server" in capsys.readouterr().err
+    assert "has answers made with a different server" in capsys.readouterr().err
     assert len(server.requests) == 3
 
 

@@ -240,6 +240,6 @@ def test_in_fp8_the_limit_belongs_to_the_answers(
     words = (speaking_model, benchmarks, tmp_path, "gqa")
     assert evaluate(*words, "--limit", "2") == 0
     assert evaluate(*words) == 2
-    assert "made with another limit" in capsys.readouterr().err
+    assert "made with a different limit" in capsys.readouterr().err
     assert evaluate(*words, "--overwrite") == 0
     assert evaluate(*words, "--limit", "5") == 0  # as many as there are

@@ -39,12 +39,12 @@ def test_resume_refuses_changed_data_unless_allowed(
     edit_answer(data)
     done = tiny_run.train(recipe, tmp_path, *RESUME, ranks=ranks)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "tiny has another data.json: another content of the same size" in done.stderr
+    assert "tiny has a different data.json: different content of the same size" in done.stderr
     assert "--allow-changed-data" in done.stderr
     assert (tmp_path / "run/sft/sources.json").read_bytes() == saved
     done = tiny_run.train(recipe, tmp_path, *RESUME, "--allow-changed-data", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "continues with changed data:\n  tiny has another data.json" in done.stdout
+    assert "continues with changed data:\n  tiny has a different data.json" in done.stdout
     changes = tiny_run.entries(tmp_path / "run", "resume")
     (entry,) = [entry for entry in changes if "changed_data" in entry]
     assert (entry["step"], len(entry["changed_data"])) == (2, 1)

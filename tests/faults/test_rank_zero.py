@@ -36,7 +36,7 @@ def test_other_bytes_on_one_rank_are_no_damage(run_ranks: Run, views: list[str])
             changed += 1
     assert changed >= 4
     for result in run_ranks("find", 2, views=views, wait_s=1.0):
-        assert "ValueError: rank 1 reads other bytes in" in result
+        assert "ValueError: rank 1 reads different bytes in" in result
 
 
 def test_a_rank_waits_for_a_listing_that_is_refreshed(run_ranks: Run, views: list[str]) -> None:

@@ -69,7 +69,7 @@ def test_the_last_save_fails(
     assert f"No step is lost: {last} is complete." in run.output()
     assert not (run_dir / "sft" / "model").exists()
     lost = read_folder(last)
-    command = re.search(r"without training again: coat-vlm (.*)", run.output())
+    command = re.search(r"without further training: coat-vlm (.*)", run.output())
     assert command is not None
     done = started.run(shlex.split(command[1]), ranks=ranks, env=tiny_run.ENV)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,7 +88,7 @@ def test_what_cannot_be_saved_ends_a_run_before_its_first_step(
     recipe["model"]["language"]["config"]["id2label"] = {0: datetime.date(2024, 6, 1)}
     done = tiny_run.train(recipe, tmp_path)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "the model of the stage sft could not be saved after training" in done.stderr
+    assert "stage sft is not trained, because its model could not be saved" in done.stderr
     assert "Object of type date is not JSON serializable" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not list((tmp_path / "run" / "sft").iterdir())

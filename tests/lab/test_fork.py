@@ -69,8 +69,8 @@ def test_a_variant_names_blocks_and_parts(
 @pytest.mark.parametrize(
     ("variant", "problem"),
     [
-        ("xz", "operands 'xz': allowed are letters of xwdvga, .* fp8_linear, coat"),
-        ("xw@gat", r"parts 'gat': allowed are q, k, v, o, gate, up, down, joined with \+"),
+        ("xz", "operands 'xz': allowed: letters of xwdvga, .* fp8_linear, coat"),
+        ("xw@gat", r"parts 'gat': allowed: q, k, v, o, gate, up, down, joined with \+"),
         ("xw@@0-2", "blocks '0-2': allowed is FIRST-LAST within 0-1"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_variant_that_means_nothing_is_refused(
 
 
 def test_steps_outside_of_the_schedule_are_refused(text: Path) -> None:
-    with pytest.raises(ValueError, match="allowed are 30 together"):
+    with pytest.raises(ValueError, match="allowed: 30 together"):
         bench.fork([text], "tiny", [], at=21, more=10)
 
 

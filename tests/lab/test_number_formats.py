@@ -100,7 +100,7 @@ def test_integers_round_and_saturate(bits: int) -> None:
     [
         ("e0m0", "format 'e0m0' cannot exist: its only value is 0"),
         ("e1m0", "cannot exist"),
-        ("int1", "allowed are int2 to int24"),
+        ("int1", "allowed: int2 to int24"),
         ("e9m2", "8 exponent and 23 mantissa bits"),
         ("fp8", "give eXmY"),
     ],

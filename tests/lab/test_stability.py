@@ -107,4 +107,4 @@ def test_a_sweep_goes_on_after_a_run_that_diverges(
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     words[words.index("24")] = "25"
     assert harness.run_script(bench.build_parser(), bench.main, words) == 2
-    assert "the runs had other values of steps" in capsys.readouterr().err
+    assert "the runs had different values of steps" in capsys.readouterr().err

@@ -313,7 +313,7 @@ def test_code_in_a_folder_is_never_run(load, tiny_tokenizer, tmp_path, monkeypat
         (tmp_path / name).write_text(json.dumps({**config, "tokenizer_class": "Foreign"}))
     (tmp_path / "code.py").write_text(CODE.format(folder=str(tmp_path)))
     # AutoProcessor goes on after the error, and finds no other class.
-    message = r"needs Python code of its own \(auto_map\)|Unrecognized processing class"
+    message = r"needs custom Python code \(auto_map\)|Unrecognized processing class"
     with pytest.raises(ValueError, match=message) as caught:
         load(str(tmp_path))
     assert not asked

@@ -93,5 +93,5 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert export(tmp_path / "moe", tmp_path / "fp8", "--weights", "fp8") == 2
     assert "has the weights of several experts, which are not compressed" in capsys.readouterr().err
     assert export(tmp_path / "moe", tmp_path / "llava", "--format", "llava") == 2
-    assert "--format llava is for models composed of parts" in capsys.readouterr().err
+    assert "--format llava is only for composed models" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"moe"}

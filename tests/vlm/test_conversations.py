@@ -41,8 +41,8 @@ OTHER_SPACE = ("llava_onevision", "qwen3_5_think", "qwen3_vl_thinking")
 """Templates with other line breaks before an answer than for generation, or an empty think block
 whose first line break is a part of the text for generation."""
 REFUSED = (
-    "leaves out a part of the last answer|behind other text than it renders for generation|"
-    "does not write the (tool call|tools)|refuses a conversation"
+    "leaves out a part of the last answer|different text before the last answer than it renders "
+    "for generation|does not write the (tool call|tools)|rejects a conversation"
 )
 TRAINED = {
     "plain": {*TEXT_TEMPLATES, *MAKERS} - {"deepseek_r1_distill"},

@@ -56,10 +56,10 @@ def data(tmp_path: Path) -> Path:
     ("edit", "words"),
     [
         (edit_answer, ["tiny has another data.json: another content of the same size"]),
-        (shuffle_rows, ["tiny has another text and media in ", "data.json:1"]),
-        (replace_image, ["tiny has another media in ", "data.json:24"]),
+        (shuffle_rows, ["tiny has different text and media in ", "data.json:1"]),
+        (replace_image, ["tiny has different media in ", "data.json:24"]),
         (add_row, ["tiny has rows 25, had 24", "tiny has another data.json: "]),
-        (lambda data: (data / "23.png").unlink(), ["tiny has another media in "]),
+        (lambda data: (data / "23.png").unlink(), ["tiny has different media in "]),
     ],
 )
 def test_a_change_is_found_and_named(

@@ -439,7 +439,7 @@ def test_what_is_refused(folder: Path, clips: dict[str, Media], tmp_path: Path) 
         with pytest.raises(DataError, match=r"thin\.mp4: .*aspect ratio must be smaller than 200"):
             encoder(conversation(one))
     elif folder.name in ("lfm2_vl", "mistral3"):
-        with pytest.raises(DataError, match=r"images of 600 x 2, .* image processor refuses them"):
+        with pytest.raises(DataError, match=r"images of 600 x 2, .* image processor rejects them"):
             encoder(conversation(one))
     else:
         encoder(conversation(one))

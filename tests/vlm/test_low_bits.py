@@ -167,8 +167,11 @@ def test_a_bad_gradient_changes_nothing(world: World) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["precision=bf16"], r"low_bits needs CoatAdamW, .* bf16 is torch's AdamW; set precision"),
-        (["precision=coat", "fp8.optimizer=adamw"], r"optimizer of precision: coat is torch's"),
+        (
+            ["precision=bf16"],
+            r"low_bits needs CoatAdamW, .* bf16 uses torch's AdamW; set precision",
+        ),
+        (["precision=coat", "fp8.optimizer=adamw"], r"but precision: coat uses torch's"),
         (["precision=coat", "zero_stage=2"], r"no effect with zero_stage: 2, .* set zero_stage to"),
     ],
 )

@@ -161,7 +161,7 @@ def test_quantized_bases_are_refused(tmp_path: Path) -> None:
     publish("llava", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     write(tmp_path / "config.json", config | {"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(ValueError, match="quantized weights; take the model from which"):
+    with pytest.raises(ValueError, match="quantized weights; use the original model"):
         load_model(tmp_path, torch.float32)
 
 

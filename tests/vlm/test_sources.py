@@ -156,7 +156,7 @@ def test_a_list_in_a_recipe_becomes_its_sources_with_their_shares(
     for wrong, words in (
         (SourceConfig(name="m", path=mixed), "m: only 1 of the 2 sources"),
         (SourceConfig(name="w", path=weighted, repeat=2.0), "repeat=2.0 has no effect with the"),
-        (SourceConfig(name="w", path=weighted, select="first 5"), "weight has no meaning"),
+        (SourceConfig(name="w", path=weighted, select="first 5"), "weight has no effect"),
     ):
         with pytest.raises(ValueError, match=words):
             open_sources([wrong], seed=0)

@@ -80,7 +80,7 @@ def test_inputs_and_loss_are_those_of_transformers(folder: Path, tmp_path: Path)
     expected = F.cross_entropy(logits, labels[:, 1:].flatten())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     stage = one_stage("language", packing=PackingConfig())
-    with pytest.raises(ValueError, match=r"VipLlava.* is not of a tested family, so its positions"):
+    with pytest.raises(ValueError, match=r"VipLlava.* is not in a tested family, so its positions"):
         prepare_model(model, stage, arithmetic_of("fp32", None, torch.device("cpu")))
     prepare_model(model, one_stage(*MODULES), arithmetic_of("fp32", None, torch.device("cpu")))
     unused = find_unused(model, processor.encoder().filler)

@@ -35,7 +35,7 @@ class CsvRows(IndexedFiles):
         """Parse a record."""
         fields = self._record(data, self.where(index))
         if len(fields) != len(self.columns):
-            problem = f"has {len(fields)} fields, the header {len(self.columns)}"
+            problem = f"has {len(fields)} fields, but the header has {len(self.columns)}"
             remedy = "put fields with commas, quotes or line ends into quotes"
             raise DataError(self.where(index), problem, remedy)
         return dict(zip(self.columns, fields, strict=True))

@@ -67,7 +67,7 @@ def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
     if time.monotonic() >= until:
         raise TimeoutError(f"not read within {limits.remote_s:g} s, limits.remote_s")
     if missing:
-        raise ConnectionError(f"broke off {missing} bytes before the end")
+        raise ConnectionError(f"ended {missing} bytes early")
     return bytes(data)
 
 

@@ -194,7 +194,7 @@ def _open_plain_files(path: Path, files: list[Path]) -> Rows:
         if all(file.suffix.lower() in _JSON_SUFFIXES for file in files):
             return JsonRows(files)
         problem = f"matches {len(files)} files"
-        remedy = "only JSON, JSONL, Parquet, Arrow, tar and .txt files go together"
+        remedy = "only JSON, JSONL, Parquet, Arrow, tar and .txt files can be combined"
         raise DataError(str(path), problem, remedy)
     return _open_text(first, head.removeprefix(BOM).lstrip()[:1])
 

@@ -120,7 +120,7 @@ def _download(url: str, size: int | None, out: BinaryIO, bar: "tqdm[Any]") -> No
             out.write(data)
             bar.update(len(data))
     if size is not None and out.tell() != size:
-        raise ConnectionError(f"broke off at byte {out.tell()} of {size}")
+        raise ConnectionError(f"ended at byte {out.tell()} of {size}")
 
 
 def filesystem(url: str) -> tuple[Any, str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_BATCH = 32  # rows held while reading in order; each may carry its images
 _PROBED = 16  # rows that are read by number from Parquet itself
-_DELETE = "delete the folder: it is a copy that is made again"
+_DELETE = "delete the folder; this copy is made again"
 _ARROW_FILE = b"ARROW1"
 
 

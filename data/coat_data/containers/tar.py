@@ -48,7 +48,7 @@ def _sample_spans(stream: BinaryIO, where: str, size: int) -> Iterator[tuple[int
         with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8") as archive:
             for info, key, _ in _members(archive, where):
                 if info.offset_data + info.size > size:
-                    problem = f"the tar breaks off in {printable(info.name)!r}"
+                    problem = f"the tar is truncated in {printable(info.name)!r}"
                     raise DataError(where, problem, "copy it again")
                 if key != current:
                     if current is not None:

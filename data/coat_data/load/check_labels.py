@@ -156,5 +156,5 @@ def _error(sample: Sample, problem: str) -> DataError:
         sample.where,
         f"the label mask is wrong: {problem}",
         "choose another template (model.template or the stage's) or another tokenizer, and report "
-        "this row: it is a mistake of the program",
+        "this row: it is a bug in coat-vlm",
     )

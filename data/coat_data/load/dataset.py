@@ -140,8 +140,8 @@ class SampleDataset:
         for entry in entries:
             if entry.weight is not None:
                 raise ValueError(
-                    f"{entry.name}: weight has no meaning when a list is read as one source: "
-                    "in another list, or with a select; give its sources to a recipe's data, or "
+                    f"{entry.name}: weight has no effect when a list is read as one source (in "
+                    "another list, or with select); give its sources to a recipe's data, or "
                     "ingest them first"
                 )
 

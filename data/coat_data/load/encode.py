@@ -333,7 +333,7 @@ class Encoder:
     def _check_media(self, sample: Sample, segments: Sequence[Segment]) -> None:
         media = sample.media
         if media and self.image_token_id is None:
-            problem = f"shows {len(media)} images or videos, and the model has no vision tower"
+            problem = f"shows {len(media)} images or videos, but the model has no vision tower"
             remedy = "remove the row or its source, or give the recipe's model.vision a tower"
             raise DataError(sample.where, problem, remedy)
         kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
@@ -347,9 +347,8 @@ class Encoder:
             return
         of, remedy = "", "or split the conversation"
         if sample.is_document:
-            remedy = (
-                "or train documents as a source of their own with template: plain, which cuts them"
-            )
+            remedy = "or train documents as a source of their own with template: plain, which splits
+            them"
         if plans:
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)

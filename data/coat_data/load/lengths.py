@@ -13,9 +13,9 @@ from coat_data.sample import DataError, Sample, UnreachableError
 _ROWS_PER_REQUEST = 64
 
 _WHEN_UNREACHABLE = (
-    "rows are measured before training and the sizes are saved, so training does not start while a "
-    "medium cannot be reached: check the network and the credentials and start again; if the "
-    "address no longer exists, remove the row (coat-vlm data lint lists all of them)"
+    "rows are measured before training and the sizes are saved, so training does not start while "
+    "an image or video cannot be reached: check the network and the credentials and start again; "
+    "if the address no longer exists, remove the row (coat-vlm data lint lists all of them)"
 )
 
 

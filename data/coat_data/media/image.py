@@ -111,7 +111,7 @@ def _limit_of_pillow(max_pixels: int | None) -> Iterator[None]:
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode == "F":
-        problem = "the pixels are floating point numbers without a known value of white"
+        problem = "floating-point pixels without a known white level"
         raise DataError(where, problem, "convert the file to 8 or 16 bits per channel")
     if image.mode.startswith("I"):  # 16-bit gray, or 32-bit gray with 16-bit values
         high = np.asarray(image) >> 8

@@ -156,7 +156,7 @@ class MediaLoader:
             if self.transform.plan(*image.size) != plan.tiles[0]:
                 raise DataError(
                     medium.name,
-                    f"the header announces another size than the {image.width} x {image.height} "
+                    f"the size in the header differs from the {image.width} x {image.height} "
                     "pixels that were decoded",
                     "save the image again with another program",
                 )

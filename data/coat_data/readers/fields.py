@@ -121,8 +121,8 @@ def check_columns(columns: Mapping[str, str]) -> None:
     for name, column in columns.items():
         if name not in COLUMNS:
             raise ValueError(
-                f"columns has the name {name!r}; allowed: {', '.join(COLUMNS)}; write the name "
-                "first and the column of the file behind it, such as {image: img_path}"
+                f"columns has the key {name!r}; allowed: {', '.join(COLUMNS)}; the value is the "
+                "column of the file, such as {image: img_path}"
             )
         if not isinstance(column, str) or not column:
             raise ValueError(f"columns.{name} is {column!r}; give the name of a column")
@@ -148,7 +148,7 @@ def check_unused(
             fields = ", ".join(sorted(str(one) for one in row if one not in unused)) or "none"
             raise DataError(
                 where,
-                f"the field {name} looks like {what} and is not read (fields that are: {fields})",
+                f"the field {name} looks like {what} and is not read (fields read: {fields})",
                 f"{remedy}, or leave it out with ignore_fields: [{name}]",
             )
 

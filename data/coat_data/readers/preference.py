@@ -207,7 +207,9 @@ def _text(value: Any, name: str, where: str) -> str:
     if is_missing(message):
         raise DataError(where, f"a preference row without the {name} answer", _REMEDY)
     if not isinstance(message, str):
-        raise DataError(where, f"the {name} answer is {type(message).__name__}, no text", _REMEDY)
+        raise DataError(
+            where, f"the {name} answer is {type(message).__name__}, not a text", _REMEDY
+        )
     if not message.strip():
         raise DataError(where, f"the {name} answer is empty", _REMEDY)
     return message

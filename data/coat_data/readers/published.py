@@ -144,7 +144,9 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
         layout = _find(layouts, row)
         if layout is None:
             known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
-            problem = f"the row has not the fields of {name} (fields: {', '.join(map(str, row))})"
+            problem = (
+                f"the row does not have the fields of {name} (fields: {', '.join(map(str, row))})"
+            )
             raise place.error(problem, f"give it {known}")
         place.refuse(row, {"options": _OTHER_CHOICES, "videoID": _OTHER_CLIPS})
         media = _image(row, layout, place)

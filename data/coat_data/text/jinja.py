@@ -230,7 +230,7 @@ class JinjaTemplate:
         except _TEMPLATE_ERRORS as error:
             roles = [turn.role for turn in turns]
             raise ValueError(
-                f"{self._name} refuses a conversation of {roles}: {error}; {self._remedy(turns)}, "
+                f"{self._name} rejects a conversation of {roles}: {error}; {self._remedy(turns)}, "
                 "or change the data"
             ) from error
 
@@ -335,7 +335,7 @@ class JinjaTemplate:
                 end += next(len(t) for t in trimmed if text.startswith(t, end))
             spans.append(_Span(start, end, piece))
         if text[place:] != with_marks[place:]:
-            raise _MismatchError("writes other text if the words of the conversation are others")
+            raise _MismatchError("writes different text for different words of a conversation")
         return spans
 
     def _check_media(self, spans: list[_Span], tools: Tools, text: str) -> None:
@@ -378,8 +378,8 @@ class JinjaTemplate:
                 f"{self._remedy(turns)}, or leave out the reasoning"
             )
         return (
-            f"{self._name} writes the last answer behind other text than it renders for "
-            f"generation, so what is trained would never be asked for; {self._remedy(turns)}, or "
+            f"{self._name} writes different text before the last answer than it renders for "
+            f"generation, so training would differ from generation; {self._remedy(turns)}, or "
             "give the answer the reasoning that the template expects"
         )
 

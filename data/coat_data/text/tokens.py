@@ -121,7 +121,7 @@ class SegmentTokenizer:
             if self._copy.token_to_id(self._names[token]) != index:
                 raise ValueError(
                     f"the tokenizer {tokenizer.name_or_path!r} gives its special token {token!r} "
-                    "another id than its tokenizer.json; save it again with transformers"
+                    "a different id than its tokenizer.json; save it again with transformers"
                 )
         a, twice = (self._copy.encode(text, add_special_tokens=False).ids for text in ("a", "a a"))
         self.hides_first_space = self._copy.decode(twice[len(a) :]) == "a"

@@ -160,7 +160,8 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
     if not same or other:
         raise DataError(
             sample.where,
-            f"cannot be written as {format_name}: it would be read back as another conversation",
+            f"cannot be written as {format_name}: it would be read back as a different "
+            "conversation",
             "export it as messages, which can represent every sample",
         )
 

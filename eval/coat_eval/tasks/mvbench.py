@@ -137,7 +137,7 @@ def read_candidates(row: Mapping[str, Any], where: str) -> tuple[dict[str, str],
     answer = str(pick(row, ("answer",), where))
     found = [letter for letter, text in choices.items() if text == answer]
     if not found and not (answer in ascii_uppercase and len(answer) == 1):
-        problem = f"the answer {answer!r} is none of {list(choices.values())}, and no letter"
+        problem = f"the answer {answer!r} is neither a letter nor one of {list(choices.values())}"
         raise DataError(where, problem, "download the file again")
     return choices, found[-1] if found else answer
 
