@@ -45,22 +45,23 @@ class Fp8Config:
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels per scale in the quantized activations that norms and activation functions save."""
     recompute_qkv: Literal["auto"] | bool = "auto"
-    """Under ``coat``, compute q, k and v again in backward instead of saving them: the same
-    numbers with less memory, 3 to 7% slower. Blocks whose forward GEMMs are BF16 always save them.
-    ``auto``: where ``memory`` finds that the recipe does not fit without it, or if the first two
-    steps leave less than 3% of the GPU's memory. With ``cuda_graphs: true`` or gradient
-    checkpointing, the memory that steps leave does not change it."""
+    """Under ``coat``, recompute q, k and v in backward instead of saving them: identical
+    results, less memory, 3 to 7% slower. Blocks whose forward GEMMs are BF16 always save them.
+    ``auto``: if ``memory`` finds that the recipe does not fit without it, or if the first two
+    steps leave less than 3% of the GPU's memory free (not checked with ``cuda_graphs: true`` or
+    gradient checkpointing)."""
     weights: Literal["auto", "recompute"] = "auto"
     """Whether the micro-batches of a step share FP8 weights (2 bytes per parameter): ``auto``: if
-    gradients are accumulated, no block is a CUDA graph and they fit into half of the GPU's free
-    memory; ``recompute``: never."""
+    gradients are accumulated, no block is a CUDA graph, and the weights fit into half of the free
+    GPU memory; ``recompute``: never."""
     cuda_graphs: CudaGraphs = "auto"
     """Launch each block as one CUDA graph, with static memory. ``auto`` decides after two steps: it
-    captures blocks for whose launches the GPU waits in at least 3% of the second step, if half of
-    the memory that a step leaves suffices. ``true`` captures all blocks, and pads packed rows to
-    one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts and with recomputation."""
+    captures blocks if the GPU waits for their launches in at least 3% of the second step, and half
+    of the memory that a step leaves free suffices. ``true`` captures all blocks, and pads packed
+    sequences to one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts or with
+    recomputation."""
     optimizer: Literal["coat", "adamw"] | None = None
-    """``coat``: AdamW with FP8 moments, of which the second is rounded stochastically; ``adamw``:
+    """``coat``: AdamW with FP8 moments (the second one rounded stochastically); ``adamw``:
     torch's, with FP32 moments. When absent, ``adamw`` under ``fp8_linear`` and ``coat``
     otherwise."""
 
@@ -96,7 +97,7 @@ class Fp8Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MonitorConfig:
-    """Compares FP8 blocks with BF16 on the inputs of training; large errors are warnings."""
+    """Compares FP8 blocks with BF16 on training inputs; large errors print warnings."""
 
     every: Positive
     """Steps between two measurements."""

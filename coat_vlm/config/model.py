@@ -94,7 +94,8 @@ class VisionConfig:
     """Hub id or local folder of a pretrained tower (guides/composed.md has the types). Exclusive
     with ``config``."""
     config: dict[str, Any] | None = None
-    """The library's config of a random tower, with ``model_type`` for transformers."""
+    """The library's config for a randomly initialized tower, with ``model_type`` for
+    transformers."""
     select_layer: int = -2
     """Hidden state that feeds the projector; -1 is the last layer's output, -2 the one before."""
     select_feature: Literal["patch", "cls_patch"] = "patch"
@@ -153,10 +154,11 @@ class ModelConfig:
     """Chat template of the model, ``chatml`` when absent; a stage may override it, for example with
     ``plain`` in align. A published model has its own."""
     max_length: Positive = 2048
-    """Maximum tokens of a sample, with image tokens; a longer one is a bad sample."""
+    """Maximum tokens of a sample, including image tokens; longer samples are rejected, not
+    truncated."""
     max_pixels: Positive | None = None
-    """Pixels to which larger images are shrunk, for Qwen-VL, also of frames, and GLM-V; their
-    tokens show 28 x 28 or 32 x 32 pixels. The processor's when absent."""
+    """Maximum pixels of an image (Qwen-VL, also of a frame; GLM-V); larger ones are scaled
+    down. A token covers 28 x 28 or 32 x 32 pixels. The processor's value when absent."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 

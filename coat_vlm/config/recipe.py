@@ -23,10 +23,10 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class DivergenceConfig:
-    """What happens when loss or gradient norm leave their usual range, or are not finite."""
+    """What happens when the loss or the gradient norm leaves its usual range or is not finite."""
 
     action: Literal["warn", "stop"] = "warn"
-    """``warn``: print a warning and mark checkpoints, which then do not push out good ones.
+    """``warn``: print a warning and mark checkpoints, which then never replace good ones.
     ``stop``: end the run; ``--resume auto`` continues from before the spike."""
     window: Annotated[int, Field(ge=16)] = 128
     """Number of past steps that define the usual range."""
@@ -38,30 +38,30 @@ class DivergenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MemoryConfig:
-    """The memory of a GPU, for which ``coat-vlm train`` chooses settings before it starts."""
+    """GPU memory for which ``coat-vlm train`` chooses settings before it starts."""
 
     gpu_gb: Annotated[float, Field(gt=0.0)]
     """Nominal GPU memory, for example 80. Picks the fastest settings whose planned peak plus 3% is
-    at most this number of 10^9 bytes; GPUs have so many GiB, for CUDA, communication and gaps."""
+    at most this number of 10^9 bytes; GPUs have this number of GiB, which leaves room for CUDA,
+    communication and fragmentation."""
     choose: list[str] | None = None
     """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;
-    when absent, the ones that the recipe does not set. ``fp8.recompute_qkv: auto`` becomes ``true``
-    if otherwise nothing fits, or more stages need checkpointing. A single process with CoatAdamW
-    also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. A run's recipe.yaml has the
-    chosen values."""
+    when absent, the keys that the recipe does not set. ``fp8.recompute_qkv: auto`` becomes ``true``
+    if nothing fits without it, or if more stages would need checkpointing. A single process with
+    CoatAdamW also gets ``zero_stage: 0``, unless ``master_weights`` is ``fp32``. The chosen values
+    are in the run's recipe.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LimitsConfig:
-    """Limits of compressed files, and of images and videos at addresses."""
+    """Limits for compressed files, and for images and videos at URLs."""
 
     archive_bytes: Positive | None = None
-    """Bytes that a compressed file may be unpacked to; default 250 times its size, and at least
-    1 GiB."""
+    """Maximum unpacked bytes of a compressed file; default 250 times its size, at least 1 GiB."""
     remote_bytes: Positive | None = None
-    """Bytes of an image or video by http, which is held in memory; default 2 GiB."""
+    """Maximum bytes of an image or video over http, held in memory; default 2 GiB."""
     remote_s: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds for an image or video by http; default 300."""
+    """Maximum seconds to fetch an image or video over http; default 300."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -94,10 +94,10 @@ class Recipe:
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft, dpo."""
     init_from: str | None = None
-    """A trained model with the initial weights, tokenizer and pixel statistics: the folder of a
-    run, a model, a checkpoint (``RUN/STAGE/checkpoints/step-...``) or an adapter. Settings of
-    images and videos, template and length are the recipe's. With ``model.pretrained`` a model of
-    the same family, which also has the whole processor."""
+    """A trained model that provides the initial weights, tokenizer and pixel statistics: the
+    folder of a run, a model, a checkpoint (``RUN/STAGE/checkpoints/step-...``) or an adapter. Image
+    and video settings, template and length come from the recipe. With ``model.pretrained``, a model
+    of the same family, whose whole processor is used."""
     seed: NonNegative = 0
     """Seed of initialization and data order."""
     precision: Precision = "bf16"
@@ -106,21 +106,20 @@ class Recipe:
     (guides/fp8.md). On a CPU, all except ``fp32`` use FP32 weights and round in the linear
     layers."""
     fp8: Fp8Config | None = None
-    """Settings of an FP8 precision; the defaults of that precision when absent."""
+    """Settings of an FP8 precision; the precision's defaults when absent."""
     monitor: MonitorConfig | None = None
     """Periodic comparison of FP8 blocks with BF16; off when absent."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     master_weights: MasterWeights = "auto"
-    """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed's FP32 copy, 4 bytes
-    per trained parameter. ``low_bits``: CoatAdamW has the low 16 bits of the same values, 2 bytes,
-    and the BF16 weight is the upper half; gradients stay in BF16 until the optimizer reads them, so
-    that a step is also faster. It needs precision ``coat`` (or ``fp8.optimizer: coat``) and
-    ``zero_stage: 0``. ``auto``: ``low_bits`` there, on a GPU, otherwise ``fp32``."""
+    """How FP32 master weights are stored. ``fp32``: DeepSpeed's FP32 copy, 4 bytes
+    per trained parameter. ``low_bits``: the BF16 weight is the upper half of the same value, and
+    CoatAdamW stores the low 16 bits, 2 bytes; gradients stay in BF16 until the optimizer reads
+    them, so a step is also faster. It needs precision ``coat`` (or ``fp8.optimizer: coat``) and
+    ``zero_stage: 0``. ``auto``: ``low_bits`` if these are met, on a GPU; otherwise ``fp32``."""
     memory: MemoryConfig | None = None
-    """Choose settings that fit into the memory of a GPU; with it, ``micro_batch_size`` of a stage
-    may be absent."""
+    """Choose settings that fit into GPU memory; a stage may then omit ``micro_batch_size``."""
     cudnn_attention: Literal["auto"] | bool = "auto"
     """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed, where
     it is faster than the flash kernel. ``auto``: except where its gradients may be NaN (tokens
@@ -128,18 +127,18 @@ class Recipe:
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
     data_timeout_s: NonNegative = 600
-    """Seconds that a step may wait for a loader process, after which training stops and names the
-    rows; 0 waits without limit. Without loader processes (``num_workers: 0``) there is no limit."""
+    """Seconds that a step waits for a loader process before training stops and names the rows; 0,
+    or no loader processes (``num_workers: 0``): no limit."""
     collective_timeout_s: Positive = 1800
-    """Seconds that a rank waits for the others in a collective operation before it ends; longer
-    than any work of a single rank, such as saving the model. The main process prints after one
-    minute which rank is missing."""
+    """Seconds that a rank waits for the others in a collective operation before it exits;
+    longer than any work of a single rank, such as saving the model. After one minute, the main
+    process prints which rank is missing."""
     save_total_limit: Positive = 2
     """Checkpoints per stage; older ones are deleted after a new one is complete."""
     async_save: bool = True
-    """Train on while a checkpoint is written, from a copy in host memory: 12 bytes per trained
-    parameter with FP32 master weights and moments, about 6 with FP8 moments, and the weights of
-    frozen modules, divided by the ranks."""
+    """Continue training while a checkpoint is written from a copy in host memory: 12 bytes per
+    trained parameter with FP32 master weights and moments, about 6 with FP8 moments, and the
+    weights of frozen modules, divided by the ranks."""
     log_every_steps: Positive = 10
     """Steps between two printed log lines; metrics.jsonl has every step."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -151,8 +150,8 @@ class Recipe:
     """Evaluation sets by name; RUN/eval has a folder of this name for each."""
     eval_every: NonNegative = 0
     """Steps between two evaluations during training, on ``eval_samples`` questions of every set
-    (also at the end of each stage); 0 turns them off. Some answers are shown in Weights
-    & Biases. For validation losses see ``eval_steps`` of a stage."""
+    (also at the end of each stage); 0 turns them off. Weights & Biases shows some
+    answers. For validation losses, see ``eval_steps`` of a stage."""
     eval_samples: Positive = 64
     """Questions per set in an evaluation during training: evenly spaced, the same each time."""
 

@@ -49,7 +49,7 @@ class SourceConfig:
     repeat: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
     weight: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Share of the samples of an epoch, relative to the weights of the other sources."""
+    """Share of an epoch's samples, relative to the weights of the other sources."""
     select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
     """Rows to use: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat`` and
     ``weight`` apply to the selected rows."""
@@ -58,12 +58,12 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Columns with other names, such as ``{image: img_path}`` (docs/guides/data.md)."""
     ignore_fields: list[str] = field(default_factory=list)
-    """Fields to leave out. Unused ones that look like media or weights of the loss are an error."""
+    """Fields to ignore. Other unused fields that look like media or loss weights are an error."""
     supervise: Literal["all", "last"] = "all"
     """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
     boxes: Literal["convert", "keep"] = "convert"
     """``convert``: boxes as the model's family writes them (docs/guides/conversations.md);
-    ``keep``: they stay as in the rows."""
+    ``keep``: they stay as in the data."""
 
     def __post_init__(self) -> None:
         if self.repeat is not None and self.weight is not None:
@@ -104,8 +104,8 @@ class LoraTraining:
     alpha: Annotated[int, Field(gt=0)] = 256
     """Numerator of the scale alpha / rank (``lora_alpha``)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout probability of an adapter's input (``lora_dropout``). Above 0 only linear layers are
-    in FP8, and norms, activations and attention save more."""
+    """Dropout probability of an adapter's input (``lora_dropout``). Above 0, only linear layers
+    are FP8, and norms, activations and attention save more memory."""
     modules: list[ModuleName] = field(default_factory=lambda: ["language"])
     """Modules that train adapters instead of their weights, with the module's lr."""
     target_modules: list[str] | None = None
@@ -147,7 +147,7 @@ class DpoTraining:
     """
 
     beta: Annotated[float, Field(gt=0.0)] = 0.1
-    """Weight of the log-ratio to the reference; a larger one keeps the model closer to it."""
+    """Weight of the log-ratio to the reference; larger values keep the model closer to it."""
     loss_type: Literal[
         "sigmoid", "sigmoid_norm", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard",
         "apo_zero", "apo_down",
@@ -157,16 +157,17 @@ class DpoTraining:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PackingConfig:
-    """Several whole samples per row, without attention between them; ``true``: the defaults."""
+    """Several whole samples per sequence, without attention between them; ``true``: the
+    defaults."""
 
     tokens: Positive | None = None
-    """Tokens per row, including image tokens: a multiple of 128, by default the next one from
-    ``model.max_length``, which is the minimum."""
+    """Tokens per packed sequence, including image tokens: a multiple of 128, at least
+    ``model.max_length``; default: the smallest such number."""
     images: Positive | None = None
-    """Maximum number of images and frames per row, to limit the vision tower's memory. A sample
-    with more is a bad sample."""
+    """Maximum number of images and frames per packed sequence, to limit the vision tower's
+    memory. Samples with more are rejected."""
     buffer: Annotated[int, Field(ge=1, le=1000)] = 1000
-    """Number of consecutive samples, in training order, from which rows are filled."""
+    """Number of consecutive samples, in training order, from which sequences are filled."""
 
     def row_tokens(self, max_length: int) -> int:
         """Return the tokens per row; ValueError if ``tokens`` does not suit ``max_length``."""
@@ -211,25 +212,27 @@ class StageConfig:
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
-    """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks."""
+    """Samples (with packing: packed sequences; ``dpo``: pairs) per optimizer step, over all
+    ranks."""
     micro_batch_size: Positive
-    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
+    """Samples (with packing: packed sequences) per forward pass on one rank; must divide batch_size
+    / world size."""
     sequence_parallel: Positive = 1
     """Number N of consecutive ranks that share the tokens of each micro-batch
     (docs/guides/long_context.md); divides the ranks and the language model's attention heads. Other
     keys count the N ranks as one."""
     packing: Annotated[PackingConfig | None, BeforeValidator(_read_packing)] = None
-    """Pack several samples into a row: ``true``, or settings. Validation is not packed."""
+    """Pack several samples into one sequence: ``true``, or settings. Validation is not packed."""
     balance: bool = False
-    """Measure all rows before training, and balance the estimated FLOPs of ranks and micro-batches.
-    Packed rows always are."""
+    """Measure all rows before training, and balance estimated FLOPs across ranks and micro-batches.
+    Packing always does."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
     """Number of passes over the mixture, rounded up to whole steps. Exclusive with max_steps."""
     max_steps: Positive | None = None
     """Number of optimizer steps. Exclusive with epochs."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after warmup, as in transformers: cosine and linear reach min_lr_ratio
-    one step after the last, whose rate a run prints at its start."""
+    one step after the last one; a run prints the last step's rate at its start."""
     warmup_ratio: Fraction = 0.03
     """Fraction of the steps in which the learning rate rises linearly from zero."""
     min_lr_ratio: Fraction = 0.0
@@ -250,7 +253,7 @@ class StageConfig:
     save_steps: NonNegative = 0
     """Steps between two checkpoints; 0 saves only at the end and after a signal."""
     max_bad_samples: NonNegative = 0
-    """Number of bad samples that are replaced and logged before the run stops. Transient I/O errors
+    """Number of bad samples to replace and log before the run stops. Transient I/O errors
     are counted separately, with the same limit."""
     max_skipped_steps: NonNegative = 0
     """Steps skipped because of NaN or infinite gradients before the run stops; the count restarts
