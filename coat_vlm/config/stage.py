@@ -157,8 +157,7 @@ class DpoTraining:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PackingConfig:
-    """Several whole samples per sequence, without attention between them; ``true``: the
-    defaults."""
+    """Several whole samples per sequence, without attention between them; ``true``: defaults."""
 
     tokens: Positive | None = None
     """Tokens per packed sequence, including image tokens: a multiple of 128, at least

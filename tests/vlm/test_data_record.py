@@ -55,10 +55,10 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (edit_answer, ["tiny has another data.json: another content of the same size"]),
+        (edit_answer, ["tiny has a different data.json: different content of the same size"]),
         (shuffle_rows, ["tiny has different text and media in ", "data.json:1"]),
         (replace_image, ["tiny has different media in ", "data.json:24"]),
-        (add_row, ["tiny has rows 25, had 24", "tiny has another data.json: "]),
+        (add_row, ["tiny has rows 25, had 24", "tiny has a different data.json: "]),
         (lambda data: (data / "23.png").unlink(), ["tiny has different media in "]),
     ],
 )

@@ -108,7 +108,10 @@ def test_parts_that_are_not_found(config: Any, problem: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"image_token": "<picture>"}, "does not read an image and write its tokens as others do"),
+        (
+            {"image_token": "<picture>"},
+            "does not process images and write their tokens as others do",
+        ),
         ({"chat_template": None}, "has no chat template"),
     ],
 )

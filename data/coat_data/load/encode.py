@@ -347,7 +347,9 @@ class Encoder:
             return
         of, remedy = "", "or split the conversation"
         if sample.is_document:
-            remedy = "or train documents as a separate source with template: plain, which splits them"
+            remedy = (
+                "or train documents in a separate source with template: plain, which splits them"
+            )
         if plans:
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
