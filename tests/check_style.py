@@ -52,7 +52,7 @@ WORDS = {
     "the subject first": r"(?<!\w )\bOf (?!course)",
     "next to, in addition to, compared with": r"\bbeside\b",
     "only, just, by itself": r"(?<!letter )(?<!number )(?<!\} )\balone\b",
-    "also, as well": r", too(?=[.,;:)]|$)",
+    "also, as well": r", too(?=[.,;:)]| \(|$)",
     "the noun again, or a possessive": r"\b([Tt]hat|[Tt]hose) of\b",
     "except": r"\bbut for\b|keys of `model` but",
     "is not a": r"(?<=[^ ] )(?<!here )\b(is|are|was|were) no (?!longer|more|less|better)[a-z]",
