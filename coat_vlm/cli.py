@@ -1,4 +1,4 @@
-"""Starts the command line, :mod:`coat_cli.main`, for those who run ``python -m coat_vlm.cli``.
+"""Starts the command line, :mod:`coat_cli.main`, for ``python -m coat_vlm.cli``.
 
 This is the only module of a lower package that names a higher one.
 """

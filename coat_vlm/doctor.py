@@ -1,7 +1,8 @@
 """``coat-vlm doctor``: reports what is installed, what runs on this machine, and remedies.
 
 A line is ``ok``, ``note`` (works, with a limitation) or ``BROKEN`` (needed for training or
-evaluation). Packages but torch are imported inside their check, so that a broken one is a line.
+evaluation). All packages except torch are imported inside their checks, so a broken one is reported
+in a line.
 """
 
 import logging

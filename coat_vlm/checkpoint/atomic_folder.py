@@ -1,9 +1,9 @@
 """Writes folders atomically: temporary name, sync, manifest with SHA-256 per file, rename.
 
-A previous folder of the name is first renamed to ``.old-...``; :func:`recover_folders` restores it
-if the process is killed before the new one is there. :func:`write_folder` writes on rank 0 only,
-:class:`FolderSave` with a thread of each rank: each lists its files, and the thread of rank 0 waits
-for all lists and commits the folder. Threads use no collectives, since training does.
+An existing folder of the same name is first renamed to ``.old-...``; :func:`recover_folders`
+restores it if the process is killed before the new one is there. :func:`write_folder` writes on
+rank 0 only, :class:`FolderSave` with a thread of each rank: each lists its files, and the thread of
+rank 0 waits for all lists and commits the folder. Threads use no collectives, since training does.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Checks that the files of a folder are as they were written, and that all ranks see the same.
 
 Rank 0 decides what is in a folder. On a network file system another rank may see an earlier listing
-or earlier content for some time (on NFS up to a minute), so it waits; then it is an error that says
-which rank misses which file.
+or earlier content for some time (on NFS up to a minute), so it waits, and then raises an error
+that names the rank and the missing file.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The keys of a recipe: which are allowed where, and which one a wrong key was meant to be."""
+"""The keys of a recipe: where each is allowed, and suggestions for misspelled ones."""
 
 import dataclasses
 import difflib

@@ -1,7 +1,7 @@
 """The one writer of model folders: configuration, generation settings, processor and weights.
 
-transformers' ``save_pretrained`` is not called: it refuses generation settings that it has read and
-that training completed, and writes a published model's files in the form of its own version.
+transformers' ``save_pretrained`` is not called: it rejects generation settings that it has read and
+that training completed, and writes a published model's files in the format of its own version.
 """
 
 import json

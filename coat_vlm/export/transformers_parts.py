@@ -1,4 +1,4 @@
-"""What all layouts for other programs share; and ``language``, for ``AutoModelForCausalLM``."""
+"""Shared by all layouts for other programs; and ``language``, for ``AutoModelForCausalLM``."""
 
 import copy
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Layout and fields follow NVlabs/VILA, ``llava/model/llava_arch.py`` (``save_pretrained``),
 ``configuration_llava.py`` and ``multimodal_projector/base_projector.py``. VILA's ``patch`` drops
-the first feature of every tower, which is a patch of SigLIP: its towers have ``cls_patch``.
+the first feature of every tower. SigLIP's is a patch, so SigLIP towers have ``cls_patch``.
 """
 
 import json

@@ -34,12 +34,12 @@ Differences from the paper and its released code: group scales are powers of two
 in the forward pass norms and activations read their exact inputs, not the saved FP8 data; their
 outputs are recomputed, not saved; QKV and gate-up weights are fused; ``fp8.recompute_qkv``.
 
-An activation's way through the files:
+The path of an activation through the files:
 
     blocks.py      decoder and encoder layers: the order of what follows
     norm_qkv.py    norm -> QKV GEMM -> rope -> q, k, v          (autograd Function)
     attention.py   attention -> output projection               (autograd Function; sdpa.py:
-                   torch's fused kernels, forward and backward apart)
+                   torch's fused kernels, forward and backward)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
     experts.py     norm -> router -> grouped GEMMs of experts   (autograd Function)
     norm.py        the norm and the GEMM that reads it, both passes

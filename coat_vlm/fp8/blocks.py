@@ -48,7 +48,7 @@ class Fp8Layer:
     LINEARS: ClassVar[Sequence[str]]
     """The linear layers whose weights the forward pass reads, in its order."""
     NORMS: ClassVar[Sequence[str]]
-    """The norms before attention and before the MLP, and those behind them, if there are any."""
+    """The norms before attention and before the MLP, and the norms after them, if there are any."""
     ACTIVATIONS: ClassVar[dict[str, str]]
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
     EXPERTS: ClassVar[str | None] = None
@@ -149,7 +149,7 @@ class Fp8DecoderLayer(Fp8Layer):
 
 
 class Fp8GemmaDecoderLayer(Fp8DecoderLayer):
-    """Mixin for decoder layers with norms behind attention and MLP, of Gemma 2 and 3."""
+    """Mixin for decoder layers with norms after attention and MLP, of Gemma 2 and 3."""
 
     ORIGINALS = ("Gemma2DecoderLayer", "Gemma3DecoderLayer")
     NORMS = (

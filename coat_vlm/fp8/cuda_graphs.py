@@ -1,4 +1,4 @@
-"""CUDA graphs of FP8 blocks: the CPU launches one graph in place of some twenty or thirty kernels.
+"""CUDA graphs of FP8 blocks: the CPU launches one graph instead of 20 to 30 kernels.
 
 Passes of all FP8 blocks of the tower, and of the language model, are captured per shape after a few
 eager ones, and replayed afterwards:

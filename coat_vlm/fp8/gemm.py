@@ -8,8 +8,8 @@
 Hopper's FP8 tensor cores read both operands with the summed dimension contiguous, so each GEMM has
 its own layout of each tensor. Each tensor has one scale (arXiv 2410.19313, section 4.1). M' is the
 number of tokens M padded with zeros to a multiple of 16; K and N are multiples of 16. The bias
-gradient is summed from grad_y in high precision. All three use fast accumulation, which takes 5% of
-a step less and left the weight gradients of a trained model as close to FP32's
+gradient is summed from grad_y in high precision. All three use fast accumulation, which makes a
+step 5% shorter and leaves weight gradients of a trained model as close to FP32's
 (docs/experiments/output_layer.md).
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.

@@ -1,4 +1,4 @@
-"""Decides what the memory that a training step leaves is used for.
+"""Decides how to use the memory that a training step leaves free.
 
 Two uses make a step faster: CUDA graphs of blocks, where the GPU waits for the CPU
 (:mod:`coat_vlm.fp8.cuda_graphs`), and FP8 weights that all micro-batches of a step share
@@ -8,10 +8,10 @@ after two steps: in the first one kernels are compiled, and the optimizer create
 the passes, so that they are not in memory together with the activations. At most half of the free
 memory is used, because steps differ and memory fragments.
 
-The GPU waits for the CPU where it is less than a block behind. For how much of a step depends on
-GPU, CPU, model and batch, so the second step measures it. A choice changes no result. All ranks
-choose by the least free memory and the longest waits of any of them: they wait for each other, and
-ranks that share tokens must repeat attention's exchanges equally often.
+The GPU waits for the CPU where the CPU is less than a block ahead. How much of a step that is
+depends on GPU, CPU, model and batch, so the second step measures it. No choice changes results. All
+ranks choose by the least free memory and the longest waits of any of them: they wait for each
+other, and ranks that share tokens must repeat attention's exchanges equally often.
 """
 
 import logging

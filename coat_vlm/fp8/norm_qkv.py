@@ -6,7 +6,7 @@ Saves for backward the tensors of the norm (``norm.py``). Backward reads the gra
 as attention returns them, rotates and quantizes them: the fused matrix [M, N] never exists in high
 precision. If each head has its own RMSNorm (Qwen3, Gemma 3), another Function normalizes and
 rotates q and k. It saves them as columns of the projection's result, which also keeps v's columns.
-What fits neither (InternVL's norm of all heads, partial rotation) is done by the model's functions.
+Other cases (InternVL's norm of all heads, partial rotation) use the model's own functions.
 """
 
 from collections.abc import Sequence

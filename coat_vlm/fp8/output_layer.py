@@ -10,8 +10,8 @@ gradient has a constant scale and is rounded stochastically (:func:`coat_kernels
 and h are E4M3 with one scale per tensor. The loss and the logits equal
 :func:`coat_vlm.model.loss.linear_cross_entropy`.
 
-The grad-weight GEMM runs once for many chunks: it reads and writes no sum for each, and each chunk
-may be small. What it needs instead, g^T of its tokens, takes at most twice the memory of an FP32
+The grad-weight GEMM runs once for many chunks, so it does not read and write a sum per chunk, and
+chunks may be small. It needs g^T of its tokens, which takes at most twice the memory of an FP32
 sum of grad_W (:data:`MAX_TOKENS`).
 """
 

@@ -9,8 +9,8 @@ input are one fused matrix with one scale.
 Frozen weights of blocks with LoRA adapters can be stored only in FP8 (:func:`store_weights`), with
 the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
 forward GEMM; the backward pass transposes a weight for its grad-input GEMM. The original weights go
-to host memory, block by block, so that the GPU never has all of both: checkpoints and merged models
-are made from them. Experts (:func:`store_experts`) have one scale each.
+to host memory, block by block, so that the GPU never holds both completely: checkpoints and merged
+models are made from them. Experts (:func:`store_experts`) have one scale each.
 """
 
 from collections.abc import Hashable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What models need of a tokenizer: the built-in templates in Jinja, and a token to pad with."""
+"""What models need from a tokenizer: the built-in templates in Jinja, and a token to pad with."""
 
 from typing import Any
 

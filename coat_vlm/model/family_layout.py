@@ -1,4 +1,4 @@
-"""What a published model would read from tensors on a GPU, found on the CPU.
+"""Computes on the CPU what a published model would read from tensors on a GPU.
 
 transformers' models search placeholders by masks, and read grids and token types to find positions,
 the bounds of images and the windows of attention: Qwen3-VL waits for the GPU 106 times in a step.

@@ -246,7 +246,7 @@ def known_layout(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
 def find_unused(model: Any, image: EncodedSample) -> tuple[str, ...]:
     """Return the modules and parameters on which no input of the language model depends.
 
-    These are blocks behind ``vision_feature_layer``, a pooling head and the like, found in the
+    These are blocks after ``vision_feature_layer``, a pooling head and the like, found in the
     autograd graph of one ``image``. A module without a used parameter is listed by its own name.
     """
     inputs: list[Any] = []

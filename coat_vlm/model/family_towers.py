@@ -1,7 +1,7 @@
 """One pass of a published model's tower over the images and videos of a batch.
 
 transformers runs it for the images, then for the videos. Under ZeRO-3 each pass gathers the weights
-from all ranks, so that a rank with both kinds and another with one would wait for each other.
+from all ranks, so a rank with both kinds and a rank with one kind would wait for each other.
 """
 
 from collections.abc import Iterator, MutableMapping

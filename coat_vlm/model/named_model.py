@@ -1,4 +1,4 @@
-"""Finds the model that a path names: of a run, a checkpoint, an adapter or a model folder."""
+"""Finds the model that a path refers to: a run, a checkpoint, an adapter or a model folder."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+"""Sequence parallelism following DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
 Each of the N ranks of a group runs the language model on a shard of the micro-batch's tokens.
 Vision tower and projector of a composed model run on the rank's own images; in a published
@@ -188,7 +188,7 @@ def _exchange(
 def shard_batch(batch: Mapping[str, Any], group: SequenceGroup, model: Any) -> dict[str, Any]:
     """Return this rank's shard of a micro-batch on the CPU, padded on the right or packed.
 
-    Several rows are concatenated to one, which is filled up to a multiple of N behind the last
+    Several rows are concatenated to one, which is filled up to a multiple of N after the last
     sequence. Labels are shifted before the split. Returns arguments of the ``model``, a composed or
     published one: ``input_ids``, ``position_ids`` and ``labels`` (..., 1, T / N), images and
     videos, the boundaries of several sequences in the row of T tokens, and the

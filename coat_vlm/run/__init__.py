@@ -1,1 +1,1 @@
-"""What keeps a run whole: its lock, signals, and the life of its processes."""
+"""Keeps a run consistent: its lock, signals, and the lifetime of its processes."""

@@ -1,8 +1,8 @@
-"""Shows what every rank of a run does, and which rank the others wait for.
+"""Shows what every rank of a run is doing, and which rank the others wait for.
 
 Each rank renews ``RUN/heartbeat/rank-00000.json`` every few seconds from a thread. A process that
 is stopped or dead does not renew its file; one that hangs in a call stays in the same activity.
-Rank 0 warns when a step takes long and other ranks are not where it is; any rank ends when it has
+Rank 0 warns when a step takes long and other ranks are not where it is; any rank exits when it has
 waited longer than ``collective_timeout_s``. (The time limits of NCCL and gloo do not suffice:
 DeepSpeed makes groups that do not have the run's limit.)
 """

@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone."""
+"""Exits a rank whose launcher has exited."""
 
 import ctypes
 import os

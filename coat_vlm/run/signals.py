@@ -1,4 +1,4 @@
-"""Stops a command after a signal: at once, or where the work that must stay whole ends.
+"""Stops a command after a signal: at once, or at the end of work that must not be interrupted.
 
 SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored, as under nohup) end a command with status 75, so
 that a scheduler starts it again; Ctrl-C ends it with 130. Each signal is acknowledged by one line
@@ -9,7 +9,8 @@ signal's number into a socket (:func:`signal.set_wakeup_fd`), and a thread reads
   raised at the end of the context;
 - inside :meth:`Signals.wait` (waiting for a batch) the wait ends at once;
 - anywhere else SystemExit is raised at once. Python can only raise it when native code returns: a
-  rank that waits for others to connect does not for minutes. Then the thread ends the process.
+  rank that waits for others to connect may not return for minutes. Then the thread ends the
+  process.
 
 Signals that follow while the exception is raised interrupt no cleanup; after another Ctrl-C the
 thread ends a cleanup that takes longer than ``RETURN_S``.

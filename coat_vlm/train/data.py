@@ -219,7 +219,7 @@ def _show_first_row(datasets: Sequence[Rows], encoder: Encoder) -> list[str]:
         for row in range(min(FIRST_ROWS, len(dataset))):
             with suppress(DataError):
                 sample = dataset[row]
-                head = f"{sample.where} as it is trained, supervised text behind >:"
+                head = f"{sample.where} as it is trained; supervised text follows >:"
                 return [head, *(f"  {line}" for line in show_row(sample, encoder))]
     return []
 

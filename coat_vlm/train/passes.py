@@ -1,9 +1,9 @@
 """Forward, backward, clipping and the optimizer's update of a step, on one engine.
 
 The loss of a micro-batch is the sum over its tokens, divided by the number of supervised tokens of
-all micro-batches and ranks. It is therefore the gradient of the mean loss per supervised token of
-the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
-it is the sum over its pairs, divided by the number of pairs.
+all micro-batches and ranks. The gradients of micro-batches therefore add up to the gradient of the
+whole batch's mean loss per supervised token, however it is split. In a stage ``dpo`` the loss
+is the sum over its pairs, divided by the number of pairs.
 """
 
 import math

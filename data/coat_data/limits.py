@@ -1,4 +1,4 @@
-"""Limits on what the rows of a data set, which third parties write, may take.
+"""Limits on the resources that data sets written by third parties may use.
 
 Every limit is a recipe key (``limits.NAME``, ``network``) and an option of the data commands
 (``--limits NAME=NUMBER``, ``--network``).

@@ -147,7 +147,7 @@ class Turn:
     reasoning: str = ""
     """Assistant turns: what the model thinks before the answer, outside of its text."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Assistant turns: the tool calls behind the text. Turns of the role ``tool`` follow, one
+    """Assistant turns: the tool calls after the text. Turns of the role ``tool`` follow, one
     for the result of each."""
     tool_call_id: str = ""
     name: str = ""

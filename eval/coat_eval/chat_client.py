@@ -1,4 +1,4 @@
-"""Asks a model behind an OpenAI-compatible address: a judge, or the one that is evaluated."""
+"""Asks a model behind an OpenAI-compatible server: a judge, or the evaluated model."""
 
 import json
 import os

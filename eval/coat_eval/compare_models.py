@@ -1,8 +1,8 @@
 """Compares models on the same items, and groups of runs of one recipe that differ in their seed.
 
 Intervals and tests of differences are paired, by the units that the benchmark declares
-(:mod:`coat_eval.uncertainty`). They measure the uncertainty from the choice of units, a group's
-standard deviation that from seeds.
+(:mod:`coat_eval.uncertainty`). They measure the uncertainty from the choice of units; a group's
+standard deviation measures the uncertainty from seeds.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Pairs questions with predictions by id, and refuses or counts rows that do not fit."""
+"""Pairs questions with predictions by id, and rejects or counts rows that do not match."""
 
 import re
 from collections.abc import Collection, Sequence

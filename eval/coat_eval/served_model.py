@@ -2,7 +2,7 @@
 
 Prompts and frames are as in :class:`coat_eval.hub_model.HubAdapter`; the server formats them
 with the model's chat template. Videos always become images. Images are sent as PNG, so that the
-server sees the pixels that our own generation would.
+server sees the same pixels as our own generation.
 """
 
 import base64

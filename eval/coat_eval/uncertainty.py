@@ -1,9 +1,9 @@
-"""What chance does to a metric: standard error, 95% interval, test of a difference.
+"""Sampling uncertainty of a metric: standard error, 95% interval, test of a difference.
 
 ``metric = maximum * mean over parts of sum(numerator) / sum(denominator)`` over :class:`Term`: an
 accuracy has one part with denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, a mean over tasks
-or splits one part each. Questions about the same image or video are not independent, so that the
-*units* that a benchmark declares, and not questions, count as drawn at random, here and everywhere.
+or splits one part each. Questions about the same image or video are not independent, so the
+*units* that a benchmark declares, not questions, are treated as drawn at random everywhere.
 Importing this module imports no numpy.
 """
 

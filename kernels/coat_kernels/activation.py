@@ -12,7 +12,7 @@ FP8: h is never stored in high precision.
 
 Forward, ``activation_once``: large inputs (``ONE_PASS``) are read once, unless processes share
 scales. h's scale is guessed from a sample, every 16th row, with a margin of 2: normal FP8 numbers
-do not suffer from it, and the range of subnormal ones begins one binade higher. The pass that
+lose nothing, and the subnormal range begins one binade higher. The pass that
 writes h also computes the exact scale. If that is larger than the guess, values have saturated, and
 a last launch writes h again; else it does nothing.
 

@@ -23,8 +23,8 @@ on real states: kernels/README.md.
 Both moments are E4M3. R_fp8 is 448 / 2^-7, not the paper's 448 / 2^-9, because E4M3 has only four
 values up to 2^-7, which would represent most elements of a group with one large element.
 
-The first moment is rounded to nearest. A step changes the second moment v by up to a share of
-1 - beta2, which is less than the spacing of E4M3, so v rounded to nearest cannot shrink: its q is
+The first moment is rounded to nearest. A step can shrink the second moment v by at most a factor
+of beta2. This is less than the spacing of E4M3, so v rounded to nearest cannot shrink: its q is
 rounded stochastically. With t = q in units of the spacing of E4M3 and p the fractional part of t, q
 is rounded up with the probability
 
@@ -34,7 +34,7 @@ which makes the mean of the decoded value right to first order (just p does so f
 element stays exact, and a positive one never becomes zero: its update would be m / eps.
 
 A gradient of 1e20, whose square overflows FP32, or of 1e15, which takes the range from all others,
-is an error somewhere. So that it changes only its own element, the update limits finite gradients
+is an error somewhere. To confine it to its own element, the update limits finite gradients
 above OUTLIER to 4,096 times the root of the group's largest v, at most to OUTLIER.
 m / sqrt(v) of the element stays as it is: both follow the gradient.
 """

@@ -156,7 +156,7 @@ class Window:
         return not empty
 
     def value(self) -> Any:
-        """Parse the value at the position and move behind it; reads more if needed."""
+        """Parse the value at the position and move past it; reads more if needed."""
         self.mark()
         decoder = json.JSONDecoder()
         while True:
@@ -178,7 +178,7 @@ class Window:
             self._more()
 
     def elements(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield start, end and value of each element of the array here; ends behind the array."""
+        """Yield start, end and value of each element of the array here; ends after the array."""
         more = self.opens("[", "]")
         while more:
             self.mark()

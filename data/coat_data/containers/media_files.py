@@ -1,4 +1,4 @@
-"""Media files: their formats and endings, and a check for special files; imports no NumPy."""
+"""Media files: their formats and extensions, and a check for special files; imports no NumPy."""
 
 import functools
 import os

@@ -1,6 +1,6 @@
 """Samples of WebDataset tars: members that share a key are one sample.
 
-The key of a member is its path up to the first dot of its file name; the text behind the dot is the
+The key of a member is its path up to the first dot of its file name; the text after the dot is the
 field and may have dots (``0001.left.jpg`` is the field ``left.jpg`` of ``0001``). The members of a
 sample are adjacent (webdataset/webdataset, README; grouped as in ``group_by_keys``), so a sample is
 a byte range.

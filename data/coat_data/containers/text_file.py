@@ -1,6 +1,6 @@
 """Rows of plain text files: a file is one document, read in blocks.
 
-A block is at most 64 KiB. It ends behind the last blank line in its second half, else behind the
+A block is at most 64 KiB. It ends after the last blank line in its second half, else after the
 last line end, space or character there. All blocks of a file except the last are marked as
 continued, so that no end token is supervised inside a document.
 """

@@ -109,7 +109,7 @@ def _check_calls(sample: Sample, turns: Sequence[Turn], trained: str) -> None:
 def _split(labels: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
     """Return the supervised spans, each up to a special token; cut where it ends several answers.
 
-    Within an answer there may be other special tokens, such as GPT-OSS's behind its reasoning.
+    Within an answer there may be other special tokens, such as GPT-OSS's after its reasoning.
     """
     spans: list[list[int]] = [[]]
     for trained, group in groupby(labels, lambda label: label != IGNORE_INDEX):
@@ -144,7 +144,7 @@ def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
 
 
 def _words(text: str) -> str:
-    """Return the text without tags and white space, which a template may write in another way.
+    """Return the text without tags and white space, which a template may write differently.
 
     Also without what GPT-OSS and Gemma 4 write before reasoning and answers.
     """

@@ -317,7 +317,7 @@ class Encoder:
     def _begins(self, segments: Sequence[Segment]) -> bool:
         """Whether the tokenizer puts its begin-of-text token before the segments.
 
-        It tokenizes a text behind its own token in another way than behind a template's token.
+        It tokenizes a text after its own token differently than after a template's token.
         """
         begin = self.tokenizer.decode(self.tokenizer.begin)
         return not self.template.as_transformers and bool(begin) and segments[0].text == begin

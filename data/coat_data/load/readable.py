@@ -50,7 +50,7 @@ def token_spans(
 
 
 def as_lines(spans: Sequence[Span], *, ids: bool = False) -> list[str]:
-    r"""Return lines for a terminal: supervised text behind ``>``, other text behind ``|``.
+    r"""Return lines for a terminal: supervised text after ``>``, other text after ``|``.
 
     A line break of the text is written as ``\n``. ``ids``: a line per piece, with its ids.
     """

@@ -3,8 +3,8 @@
     pixel = (value / 255 - mean) / std        value in 0..255, mean and std per channel
 
 In mode ``resize`` this equals transformers' SigLIP and CLIP image processors (PIL backend) with a
-square ``size`` and without a centre crop. JPEGs are decoded at full size: ``PIL.Image.draft`` takes
-less time, but gives other pixels than those that published models were trained on.
+square ``size`` and without a centre crop. JPEGs are decoded at full size: ``PIL.Image.draft`` is
+faster, but gives different pixels from what published models were trained on.
 """
 
 import io
@@ -60,7 +60,7 @@ def image_size(
         if isinstance(image, TiffImageFile):  # Pillow may have swapped width and height already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
         if isinstance(image, PngImageFile) and not _has_metadata_after_pixels(image):
-            # Pillow's own PNG getexif() decodes the image to read metadata behind the pixels.
+            # Pillow's own PNG getexif() decodes the image to read metadata after the pixels.
             orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
         else:
             orientation = image.getexif().get(_ORIENTATION, 1)
@@ -138,7 +138,7 @@ def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _has_metadata_after_pixels(image: PngImageFile) -> bool:
-    """Whether a PNG may have EXIF or XMP data behind its pixels, where headers do not show it."""
+    """Whether a PNG may have EXIF or XMP data after its pixels, where headers do not show it."""
     file = image.fp
     if file is None:
         return True

@@ -1,7 +1,7 @@
 """Reads the frames at given times of a video with PyAV (FFmpeg's libraries).
 
 Damaged packets are skipped. Packets before a keyframe are dropped if the next requested time is at
-or behind that keyframe. Memory does not grow with the length of a video: frames are yielded one by
+or after that keyframe. Memory does not grow with the length of a video: frames are yielded one by
 one, and packets are held up to the next keyframe at most.
 """
 

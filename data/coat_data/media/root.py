@@ -1,4 +1,4 @@
-"""Resolves media paths below the media root, and rejects paths that leave it."""
+"""Resolves media paths below the media root, and rejects paths outside it."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Sampler that packs samples into batch rows of a fixed token budget.
+"""Sampler that packs samples into sequences of a fixed token budget.
 
 The positions of an epoch are split into windows of at most ``buffer`` consecutive positions. The
 samples of a window are packed by two heuristics under a token and an image budget; the result with

@@ -1,11 +1,11 @@
 """Chat templates in Jinja, as tokenizers and published processors have them.
 
 The template renders the conversation itself. To find the turns in the rendered text, it renders the
-conversation again with other words: each text is written in a private character of its own. What
+conversation again with other words: each text is written in its own private character. What
 templates look at stays: white space around a text, and added tokens such as ``</think>``.
 
 An answer is supervised from the end of the text that the template renders for generation, up to the
-first special token behind the answer.
+first special token after the answer.
 """
 
 import json
@@ -78,7 +78,7 @@ class JinjaTemplate:
     """What the template writes for ``image`` and ``video``; empty if media are characters of the
     content."""
     adds_end_token = False
-    """Whether the tokenizer's eos_token is put behind every answer."""
+    """Whether the tokenizer's eos_token is put after every answer."""
 
     def __init__(self, tokenizer: TokenizerLike, chat_template: Any = None) -> None:
         """Raise ValueError if there is no chat template; its default is the tokenizer's."""
@@ -122,7 +122,7 @@ class JinjaTemplate:
 
         Raises:
             ValueError: the template refuses the conversation; drops, repeats or reorders parts;
-                writes the last answer behind another text than that for generation; or does not
+                writes different text before the last answer than for generation; or does not
                 mark the end of an answer.
         """
         self._check_tools(turns, tools)
@@ -199,7 +199,7 @@ class JinjaTemplate:
         return starts
 
     def _find_first(self, text: str, turn: Turn, own: list[_Span]) -> int | None:
-        """Return where an answer without a question starts: behind the text for generation."""
+        """Return where an answer without a question starts: after the text for generation."""
         if not self._prompts or not own:
             return None
         first = own[0].start + len(turn.text) - len(turn.text.lstrip())
@@ -236,7 +236,7 @@ class JinjaTemplate:
 
     @cached_property
     def _prompts(self) -> str:
-        """What the template writes for generation behind a question; empty for nothing."""
+        """What the template writes for generation after a question; empty for nothing."""
         question = [Turn("user", (Part("text", "a"),))]
         text, prompt = (self._write(question, (), ["a"], p) for p in (False, True))
         if text == prompt:
@@ -385,7 +385,7 @@ class JinjaTemplate:
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """The special tokens behind the answers of a conversation without tools."""
+        """The special tokens after the answers of a conversation without tools."""
         turns = [Turn(role, (Part("text", "a"),)) for role in ("user", "assistant") * 2]
         marks = [chr(_LAST_MARK - number) for number in range(4)]
         try:
@@ -397,7 +397,7 @@ class JinjaTemplate:
         return any_of({end[0] for end in found if end})
 
     def _find_end(self, text: str, is_last: bool, anywhere: bool) -> tuple[int, str]:
-        """Find the end of an answer in the template text behind it, or a token to put there.
+        """Find the end of an answer in the template text after it, or a token to put there.
 
         ``anywhere``: other text may precede it, such as what closes tool calls. Returns the
         characters of ``text`` up to that end, or those that the token replaces.
@@ -462,7 +462,7 @@ def _mark(piece: _Piece, mark: str, kept: tuple[re.Pattern[str], re.Pattern[str]
 
 
 def _find_start(text: str, prompt: str, turn: Turn, own: list[_Span], edits: _Edits) -> int | None:
-    """Return where an answer starts: behind ``prompt``, which the text begins with.
+    """Return where an answer starts: after ``prompt``, which the text begins with.
 
     White space of the template that differs from the prompt's is replaced by the prompt's, so that
     what is trained follows the text for generation.

@@ -19,7 +19,7 @@ from coat_data.sample import DataError
 
 _FIRST_NAME = 0x100000
 _CUT = chr(0x10FFFD)
-"""A token of the copy that separates the text before it from that behind it."""
+"""A token of the copy that separates the text before it from the text after it."""
 _NAMES = re.compile(f"[{chr(_FIRST_NAME)}-{_CUT}]")
 """Private-use characters of Unicode's plane 16."""
 _CACHED = 1000
@@ -216,7 +216,7 @@ class SegmentTokenizer:
     def _joined_at(
         self, place: int, text: str, offsets: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> bool:
-        """Whether the text before ``place`` has other tokens with the text behind it."""
+        """Whether the text before ``place`` has other tokens with the text after it."""
         number = bisect_left(offsets, (place, 0))
         if number and offsets[number - 1][1] > place:
             return True

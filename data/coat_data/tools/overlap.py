@@ -11,7 +11,7 @@ Texts are compared by n-grams of words as in GPT-3 (Brown et al. 2020, appendix 
 percentile of the lengths of a benchmark's questions, between 8 and 13, and one common n-gram is a
 match. A line that many questions share is ignored; shorter questions are found by their images.
 
-20 of 129 million pairs of photographs (Tiny ImageNet, CIFAR-10) match, each of them a copy by eye:
+20 of 129 million pairs of photographs (Tiny ImageNet, CIFAR-10) match, each of them visibly a copy:
 fewer than 3 false ones in 100 million (95% confidence). Drawings of one shape match in 0.3%.
 """
 

@@ -1,4 +1,4 @@
-"""Lists problems of rows, with equal ones in one line."""
+"""Lists problems of rows, equal ones in one line."""
 
 import re
 from collections.abc import Callable, Sequence

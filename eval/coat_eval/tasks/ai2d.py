@@ -1,4 +1,4 @@
-"""AI2D (test): 3,088 choices about diagrams of school books.
+"""AI2D (test): 3,088 multiple-choice questions about diagrams in school books.
 
 Source: Kembhavi et al., "A Diagram Is Worth A Dozen Images" (arXiv:1603.07396), without a scorer;
 the rule is VLMEvalKit's. lmms-eval: lmms_eval/tasks/ai2d/utils.py and ai2d.yaml.
