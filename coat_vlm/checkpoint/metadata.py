@@ -34,7 +34,7 @@ class Progress:
     gradient_sums: Literal["bf16", "fp32", "stochastic"] = "bf16"
     """How the gradients of micro-batches are summed (``train/gradient_sums.py``)."""
     spike: bool = False
-    """Whether loss or gradient norm had diverged; such a checkpoint takes no other's place."""
+    """Whether loss or gradient norm had diverged; such a checkpoint never replaces another."""
 
 
 def read_progress(checkpoint: Path) -> Progress:

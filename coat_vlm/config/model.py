@@ -206,7 +206,7 @@ class ModelConfig:
 
 
 def require_value(where: str, settings: object, option: str, key: str, *values: str) -> None:
-    """Raise ValueError if ``key`` is set and ``option`` is none of the values that use it."""
+    """Raise ValueError if ``key`` is set without a value of ``option`` that uses it."""
     value = getattr(settings, option)
     if getattr(settings, key) is not None and value not in values:
         raise ValueError(

@@ -74,9 +74,9 @@ def write_model(
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file; of tensors on ``meta``, only check that it could be written.
+    """Write a safetensors file; with tensors on ``meta``, only check that it could be written.
 
-    Raises ValueError if two of these share memory, which safetensors refuses.
+    Raises ValueError if two of these share memory, which safetensors rejects.
     """
     if not any(tensor.is_meta for tensor in tensors.values()):
         save_file(tensors, path, {"format": "pt"})

@@ -62,7 +62,7 @@ class Fp8Layer:
     """Whether backward computes q, k and v again; may change between two steps."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the block, and have transformers record the output behind the hooks of the block.
+        """Call the block, and have transformers record its output after its hooks.
 
         ZeRO-3's hooks gather weights and reduce gradients: they must see all of its gradients.
         """
@@ -101,7 +101,7 @@ class Fp8DecoderLayer(Fp8Layer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
+        """Map [B, T, hidden] to the same shape; returns no attention weights."""
         attention = self.self_attn
         assert position_embeddings is not None
         first, second, *behind = (getattr(self, name) for name in self.NORMS)
@@ -256,7 +256,7 @@ class Fp8EncoderLayer(Fp8Encoder):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original; returns no attention weights."""
+        """Map [B, T, hidden] to the same shape; returns no attention weights."""
         return _encode(self, hidden_states, attention_mask, position_embeddings, **kwargs)
 
 
@@ -283,7 +283,7 @@ class Fp8ScaledEncoderLayer(Fp8Encoder):
     NORMS = ("layernorm_before", "layernorm_after")
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original."""
+        """Map [B, T, hidden] to the same shape, as the original does."""
         scale_branches = (
             lambda delta: self.lambda_1 * self.attention.projection_dropout(delta),
             lambda y: self.lambda_2 * self.dropout(y),
@@ -308,7 +308,7 @@ class Fp8VitEncoderLayer(Fp8Encoder):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Map [B, T, hidden] to the same shape like the original.
+        """Map [B, T, hidden] to the same shape, as the original does.
 
         ``position_embeddings`` are cos and sin of the last tokens, the patches.
         """
@@ -367,7 +367,7 @@ class Fp8PackedEncoderLayer(Fp8Encoder):
         max_seqlen: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Map [T, hidden] to the same shape like the original.
+        """Map [T, hidden] to the same shape, as the original does.
 
         ``cu_seqlens`` [N + 1] are the bounds of images or windows. Attention is computed by flash
         attention if the model is configured with one, otherwise by ``sdpa_packed``, not by one call

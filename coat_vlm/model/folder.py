@@ -90,7 +90,7 @@ def create_meta_copy(
 
 
 def check_start(recipe: Recipe, start: str) -> NamedModel:
-    """Return the model from which a recipe starts; ValueError if it is none that fits."""
+    """Return the model from which a recipe starts; ValueError if it does not fit."""
     try:
         named = find_model(Path(start))
     except FileNotFoundError as error:

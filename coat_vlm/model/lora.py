@@ -227,7 +227,7 @@ def find_scale(config: Mapping[str, Any]) -> float:
 def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: float) -> None:
     """Add adapters of :func:`split_adapters` to their base weights in place, in FP32, rounded once.
 
-    The rows of a sum with DoRA's lengths m [N] are scaled to these (peft, tuners/lora/dora.py).
+    With DoRA, the rows of the sum are scaled to the magnitudes m [N] (peft, tuners/lora/dora.py).
     """
     for name, a in adapters.items():
         if name.endswith(_A):
