@@ -161,11 +161,11 @@ def format_differences(comparison: Comparison) -> str:
         ]
     if lines:
         lines.append(
-            "Intervals and tests take the images, videos, ... in the last column as drawn at "
-            "random, paired between the models; chance does not include training seeds. p: "
-            "McNemar's exact test on the two columns before it, or a permutation test; not "
-            "corrected for the number of rows. Detectable: smallest true difference that these "
-            "show with 80% power at the 5% level."
+            "Intervals and tests treat the units in the last column (images, videos, ...) as drawn "
+            "at random, paired between the models; they do not cover seed variance. p: McNemar's "
+            "exact test on the two columns before it, or a permutation test; not corrected for "
+            "the number of rows. Detectable: smallest true difference found with 80% power at "
+            "the 5% level."
         )
         first = next(iter(comparison.sets.values()))
         rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
