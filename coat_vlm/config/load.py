@@ -121,7 +121,7 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of a recipe as files have them: ``${NAME}`` and no secrets in addresses."""
+    """Return the keys of a recipe as files have them: ``${NAME}`` and no secrets in URLs."""
     values = json.dumps(TypeAdapter(Recipe).dump_python(recipe, mode="json"))
     values = json.loads(hide_secrets(values))
     for (*section, key), text in recipe.texts.items() if isinstance(recipe, ReadRecipe) else ():

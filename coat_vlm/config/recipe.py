@@ -143,7 +143,7 @@ class Recipe:
     """Steps between two printed log lines; metrics.jsonl has every step."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     network: Literal["allow", "deny"] = "allow"
-    """``allow``: sources and media roots may be at addresses, and rows may name images and videos
+    """``allow``: sources and media roots may be URLs, and rows may name images and videos
     at public hosts. ``deny``: neither."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     eval_sets: dict[FolderName, EvalSetConfig] = field(default_factory=dict)

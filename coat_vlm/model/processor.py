@@ -221,10 +221,10 @@ class CoatVlmProcessor(ProcessorMixin):
 
         Args:
             images: an image, a list of images, or one entry per row; an image is a path, an
-                address, encoded bytes, a PIL image or an array of 8-bit values.
+                URL, encoded bytes, a PIL image or an array of 8-bit values.
             text: a rendered prompt (:meth:`apply_chat_template`), or one per row, with ``<image>``
                 and ``<video>`` at the places of the media. Special tokens in it are parsed.
-            videos: a video, a list of videos, or a list per row; a video is a path, an address,
+            videos: a video, a list of videos, or a list per row; a video is a path, a URL,
                 encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
             return_tensors: ``pt``, ``np``, or None for lists of token ids.
             padding: as for a tokenizer. Default: pad to the longest row if tensors are returned.

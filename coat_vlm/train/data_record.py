@@ -207,7 +207,7 @@ def _describe_samples(dataset: Rows) -> list[dict[str, Any]]:
 
 
 def _hash_medium(medium: Media) -> str:
-    """Return the hash of a local medium; for a remote one its address."""
+    """Return the hash of a local medium; for a remote one its URL."""
     if medium.data is not None:
         return _hash(medium.data)
     path = cast(str, medium.path)

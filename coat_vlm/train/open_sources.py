@@ -40,7 +40,7 @@ class Access(TypedDict):
 
 
 def access_of(recipe: Recipe) -> Access:
-    """Return whether a recipe's sources and rows may be at addresses, and their limits."""
+    """Return whether a recipe's sources and rows may be at URLs, and their limits."""
     limits = {
         name: value
         for name, value in dataclasses.asdict(recipe.limits).items()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Network = Literal["allow", "deny"]
-"""Whether sources, media roots and rows may be at addresses."""
+"""Whether sources, media roots and rows may be at URLs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of compressed files and of media at addresses."""
+    """Limits of compressed files and of media at URLs."""
 
     archive_bytes: int | None = None
     """Bytes that a compressed file may be unpacked to; default 250 times its size, and at least

@@ -25,7 +25,7 @@ _SECRET = re.compile(
     r"""(?:sig|signature|token|secret|password|credential|key|keyid)=)[^&#\s"'<>]*""",
     re.IGNORECASE,
 )
-"""User and password of an address (pathlib: ``https:/``); its signature, token and key."""
+"""User and password of a URL (pathlib: ``https:/``); its signature, token and key."""
 
 
 def printable(text: str) -> str:
@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Replace user, password, signature and token of the addresses in a text by ``***``."""
+    """Replace user, password, signature and token of the URLs in a text by ``***``."""
     return _SECRET.sub(lambda found: f"{found[1]}***" if found[1] else "***@", text)
 
 
@@ -100,9 +100,9 @@ class Media:
     fps: float | None = None
     """Frames per second of ``frames``; None if their times are unknown."""
     limits: Limits = field(default=Limits(), compare=False, repr=False)
-    """Size and time of the file, if its path is an address."""
+    """Size and time of the file, if its path is a URL."""
     root: str = field(default="", compare=False, repr=False)
-    """The media root; if it is an address, its host may be private."""
+    """The media root; if it is a URL, its host may be private."""
 
     @property
     def name(self) -> str:

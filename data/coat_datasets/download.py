@@ -1,4 +1,4 @@
-"""Downloads known public data sets and benchmarks from the Hugging Face Hub, or by address.
+"""Downloads known public data sets and benchmarks from the Hugging Face Hub, or by URL.
 
 ``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses and archives, and the
 resulting sources, which a download writes to ``OUT/NAME.yaml`` (:mod:`coat_data.lists`).
@@ -31,7 +31,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
 class Repository:
     """One dataset repository on the Hub."""
 
-    repo: str  # owner/name, or the address of a single file
+    repo: str  # owner/name, or the URL of a single file
     license: str
     files: tuple[str, ...]
     unpack: Mapping[str, str] = field(default_factory=dict)

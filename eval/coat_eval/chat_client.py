@@ -21,7 +21,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 all, in which a server can start again."""
 _TIMEOUT_S, _SLOWEST = 600.0, 5.0
 """A reply may take ten minutes, and one more second for each five tokens."""
-_REMEDY = "check the server, its address (usually ending in /v1), the model's name and the key"
+_REMEDY = "check the server, its URL (usually ending in /v1), the model's name and the key"
 _ACCEPTED = "start the server with the context length and the media that the question needs"
 
 _Result = TypeVar("_Result")

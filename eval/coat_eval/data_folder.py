@@ -173,7 +173,7 @@ class MediaFile:
     """An image or video in its own file; subclasses are stored elsewhere."""
 
     path: Path | str
-    """The file, or its address as text."""
+    """The file, or its URL as text."""
     kind: MediaKind = "image"
 
     @property

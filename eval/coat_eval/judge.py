@@ -1,6 +1,6 @@
 """Asks a judge model about answers, for benchmarks whose official scorer does so.
 
-A judge is a model behind an OpenAI-compatible address. Its answers are cached as JSON lines
+A judge is a model behind an OpenAI-compatible server. Its answers are cached as JSON lines
 ``{"judge", "prompt", "answer"}``; with only the cache they are replayed.
 """
 
@@ -60,7 +60,7 @@ def make_judge(
     if address is None:
         for name, value in (("--judge-model", model), ("--judge-key", key)):
             if value is not None:
-                raise ValueError(f"{name} has no effect without an address as --judge; drop it")
+                raise ValueError(f"{name} has no effect without a URL as --judge; drop it")
         return Judge(None, cache)
     client = connect("--judge", address, model or "", key)
     if not model:

@@ -75,7 +75,7 @@ def test_wrong_boxes_are_named(
 
 def test_wrong_tags_and_pixels_of_unknown_images_are_named(tmp_path: Path) -> None:
     row = {**swift([[1, 2, 3, 4]]), "images": ["https://a.org/a.jpg"]}
-    with pytest.raises(DataError, match="in pixels of an image at an address"):
+    with pytest.raises(DataError, match="in pixels of an image at a URL"):
         answer(tmp_path, row)
     for text, problem in (("(1,2),(3)", "has 3 numbers"), ("(1,2),(3,4000)", "leaves the image")):
         with pytest.raises(DataError, match=problem):

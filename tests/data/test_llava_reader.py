@@ -113,7 +113,7 @@ def test_images_and_videos_in_the_order_of_their_placeholders() -> None:
         (talk("q", "a", image=[""]), ["image '' is not a path"]),
         (talk("q", "a", images=[{"bytes": "x"}]), ["images.bytes is not base64"]),
         (talk("q", "a", image="../b.jpg"), ["'../b.jpg' leaves the media root /media"]),
-        (talk("q", "a", image="ftp://x.org/b.jpg"), ["address", "download"]),
+        (talk("q", "a", image="ftp://x.org/b.jpg"), ["URL", "download"]),
         (talk("q", "a", image="a", images=["b"]), ["both image and images"]),
         (talk("q", "a", id=[1]), ["id is list"]),
         (talk("q", "half \ud83d"), ["conversations[1].value", "broken character"]),

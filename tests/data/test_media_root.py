@@ -47,7 +47,7 @@ def test_paths_stay_below_the_root(secret: Path) -> None:
             "deep/../../secret.png", "FILE:///etc/secret.png", "ftp://host.org/a.png",
             "memory://pictures/set/../secret.png", "zip://a.png::file:///etc/secret.zip",
         ):  # fmt: skip
-            refused(root, {"image": name}, "leaves the media root|address", media_root=place)
+            refused(root, {"image": name}, "leaves the media root|URL", media_root=place)
     path = root / "a.json"
     path.write_text(json.dumps([talk(image=str(secret)), talk(image="x/../y/a.png")]))
     assert SampleDataset(path, "/")[0].media[0].path == str(secret)

@@ -95,7 +95,7 @@ def test_what_cannot_be_read_names_its_address(serve: Any, tmp_path: Path) -> No
         (f"{url}/a.txt.gz", r"a\.txt\.gz: is damaged"),
         ("memory://nothing/here.jsonl", "here.jsonl: cannot be read: FileNotFoundError"),
         ("memory://nothing/*.jsonl", r"\*\.jsonl: matches no file"),
-        ("nosuch://host/a.jsonl", "no installed file system reads such addresses"),
+        ("nosuch://host/a.jsonl", "no installed file system reads such URLs"),
     ):
         with pytest.raises(DataError, match=words) as caught:
             SampleDataset(address)

@@ -295,7 +295,7 @@ def test_the_network_can_be_denied(
     command = ["data", "lint", path, "--media-root", url, "--check-media", "decode"]
     assert main(command) == 0
     assert main([*command, "--network", "deny"]) == 1
-    assert f"{path}:1: {url}/turned.jpg: addresses are not read" in capsys.readouterr().out
+    assert f"{path}:1: {url}/turned.jpg: URLs are not read" in capsys.readouterr().out
     assert main([*command, "--limits", "remote_bytes=50"]) == 1
     assert main([*command, "--limits", "no_such=50"]) == 2
     assert "choose NAME=NUMBER from archive_bytes" in capsys.readouterr().err

@@ -46,7 +46,7 @@ class Manifest:
     source: str
     """Absolute path of the file that was ingested."""
     media_root: str
-    """Absolute folder, or address, that relative media paths start from."""
+    """Absolute folder, or URL, that relative media paths start from."""
 
     def write(self, folder: Path) -> Path:
         """Write ``manifest.json`` into ``folder``."""

@@ -43,15 +43,15 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
-    An address is given as text. DataError if nothing is there, the format is unknown, or a folder
+    A URL is given as text. DataError if nothing is there, the format is unknown, or a folder
     has several splits.
     """
     if isinstance(path, str):
         if network == "deny":
-            raise DataError(path, "addresses are not read (network: deny)", "download the file")
+            raise DataError(path, "URLs are not read (network: deny)", "download the file")
         copies = local_copies(path)
         rows = _open_files(next(iter(copies)), list(copies), limits, copies)
-        rows.media_root = Path.cwd()  # an address has no folder on this machine
+        rows.media_root = Path.cwd()  # a URL has no folder on this machine
         rows.paths = tuple(copies)
         return rows
     if path.is_dir():

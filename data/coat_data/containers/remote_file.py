@@ -62,9 +62,9 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def local_copies(pattern: str) -> dict[Path, str]:
-    """Copy the files of an address, or of a pattern with braces or ``*`` (not http), to the cache.
+    """Copy the files of a URL, or of a pattern with braces or ``*`` (not http), to the cache.
 
-    Returns copy -> address. A file that changes by its ETag, date or size is downloaded again.
+    Returns copy -> URL. A file that changes by its ETag, date or size is downloaded again.
     DataError if a file is missing or cannot be read, or nothing matches; OSError for the cache.
     """
     urls: list[str] = []
@@ -75,7 +75,7 @@ def local_copies(pattern: str) -> dict[Path, str]:
         system, path = filesystem(url)
         names = retry(url, lambda path=path, system=system: sorted(map(str, system.glob(path))))
         if not names:
-            raise DataError(url, "matches no file", "check the address and the credentials")
+            raise DataError(url, "matches no file", "check the URL and the credentials")
         urls += map(system.unstrip_protocol, names)
     with (
         tqdm(desc="downloading", unit="B", unit_scale=True, delay=1.0) as bar,
@@ -124,13 +124,13 @@ def _download(url: str, size: int | None, out: BinaryIO, bar: "tqdm[Any]") -> No
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address, and the path there; DataError without one."""
+    """Return the fsspec file system of a URL, and the path there; DataError without one."""
     import fsspec
 
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        problem = f"no installed file system reads such addresses: {error}"
+        problem = f"no installed file system reads such URLs: {error}"
         raise DataError(url, problem, "install what it names") from error
 
 
@@ -143,7 +143,7 @@ def retry(
 ) -> T:
     """Call ``attempt``, and again after transient failures and pauses of ``waits_s`` seconds.
 
-    ``timeouts``: whether a host that sent nothing is asked again. DataError if the address cannot
+    ``timeouts``: whether a host that sent nothing is asked again. DataError if the URL cannot
     be read; UnreachableError if the failure is transient.
     """
     for wait_s in (*(WAITS_S if waits_s is None else waits_s), None):
@@ -162,7 +162,7 @@ def retry(
                 continue
             kind = UnreachableError if transient else DataError
             problem = f"cannot be read: {type(error).__name__}: {error}"
-            raise kind(url, problem, "check the address, the network, the credentials") from error
+            raise kind(url, problem, "check the URL, the network, the credentials") from error
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -21,13 +21,13 @@ class Rows:
     """The raw rows of one source, before validation."""
 
     media_root: Path | str
-    """Folder or address that relative media paths start from, unless the user gives another."""
+    """Folder or URL that relative media paths start from, unless the user gives another."""
     damage: DataError | None = None
     """Why the container cannot be read to its end; the rows before the damage can be read."""
     paths: tuple[Path, ...] = ()
     """Files that the rows come from; a folder means all files below it."""
     names: Mapping[Path, str] = MappingProxyType({})
-    """Files in the cache folder -> the address or compressed file that each is a copy of."""
+    """Files in the cache folder -> the URL or compressed file that each is a copy of."""
 
     def __len__(self) -> int:
         raise NotImplementedError

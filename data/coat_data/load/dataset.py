@@ -37,7 +37,7 @@ class SampleDataset:
     Rows stay on disk, so that an instance is small and cheap to pickle.
 
     Attributes:
-        media_root: absolute folder, or address, that relative media paths start from; for a list
+        media_root: absolute folder, or URL, that relative media paths start from; for a list
             the deepest folder above all sources' roots.
         paths: the files of the rows, and the list itself; a folder means all files below it.
 
@@ -225,7 +225,7 @@ class SampleDataset:
 
 
 def _common_root(given: Sequence[Path | str]) -> Path | str:
-    """Return the deepest folder that contains all roots but addresses, with links resolved."""
+    """Return the deepest folder that contains all roots except URLs, with links resolved."""
     roots = [root for root in given if isinstance(root, Path)]
     if not roots:
         return given[0]

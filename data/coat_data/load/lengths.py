@@ -15,7 +15,7 @@ _ROWS_PER_REQUEST = 64
 _WHEN_UNREACHABLE = (
     "rows are measured before training and the sizes are saved, so training does not start while "
     "an image or video cannot be reached: check the network and the credentials and start again; "
-    "if the address no longer exists, remove the row (coat-vlm data lint lists all of them)"
+    "if the URL no longer exists, remove the row (coat-vlm data lint lists all of them)"
 )
 
 

@@ -36,7 +36,7 @@ _FORMATS = (
     "gif,apng,ivf,nut,mxf,rm,dv,wtv,av1,obu,swf"
 )
 """FFmpeg's names of the supported formats. FFmpeg detects the format by content, and the formats
-left out (concat, hls, dash, image2, and others) are lists that open other files or addresses and
+left out (concat, hls, dash, image2, and others) are lists that open other files or URLs and
 so bypass the check of the media root."""
 
 _ONLY_VIDEO_FILES = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}

@@ -1,6 +1,6 @@
 """Images and videos by URL, read as a whole each time that they are needed.
 
-Every failure is a :class:`DataError` that names the address: a dead link is one bad row.
+Every failure is a :class:`DataError` that names the URL: a dead link is one bad row.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ WAITS_S = (0.5, 2.0)
 
 
 def is_remote(medium: Media) -> bool:
-    """Whether an image, a video or one of its frames is at an address."""
+    """Whether an image, a video or one of its frames is at a URL."""
     return medium.data is None and any(map(is_url, medium.frames or (medium.path or "",)))
 
 
 def restrict_media(sample: Sample, network: Network, limits: Limits, root: Path | str) -> Sample:
-    """Return a sample whose media at addresses have these limits and this media root.
+    """Return a sample whose media at URLs have these limits and this media root.
 
-    Raises DataError if the network is denied and an image or video is at an address.
+    Raises DataError if the network is denied and an image or video is at a URL.
     """
     if not any(map(is_remote, sample.media)):
         return sample
     if network == "deny":
         paths = [path for one in sample.media for path in (*one.frames, one.path or "")]
-        problem = "addresses are not read (network: deny)"
+        problem = "URLs are not read (network: deny)"
         remedy = "download the file, or allow it (network: allow, --network allow)"
         raise DataError(f"{sample.where}: {next(filter(is_url, paths))}", problem, remedy)
     own: dict[str, Any] = {"limits": limits, "root": str(root)}
@@ -48,7 +48,7 @@ def fetch_media(media: Media) -> Media:
 
     def read() -> bytes:
         if not is_http(url) and media.root and url.startswith(f"{media.root}/"):
-            system, path = filesystem(url)  # the user named this address
+            system, path = filesystem(url)  # the user named this URL
             return system.cat_file(path)
         trusted = media.root if is_http(media.root) else ""
         return read_row_address(url, media.limits, trusted)

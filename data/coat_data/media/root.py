@@ -11,11 +11,11 @@ from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
 
 _SAFE_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"
-"""Characters of an address that are not quoted (RFC 3986); "%" in rows is taken as quoted."""
+"""Characters of a URL that are not quoted (RFC 3986); "%" in rows is taken as quoted."""
 
 
 class MediaRoot:
-    """Converts the media paths of a data file to absolute paths below one folder or address.
+    """Converts the media paths of a data file to absolute paths below one folder or URL.
 
     Data files come from third parties: with ``../../secret.png``, an absolute path or a link among
     the unpacked images, a data set could contain the user's other files. ``follow_links`` allows
@@ -29,9 +29,9 @@ class MediaRoot:
         self._real_folder = os.path.realpath(folder)
 
     def file(self, name: str, where: str) -> str:
-        """Return the absolute path or the address of ``name``; the file need not exist.
+        """Return the absolute path or the URL of ``name``; the file need not exist.
 
-        DataError if the path leaves the folder, directly or through a link, or is an address that
+        DataError if the path leaves the folder, directly or through a link, or is a URL that
         is neither below the folder nor one of http or https.
         """
         if is_url(name):
@@ -62,7 +62,7 @@ class MediaRoot:
             return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
         if not (below and clean):  # with "::", fsspec would open another file system
             problem = f"the image or video is at {name[:80]!r}"
-            remedy = "use http or https, or an address below the media root, or download the file"
+            remedy = "use http or https, or a URL below the media root, or download the file"
             raise DataError(where, problem, remedy)
         return name
 
@@ -70,7 +70,7 @@ class MediaRoot:
         path = posixpath.normpath(name)
         if path.startswith("/") or path.split("/")[0] == ".." or "::" in path:
             problem = f"the media path {name!r} leaves the media root {folder}"
-            raise DataError(where, problem, "use a path below the media root, or a whole address")
+            raise DataError(where, problem, "use a path below the media root, or a whole URL")
         http = folder.startswith(("http://", "https://"))
         return f"{folder}/{urllib.parse.quote(path) if http else path}"
 

@@ -72,7 +72,7 @@ def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[in
             raise place.error(problem, f"give the number of one of the {num_sentences} sentences")
         file, data = info.get("image_name"), info.get("image_base64")
         if file is None and data is None:
-            remedy = "download the images (raw_url is their address) and name the files"
+            remedy = "download the images (raw_url is their URL) and name the files"
             raise place.error(f"{name} has neither image_name nor image_base64", remedy)
         field, item = ("image_name", file) if data is None else ("image_base64", {"base64": data})
         images[index].append(to_media(item, "image", f"{name}.{field}", place))

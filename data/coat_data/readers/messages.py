@@ -216,7 +216,7 @@ def _edges(
         )
     if is_url(images[index].path or "") and images[index].data is None:
         raise place.error(
-            f"the box {number} is in pixels of an image at an address, whose size is not known",
+            f"the box {number} is in pixels of an image at a URL, whose size is not known",
             f"download the images, or give the boxes as {' or '.join(EDGES)}",
         )
     with errors_within(place.where):

@@ -144,14 +144,14 @@ def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | 
 
 
 def _embedded(value: object, field: str, place: Place) -> bytes | None:
-    """Return the content of bytes or of a ``data:`` address; None for any other value."""
+    """Return the content of bytes or of a ``data:`` URL; None for any other value."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not _DATA.match(value[:200]):
         return None
     head, _, body = value.partition(",")
     if ";base64" not in head:
-        raise place.error(f"{field} is a data: address without base64", "encode it as base64")
+        raise place.error(f"{field} is a data: URL without base64", "encode it as base64")
     return _decode(body, field, place)
 
 
