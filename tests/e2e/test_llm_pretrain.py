@@ -92,7 +92,7 @@ def one_rank(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("llm") / "run"
     said = train(texts, run, precision="fp32", zero_stage=0)
     assert "vision" not in said.split("peak lr")[1].split("source")[0]
-    assert "supervised text behind >:\n    > " in said
+    assert "supervised text follows >:\n    > " in said
     return run
 
 
