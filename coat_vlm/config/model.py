@@ -63,8 +63,6 @@ class VideoConfig:
     """Maximum number of pixels of a frame in the file; default 33,554,432 (allows 8K)."""
     max_total_pixels: Positive | None = None
     """Maximum number of pixels of all sampled frames, in the tower's size; default 536,870,912."""
-    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
-    """``decord``: seconds after which PyAV decodes the video instead; default 30."""
     time_tokens: bool = False
     """Insert each frame's (with ``pool_frames`` each group's mean) time before it, such as
     ``<1.5 seconds>``."""
@@ -76,7 +74,6 @@ class VideoConfig:
         require_value("model.video", self, "sampling", "num_frames", "uniform")
         require_value("model.video", self, "sampling", "fps", "fps")
         require_value("model.video", self, "sampling", "max_frames", "fps", "all")
-        require_value("model.video", self, "backend", "timeout_s", "decord")
         if self.sampling == "fps" and self.fps is None:
             raise ValueError("model.video.sampling: fps needs model.video.fps, frames per second")
 

@@ -50,7 +50,7 @@ MAY_CHANGE = (
     *("master_weights", "monitor.**", "divergence.**", "memory.**", "cudnn_attention"),
     *("fp8.weights", "fp8.cuda_graphs", "fp8.recompute_qkv", "network", "network.**", "limits.**"),
     *("model.image.max_pixels", "model.video.max_frame_pixels", "model.video.max_total_pixels"),
-    *("model.video.backend", "model.video.timeout_s", "stages.*.val_data.**"),
+    *("model.video.backend", "stages.*.val_data.**"),
     *(f"stages.*.{name}.lr" for name in _MODULES),
     *(f"stages.*.{key}" for key in ("lr_scheduler_type", "warmup_ratio", "min_lr_ratio")),
     *(f"stages.*.{key}" for key in ("max_grad_norm", "weight_decay", "max_skipped_steps")),

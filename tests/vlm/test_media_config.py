@@ -28,7 +28,6 @@ def test_image_options_without_effect(settings: dict, problem: str):
     [
         ({"fps": 1.0}, "fps has no effect with sampling: uniform"),
         ({"sampling": "fps"}, "needs model.video.fps"),
-        ({"timeout_s": 9.0}, "timeout_s has no effect with backend: pyav"),
     ],
 )
 def test_video_options_without_effect(settings: dict, problem: str):

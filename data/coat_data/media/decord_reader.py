@@ -26,6 +26,8 @@ from coat_data.sample import Media
 
 # -P: the folder it runs in must not stand before the libraries.
 _COMMAND = (sys.executable, "-P", "-m", "coat_data.media.decord_reader")
+TIMEOUT_S = 30.0
+"""Seconds after which a video is read with PyAV instead."""
 
 
 class DecordError(Exception):
@@ -43,7 +45,7 @@ class DecordError(Exception):
 class DecordReader:
     """Reads with decord in a child process, started on demand and killed after ``timeout_s``."""
 
-    def __init__(self, timeout_s: float, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S, command: Sequence[str] = _COMMAND) -> None:
         self._timeout_s = timeout_s
         self._command = tuple(command)
         self._child: subprocess.Popen[bytes] | None = None

@@ -50,8 +50,6 @@ class VideoSettings:
     max_total_pixels: int = 1 << 29
     """Maximum pixels of all frames that are kept, in the size in which they are kept: training
     keeps squares of the tower's size."""
-    timeout_s: float = 30.0
-    """Wall-clock limit of decord for one video, in seconds."""
     time_tokens: bool = False
     """Insert the time of each frame before its tokens, as text: ``<1.5 seconds>``; with
     ``pool_frames`` the mean time of each group."""

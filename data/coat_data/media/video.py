@@ -80,7 +80,7 @@ class VideoReader:
                     "the video backend is decord, which is not installed; install it (pip install "
                     "'.[decord]'), or set model.video.backend to pyav"
                 )
-            self._decord = decord or DecordReader(settings.timeout_s)
+            self._decord = decord or DecordReader()
 
     def read(self, media: Media, convert: Convert | None = None) -> Clip:
         """Read the sampled frames; a video with fewer frames gives each of them once.
