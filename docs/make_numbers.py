@@ -58,6 +58,8 @@ def read(file: str) -> list[Row]:
     """The rows of a file, with the columns that are computed from others."""
     with (RESULTS / file).open(encoding="utf-8", newline="") as stream:
         rows = list(csv.DictReader(stream))
+    if file.startswith("decoder_"):
+        rows = list(_ends_of_runs(rows))
     for row in rows:
         columns = MEMBERS.get(file, "implementation" if "implementation" in row else "precision")
         name = "_".join(row[column] for column in columns.split()).replace(" init_from=null", "")
@@ -72,6 +74,16 @@ def read(file: str) -> list[Row]:
         if "optimizer" in row:
             row["passes"] = "both" if row["optimizer"] == "none" else "whole"
     return rows
+
+
+def _ends_of_runs(rows: list[Row]) -> Iterator[Row]:
+    """One row per run: its last step, with the mean training loss of the last 20 steps."""
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        runs.setdefault((row["precision"], row["seed"]), []).append(row)
+    for run in runs.values():
+        losses = [float(row["training_loss"]) for row in run[-20:]]
+        yield {**run[-1], "training_loss": str(statistics.mean(losses))}
 
 
 def matching(group: Row, *, commit: bool = True) -> list[Row]:
@@ -158,7 +170,11 @@ def problems(name: str, shown: set[str]) -> Iterator[str]:
 def main() -> int:
     """Write or check the pages."""
     found = []
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "kernels" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     for page in pages:
         text, shown = page.read_text(encoding="utf-8"), dict[str, set[str]]()
         lines = text.split("\n")
