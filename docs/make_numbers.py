@@ -8,7 +8,7 @@ same line. Decimals, a plus sign and a percent sign before the comment stay as t
 
 With ``--check`` nothing is written. The exit status is 1 if a figure differs from its row, if a
 page shows a baseline of a group and not the fastest one, and if a later commit has rows of all
-that a page shows of a group.
+that a page shows of a group. Results and experiments must name the commits of their rows.
 """
 
 import csv
@@ -185,9 +185,11 @@ def main() -> int:
             found += [f"{where}: the row has other figures: {line}" for line in changed]
         elif changed:
             page.write_text("\n".join(written), encoding="utf-8")
-        found += [
-            f"{where}: {problem}" for name in shown for problem in problems(name, shown[name])
-        ]
+        found += [f"{where}: {line}" for name in shown for line in problems(name, shown[name])]
+        if where.stem == "results" or where.parent.stem == "experiments":
+            commits = {GROUPS[name].get("commit", "") for name in shown}
+            missing = {commit for commit in commits if commit not in MARKER.sub("", text)}
+            found += [f"{where}: the page does not name commit {name}" for name in sorted(missing)]
     print("\n".join(found))
     return 1 if found else 0
 

@@ -97,3 +97,17 @@ def test_later_rows(numbers: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
     assert numbers.main() == 1
     printed = capsys.readouterr().out
     assert "README.md: vlm_8b: abcdef0 has later rows" in printed
+
+
+def test_a_commit_that_the_page_does_not_name(
+    numbers: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(rows: Rows) -> None:
+        for row in rows:
+            row["commit"] = row["commit"].replace("06f4ade", "abcdef0")
+
+    edit(numbers, "adamw.csv", change)
+    for group in ("adamw_fp32", "adamw_bf16"):
+        monkeypatch.setitem(numbers.GROUPS[group], "commit", "abcdef0")
+    assert numbers.main() == 1
+    assert "docs/results.md: the page does not name commit abcdef0" in capsys.readouterr().out
