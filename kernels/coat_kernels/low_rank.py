@@ -40,7 +40,7 @@ COLUMNS = 128
 """Columns of x in a tile."""
 
 FEW_COLUMNS = 32
-"""The same for FP32, which tensor cores do not multiply, or if the columns of a layer are no
+"""The same for FP32, which tensor cores do not multiply, or if the columns of a layer are not a
 multiple of 16 and are loaded one by one: registers do not suffice for more."""
 
 _ALIGNED = 16
