@@ -226,7 +226,7 @@ def _count_gemms(
     module in the part or below it is trained.
     """
     flops = 0
-    # Parameters of modules with children are positions and the like, used behind the children.
+    # Parameters of modules with children are positions and the like, used after the children.
     for owner in sorted(part.modules(), key=lambda module: any(True for _ in module.children())):
         looked_up = isinstance(owner, nn.Embedding)
         for name, weight in owner.named_parameters(recurse=False):

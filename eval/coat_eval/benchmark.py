@@ -215,7 +215,7 @@ def prompt_sample(text: str, media: Sequence[Media] = (), texts: Sequence[str] =
 
 
 class UnusableVerdictError(ValueError):
-    """A judge's answer is none of the allowed ones, or out of range."""
+    """A judge's answer is not allowed, or out of range."""
 
 
 class Benchmark(ABC):
@@ -237,7 +237,7 @@ class Benchmark(ABC):
     constants: ClassVar[tuple[str, ...]] = ()
     """Answers that need no image, e.g. ``("yes", "no")``; empty: the most common reference."""
     rule_only: ClassVar[bool] = False
-    """Whether no published predictions with scores were found to check the rule against; shown
+    """Whether we found no published predictions to validate the rule; shown
     wherever the scores are."""
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")

@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class ChatClient:
-    """A model behind an address; ``key`` is sent as bearer token."""
+    """A model at a URL; ``key`` is sent as bearer token."""
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
         self.name, self.address = model, address.rstrip("/")
@@ -80,7 +80,7 @@ class ChatClient:
         """Return the stripped answer, empty if the model gave none, and whether it is cut.
 
         ``content`` of one user message, ``settings`` are further entries of the request.
-        A failure that may pass is repeated. DataError: the server does not accept this request.
+        Transient failures are retried. DataError: the server does not accept this request.
         ValueError: it gives no answer.
         """
         messages = [{"role": "user", "content": content}]
@@ -96,7 +96,7 @@ class ChatClient:
             except (OSError, HTTPException) as error:
                 code = error.code if isinstance(error, HTTPError) else None
                 self._has_replied |= code is not None
-                # An address that has never replied is more likely wrong than starting again.
+                # A URL that has never replied is more likely wrong than starting again.
                 passes = self._has_replied if code is None else code >= 500 or code in (408, 429)
                 if not passes or attempt == _ATTEMPTS or self._stopped.is_set():
                     problem = f"{self.name} gave no answer, attempt {attempt}: {_explain(error)}"
@@ -108,14 +108,14 @@ class ChatClient:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Refuses redirects, which would send the key to another host."""
+    """Rejects redirects, which would send the key to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         """Return nothing: the redirect becomes an HTTPError."""
 
 
 def connect(option: str, address: str, model: str, key: str | None) -> ChatClient:
-    """Make the client of the address in an option, such as ``--judge``.
+    """Make the client of the URL in an option, such as ``--judge``.
 
     ``key`` is the environment variable of the option's ``-key``. ValueError: one cannot be used.
     """

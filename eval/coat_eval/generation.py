@@ -76,7 +76,7 @@ def answer_all(
 
     A batch with a missing answer is generated as a whole, and only new answers are written.
     ``done`` are the answered indices; ``check`` is called before answers are written. Returns this
-    rank's questions whose media could not be read, or that the server refused.
+    rank's questions whose media could not be read, or that the server rejected.
     """
     rows = max((len(one.choices) for one in prompts if one.choices), default=1)
     size = 1 if isinstance(adapter, ServedModel) else max(1, generation.batch_size // rows)

@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of ``folder``; DataError if it is none of this version."""
+        """Read the manifest of ``folder``; DataError if it is not of this version."""
         path = folder / MANIFEST_NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -106,7 +106,7 @@ def _open_shards(folder: Path, limits: Limits) -> Rows:
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Refuse files of several splits, by huggingface/datasets, repository_structure.mdx."""
+    """Reject files of several splits, by huggingface/datasets, repository_structure.mdx."""
     patterns: dict[str, str] = {}
     for file in files:
         name = file.relative_to(folder).as_posix()
