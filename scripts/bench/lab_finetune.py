@@ -9,8 +9,8 @@ has FP32 master weights and CoatAdamW, so that the runs differ in their GEMMs. A
                         of lab_formats.py, with its scales: e4m3/tensor, int8/token
 
 The trained weights are evaluated twice, in the precision of training and in BF16: the first loss
-has the cost of training and of inference in FP8, the second one of training only, which is what a
-user has who serves the model in BF16.
+has the cost of training and of inference in FP8, the second one only of training, as for a
+model that is served in BF16.
 
 --blocks trains nothing: it prints what each block costs if only its forward GEMMs are rounded, as
 the Kullback-Leibler divergence of the next token from the model without rounding, in nats.

@@ -1,8 +1,8 @@
-"""Trains a VLM of pretrained parts in several precisions, and says what FP8 costs there.
+"""Trains a VLM of pretrained parts in several precisions, and measures what FP8 costs.
 
 The recipe real_parts composes DINOv2-small and SmolLM2-135M-Instruct and trains them on photographs
 with questions (photo_questions.py): the projector in align, everything in sft. Every run is
-evaluated on held-out photographs in BF16, and a run in an FP8 precision in that one as well:
+evaluated on held-out photographs in BF16, and a run in an FP8 precision also in that precision:
 accuracies, the loss of the reference answers, and what is left of the language model, as perplexity
 of texts and accuracy of last words (LAMBADA), before and after training.
 

@@ -1,7 +1,7 @@
 """Measures time, memory and error of one layer, for our precisions and the baselines.
 
 All implementations have the same weights and the same input in one process. A layer whose error
-against the BF16 original exceeds the limits gets no speed. Memory is counted beyond the BF16
+against the BF16 original exceeds the limits is not timed. Memory is counted beyond the BF16
 parameters. The time includes one quantization of the weights; "cached weights" is the time of a
 further micro-batch, which reuses the quantized weights.
 """

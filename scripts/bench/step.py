@@ -3,7 +3,7 @@
 Each implementation is built from the same random weights, compared with BF16, run for a few steps
 of one batch size, and freed. Every micro-batch of a step is the same batch of random rows.
 
---precisions are ours (bf16 included; its loss does not store logits). --baselines are transformers'
+--precisions are ours (bf16 included, with its chunked loss). --baselines are transformers'
 BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
 (torchao), these with Liger's kernels (liger, liger_torchao), and torchao's with only Liger's
 loss (liger_loss_torchao).
