@@ -241,8 +241,6 @@ class Benchmark(ABC):
     wherever the scores are."""
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
-    id_pattern: ClassVar[re.Pattern[str] | None] = None
-    """Pattern that only this benchmark's question ids match, for error messages."""
     carries_answers: ClassVar[bool] = False
     """Whether official predictions contain the references, which are then optional."""
     result_files: ClassVar[str] = "output.json"

@@ -336,9 +336,7 @@ def _check_ids(
     looks = [
         name
         for name, one in BENCHMARKS.items()
-        if (not own and number in one.sizes.values())
-        or (unknown == number and one.id_pattern is not None and one.id_pattern.fullmatch(first))
-        if one is not benchmark
+        if not own and number in one.sizes.values() and one is not benchmark
     ]
     if unknown == number or (some and asked and (looks or 2 * answered < len(asked) + unknown)):
         raise DataError(

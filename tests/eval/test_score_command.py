@@ -123,12 +123,12 @@ def test_a_misfit_is_an_error_that_names_file_and_id_or_is_counted(
     [
         ([], "has no prediction"),
         ([{"image": "VizWiz_val_1.jpg", "answer": "a"}], "looks like predictions for vizwiz"),
-        ([{"question_id": "validation_Art_1", "text": "A"}], "look like predictions for mmmu"),
+        ([{"question_id": "validation_Art_1", "text": "A"}], "none of the 1 question ids are"),
         (QUESTIONS, "looks like references for gqa"),
         ([{"question_id": "0"}], "not a file of gqa predictions"),
         ([*GOOD[:2], {"question_id": "2"}], "row 3: has no prediction or text"),
     ],
-    ids=["empty", "vizwiz", "mmmu", "references", "no text", "a row without text"],
+    ids=["empty", "vizwiz", "other ids", "references", "no text", "a row without text"],
 )
 def test_other_files_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str], rows: object, message: str

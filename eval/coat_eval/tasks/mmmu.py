@@ -80,7 +80,6 @@ class Mmmu(Benchmark):
     constants = tuple("ABCD")
     id_fields = ("question_id", "id")
     text_fields = ("prediction", "response", "text", "value")
-    id_pattern = _ID
     carries_answers = True
     draws = True
     layouts: ClassVar[Layouts] = {

@@ -8,7 +8,6 @@ Papers print the accuracy over questions; the leaderboard's task average is ``ma
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,6 @@ class SeedBench(Benchmark):
     averages: ClassVar[Mapping[str, str]] = {"macro": "type"}
     constants = tuple(LETTERS)
     text_fields = ("prediction", "text", "losses")
-    id_pattern = re.compile(r"v\d+")
     shares_repeated = True
     variants: ClassVar[Mapping[str, str]] = {
         "likelihood": "the choice whose text has the lowest mean loss per token"

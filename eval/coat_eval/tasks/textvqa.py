@@ -40,7 +40,6 @@ class TextVqa(Benchmark):
     profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
     sizes: ClassVar[Mapping[str, int]] = {"val": 5000, "test": 5734}
     text_fields = ("prediction", "text", "answer")
-    id_pattern = re.compile(r"[0-9a-f]{16}")
     layouts: ClassVar[Layouts] = {
         "val": (
             (

@@ -67,7 +67,6 @@ class VideoMme(Benchmark):
     unit = "videos"
     constants = tuple("ABCD")
     text_fields = ("prediction", "response", "text")
-    id_pattern = re.compile(r"\d{3}-[123]")
     carries_answers = True
     layouts: ClassVar[Layouts] = {
         "test": (("videomme/test-*.parquet",), ("test-*.parquet",), ("*.parquet",), ("*.json",))

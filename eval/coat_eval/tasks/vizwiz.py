@@ -45,7 +45,6 @@ class VizWiz(Benchmark):
     prompt_end = f"{UNANSWERABLE}\n{SHORT_ANSWER}"
     id_fields = ("question_id", "image")
     text_fields = ("prediction", "text", "answer")
-    id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
     layouts: ClassVar[Layouts] = {
         "val": (("val.json",), ("val-*.parquet",)),
         "test": (("test.json",), ("test-*.parquet",)),
