@@ -35,7 +35,7 @@ class Fused:
 
 
 class Statistics(NamedTuple):
-    """Tensors and sizes that a fused kernel saves for backward besides q, k, v and the output."""
+    """What a fused kernel saves for backward in addition to q, k, v and the output."""
 
     tensors: tuple[Tensor | None, ...]
     sizes: tuple[int, ...] = ()

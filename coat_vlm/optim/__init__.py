@@ -49,7 +49,7 @@ def lr_factor(
     schedule: Literal["cosine", "linear", "constant"],
     min_lr_ratio: float = 0.0,
 ) -> float:
-    """What the peak learning rate is multiplied with in a step.
+    """Factor on the peak learning rate in a step.
 
     Warmup rises as ``(step + 1) / warmup_steps``. After it, with ``p`` from 0 over the remaining
     steps (as in transformers it would be 1 one step after the last), cosine is ``min + (1 - min)

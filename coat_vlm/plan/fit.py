@@ -12,10 +12,11 @@ from coat_vlm.train.model_setup import select_stages
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
     """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
 
-    Without recomputation before with it, then the largest micro-batch. ``fp8.recompute_qkv: auto``
-    becomes ``true`` if otherwise nothing fits, or more stages need checkpointing. A single process
-    that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no FP32 copies.
-    Returns the recipe and a sentence about the chosen values. Raises ValueError if nothing fits.
+    Prefers settings without recomputation, then the largest micro-batch. ``fp8.recompute_qkv:
+    auto`` becomes ``true`` if nothing fits without it, or more stages would need checkpointing. A
+    single process that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no
+    FP32 copies. Returns the recipe and a sentence about the chosen values. Raises ValueError if
+    nothing fits.
     """
     memory = recipe.memory
     assert memory is not None

@@ -44,14 +44,14 @@ from coat_vlm.train.model_setup import build_planned_model, refuse_unmeasured, s
 
 MARGIN = 1.03
 """Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md). The
-CUDA context, workspaces and fragmentation take what a GPU has beyond the size with which it is
-sold: an H100 of 80 GB has 85.0e9 bytes, an H200 of 141 GB 150.1e9."""
+CUDA context, workspaces and fragmentation take what a GPU has beyond its nominal memory: an
+H100 of 80 GB has 85.0e9 bytes, an H200 of 141 GB 150.1e9."""
 
 SOLD = 0.94
-"""Size with which a GPU is sold, over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
+"""Nominal GPU memory over the memory that CUDA reports: 80 GB of 85.0e9 bytes."""
 
 GRAPH_OVERHEAD = 0.33
-"""What CUDA graphs take besides the saved activations, as a share of these."""
+"""Extra memory of CUDA graphs, as a share of the saved activations."""
 
 LAUNCH_S = 4.4e-3
 """Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks

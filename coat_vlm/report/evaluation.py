@@ -141,9 +141,9 @@ def build_sample_cards(
 def render_media(
     entries: Sequence[Mapping[str, Any]], media_root: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Encode up to MEDIA_PER_CARD images and video frames as small ``data:`` addresses.
+    """Encode up to MEDIA_PER_CARD images and video frames as small ``data:`` URLs.
 
-    Returns the addresses, and the problems of media that cannot be shown.
+    Returns the URLs, and the problems of media that cannot be shown.
     """
     media = [Media(**entry, root=media_root) for entry in entries]
     pictures, problems = read_pictures(media, MEDIA_PER_CARD)

@@ -1,4 +1,4 @@
-"""Plots the training curves of one stage as SVG images in ``data:`` addresses.
+"""Plots the training curves of one stage as SVG images in ``data:`` URLs.
 
 The background is transparent and the axes are medium gray, for light and dark pages.
 """
@@ -30,7 +30,7 @@ Value = Callable[[Mapping[str, Any]], float | None]  # of an entry of metrics.js
 
 
 def plot_stage(stage: StageLog) -> list[tuple[str, str]]:
-    """Plot the curves of which the log has values; return titles and addresses."""
+    """Plot the curves of which the log has values; return titles and URLs."""
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
         ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),

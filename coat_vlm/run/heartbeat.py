@@ -71,7 +71,7 @@ class RankState:
 class Heartbeat:
     """Writes this rank's file while the context is open, and deletes it after an orderly end.
 
-    ``check`` raises ValueError if this run must write no more (its lock was taken over).
+    ``check`` raises ValueError if this run must not write any more (its lock was taken over).
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 The order of samples depends on names, selections, weights and numbers of rows. The samples
 themselves are represented by sizes and SHA-256 of the sources' files, and of
 :data:`SAMPLED_ROWS` rows with their media. Files above :data:`WHOLE_BYTES` are represented by
-evenly spaced blocks. Modification times are not compared: a copied data set has others.
+evenly spaced blocks. Modification times are not compared, because they differ in a copied data set.
 """
 
 import hashlib

@@ -235,7 +235,7 @@ def build_engine(
 
 
 def choose_graphs(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic) -> CudaGraphs:
-    """Return how FP8 blocks use CUDA graphs: ``auto`` is off where ``true`` is refused."""
+    """Return how FP8 blocks use CUDA graphs: ``auto`` is off where ``true`` is an error."""
     chosen = arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs
     unsupported = (
         recipe.zero_stage == 3

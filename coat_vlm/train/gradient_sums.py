@@ -29,7 +29,7 @@ from coat_vlm.fp8 import Arithmetic
 Sums = Literal["bf16", "fp32", "stochastic"]
 
 MAX_BF16 = 8
-"""Most micro-batches of a step whose gradients are added in BF16."""
+"""Maximum number of micro-batches of a step whose gradients are added in BF16."""
 
 FP32_SHARE = 0.25
 """Largest share of a GPU's memory that FP32 sums may take in low-bits training. With

@@ -28,10 +28,10 @@ _TRANSIENTS = "transient_errors"
 class BadSamples:
     """The bad samples of one stage, over all ranks.
 
-    ``RUN/bad_samples.jsonl`` has a line per replaced row. Rows that were not read because of an I/O
-    error that may pass have ``transient: true``; they are counted separately, and a source's
+    ``RUN/bad_samples.jsonl`` has a line per replaced row. Rows that were not read because of a
+    transient I/O error have ``transient: true``; they are counted separately, and a source's
     ``exclude`` ignores them. ``sources`` are in the order of the mixture; ``total`` are the bad
-    samples before a resume; ``check`` raises an error if this run must write no more.
+    samples before a resume; ``check`` raises an error if this run must not write any more.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ METRICS = "metrics.jsonl"
 class Metrics:
     """Writes metrics to all loggers, on the main process only (``enabled``).
 
-    ``check`` raises an error if this run must write no more; it is called before each entry.
+    ``check`` raises an error if this run must not write any more; it is called before each entry.
     """
 
     def __init__(
