@@ -227,16 +227,16 @@ class BlockGraphs:
     """Captures and replays the passes of consecutive FP8 blocks, all shapes in the same memory.
 
     The blocks have the same arguments except the hidden states; their ``forward`` is replaced.
-    Passes with more than ``most_tokens`` run eagerly; with None all do, and are measured, until
+    Passes with more than ``max_tokens`` run eagerly; with None all do, and are measured, until
     :meth:`limit` is called.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], most_tokens: float | None = float("inf")
+        self, blocks: Sequence[nn.Module], max_tokens: float | None = float("inf")
     ) -> None:
         self.blocks = list(blocks)
-        self.most_tokens = most_tokens
-        self.most_bytes = float("inf")
+        self.max_tokens = max_tokens
+        self.max_bytes = float("inf")
         """With graphs of more bytes no further shape is captured."""
         self.tokens = 0
         """Tokens of the largest measured pass."""
@@ -265,11 +265,11 @@ class BlockGraphs:
         for number, block in enumerate(self.blocks):
             vars(block)[FORWARD] = _Forward(self, number)
 
-    def limit(self, most_tokens: float, most_bytes: float) -> None:
+    def limit(self, max_tokens: float, max_bytes: float) -> None:
         """End the measurement: capture passes of at most so many tokens, or none if it is 0."""
         self.waits.clear()
-        self.most_tokens, self.most_bytes = most_tokens, most_bytes
-        if not most_tokens:
+        self.max_tokens, self.max_bytes = max_tokens, max_bytes
+        if not max_tokens:
             for block in self.blocks:  # which are launched just in time, without this class
                 vars(block).pop(FORWARD, None)
 
@@ -288,7 +288,7 @@ class BlockGraphs:
                 return _Replay.apply(
                     hidden_states, current, number, *current.captured.parameters[number]
                 )
-            if self.most_tokens is None:
+            if self.max_tokens is None:
                 return self._observe(number, hidden_states, *args, **kwargs)
         elif number == 0:
             self._current = None
@@ -343,7 +343,7 @@ class BlockGraphs:
         if key is None:
             return None
         if key not in self._captured:
-            tokens, most = hidden.shape[:-1].numel(), self.most_tokens
+            tokens, most = hidden.shape[:-1].numel(), self.max_tokens
             if not self._is_frequent(key) or most is None or tokens > most:
                 return None
             new = self._try_capture(hidden, leaves, spec)
@@ -370,10 +370,10 @@ class BlockGraphs:
         """Count a pass with these shapes; return whether to capture graphs for them."""
         if self._failed:
             return False
-        if len(self._captured) >= MAX_CAPTURED or self.nbytes > self.most_bytes:
+        if len(self._captured) >= MAX_CAPTURED or self.nbytes > self.max_bytes:
             if not self._full:
                 self._full = True
-                level = logging.WARNING if self.most_tokens == float("inf") else logging.INFO
+                level = logging.WARNING if self.max_tokens == float("inf") else logging.INFO
                 logger.log(
                     level,
                     "FP8 blocks have CUDA graphs for %d shapes; other shapes, such as %s, run "

@@ -147,14 +147,14 @@ def find_largest_of_ranks(values: Sequence[float], device: torch.device) -> list
 
 def _limit_graphs(
     rows: Sequence[BlockGraphs],
-    most_tokens: Sequence[float],
+    max_tokens: Sequence[float],
     saved: Sequence[float],
     waits: Sequence[float],
     spare: float,
 ) -> bool:
     """End the measurement of rows of blocks; return whether any may be captured."""
     chosen = choose_rows(saved, [wait >= MIN_WAITING for wait in waits], spare)
-    each = zip(rows, most_tokens, saved, waits, chosen, strict=True)
+    each = zip(rows, max_tokens, saved, waits, chosen, strict=True)
     for row, tokens, nbytes, waiting, captured in each:
         row.limit(tokens if captured else 0, spare)
         if not tokens:  # on a CPU, or frozen

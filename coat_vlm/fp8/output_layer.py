@@ -54,11 +54,11 @@ class Fp8Gradients:
         self._divisor = divisor
         self._scale = GRADIENT_SCALE / divisor
         self._left = tokens
-        self._most = tokens
+        self._max_tokens = tokens
         if tokens > MAX_TOKENS * layer.in_features:
             # A sum and a product are in memory with the operands, so these are small.
-            self._most = max(1, 2 * layer.in_features // size) * size
-        self._several = self._most < tokens
+            self._max_tokens = max(1, 2 * layer.in_features // size) * size
+        self._several = self._max_tokens < tokens
         weight = [layer.weight.detach()]
         _, self._weight = quantize_layouts(weight, rows=False, transposed=True, dithered=True)
         x = [hidden.detach().contiguous()]
@@ -76,7 +76,7 @@ class Fp8Gradients:
         start = sum(map(len, self._rows))
         if layer.weight.requires_grad:
             if self._transposed is None:
-                columns = pad_length(min(self._most, self._left))
+                columns = pad_length(min(self._max_tokens, self._left))
                 shape = (layer.out_features, columns)
                 self._transposed = logits.new_empty(shape, dtype=E5M2.dtype)
             self._rows.append(rows)
@@ -89,7 +89,7 @@ class Fp8Gradients:
             rows_gradient.copy_(scaled_mm(scaled, self._weight, rows.dtype))
             del scaled
         del gradient
-        if self._transposed is not None and start + len(rows) == min(self._most, self._left):
+        if self._transposed is not None and start + len(rows) == min(self._max_tokens, self._left):
             if start + len(rows) == self._left:
                 del self._weight  # no chunk follows, and memory is shortest in this GEMM
             self._multiply(self._transposed)

@@ -16,7 +16,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from coat_data.sample import DataError
 
 _ATTEMPTS = 12
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 """Pause before the second attempt, doubled before each further one: three and a half minutes in
 all, in which a server can start again."""
 _TIMEOUT_S, _SLOWEST = 600.0, 5.0
@@ -103,7 +103,7 @@ class ChatClient:
                     if code in (400, 413, 422):
                         raise DataError(url, problem, _ACCEPTED) from error
                     raise ValueError(f"{url}: {problem} -> {_REMEDY}") from error
-            self._stopped.wait(min(_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
+            self._stopped.wait(min(_PAUSE_S * 2 ** (attempt - 1), _MAX_PAUSE_S))
         raise AssertionError("unreachable")
 
 

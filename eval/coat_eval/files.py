@@ -26,7 +26,7 @@ REPORT_FILE = "report.json"
 IMAGE_COLUMN = "image"
 IMAGE_HASH = "sha256:"
 """Beginning of the cell that represents an image."""
-_LONGEST_NAME = 64
+_MAX_NAME = 64
 """Longer cells of the image column are images; others name the row with the image."""
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _LISTS = ("annotations", "questions", "data")
@@ -153,7 +153,7 @@ def _read_delimited(path: Path, file: _File, **form: Any) -> Table:
                 given = names - list(row.values()).count(None) + len(row.get(None, ()))
                 problem = f"{given} cells under {names} names"
                 raise DataError(f"{path}:{reader.line_num}", problem, _REWRITE)
-            if len(image := row.get(IMAGE_COLUMN, "")) > _LONGEST_NAME:
+            if len(image := row.get(IMAGE_COLUMN, "")) > _MAX_NAME:
                 row[IMAGE_COLUMN] = f"{IMAGE_HASH}{hashlib.sha256(image.encode()).hexdigest()}"
             rows.append(row)
             lines.append(reader.line_num)

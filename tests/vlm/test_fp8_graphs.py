@@ -292,8 +292,8 @@ def test_auto_captures_after_two_steps(micro_batches: int, monkeypatch: pytest.M
         if step < DECIDED_AFTER:
             assert not graphs.replays
     assert graphs.tokens == 192
-    assert graphs.most_tokens == 192
-    assert 0 < graphs.saved < graphs.nbytes < graphs.most_bytes
+    assert graphs.max_tokens == 192
+    assert 0 < graphs.saved < graphs.nbytes < graphs.max_bytes
     assert (graphs.captures, graphs.replays) == (1, 2 * micro_batches)
     for seed in range(EAGER_PASSES + 1):
         passed(graphed, ids(seed, rows=4))
@@ -328,7 +328,7 @@ def test_auto_captures_nothing_for_which_a_busy_gpu_does_not_wait(
             passed(model, ids(step))
         memory.after_step()
     assert graphs.tokens == 192
-    assert graphs.most_tokens == 0
+    assert graphs.max_tokens == 0
 
 
 @pytest.mark.gpu

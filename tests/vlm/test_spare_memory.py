@@ -129,7 +129,7 @@ def test_blocks_are_captured_for_which_the_gpu_waits(
         with memory.share_weights(2):
             row.waits.extend(measured)
         memory.after_step()
-    assert row.most_tokens == (1000 if captured else 0)
+    assert row.max_tokens == (1000 if captured else 0)
     assert memory.shares_weights == (not captured)
 
 
@@ -199,7 +199,7 @@ def _write_choice(rank: int, folder: Path) -> None:
         left = (free[rank], 1000.0)
         with mock.patch.object(SpareMemory, "_measure_memory", return_value=left):
             memory.after_step()
-        choices.append((row.most_tokens, row.most_bytes))
+        choices.append((row.max_tokens, row.max_bytes))
     (folder / str(rank)).write_text(str(choices))
     dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
 
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
-_LONGEST_PATH = 4096  # PATH_MAX of Linux: a longer text is not a path
+_MAX_PATH = 4096  # PATH_MAX of Linux: a longer text is not a path
 
 
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
@@ -38,7 +38,7 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     data = _embedded(item, field, place)
     if data is None:
         text = place.as_string(item, field).removeprefix("file://")
-        if len(text) <= _LONGEST_PATH or not _BASE64.fullmatch(text):
+        if len(text) <= _MAX_PATH or not _BASE64.fullmatch(text):
             return Media(kind=kind, path=media_path(text, field, place))
         data = _decode(text, field, place)
     return Media(kind=kind, path=f"{place.where}.{field}", data=data)
@@ -118,7 +118,7 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 
 def media_path(text: str, field: str, place: Place) -> str:
     """Return the absolute path or the URL of an image or video."""
-    if not text or "\0" in text or len(text) > _LONGEST_PATH:
+    if not text or "\0" in text or len(text) > _MAX_PATH:
         problem = f"{field} {text[:80]!r} is not a path"
         raise place.error(problem, f"name a file, or remove {field} from a row without media")
     return place.root.file(text, place.where)

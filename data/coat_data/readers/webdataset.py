@@ -25,7 +25,7 @@ from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
-_LONGEST_NAME = 4096  # A longer text is the file, not its name
+_MAX_NAME = 4096  # A longer text is the file, not its name
 _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 
@@ -135,7 +135,7 @@ def _match_members(
 def _name(entry: Any) -> str:
     if isinstance(entry, Mapping):
         entry = given(entry, "path", "image", "video", "url")
-    return entry if isinstance(entry, str) and len(entry) <= _LONGEST_NAME else ""
+    return entry if isinstance(entry, str) and len(entry) <= _MAX_NAME else ""
 
 
 def _span(entry: Any) -> dict[str, Any]:

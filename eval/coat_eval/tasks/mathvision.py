@@ -55,12 +55,12 @@ _LETTERS = tuple((f"{a}{x}{b}", x) for a, b in ("()", "{}") for x in "abcde")
 _ROOT = re.compile(r"\\sqrt(?!\\sqrt)([^{])", re.DOTALL)
 _FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 _PLAIN = re.compile(r"\d{1,15}(\.\d{1,9})?")
-_LONGEST_POWER = 100_000
+_MAX_POWER_BITS = 100_000
 """Bound of powers in bits: a text such as 9^{9^{9}} takes hours to compute and is not an answer."""
-_LARGEST_FACTORIAL = 1000
+_MAX_FACTORIAL = 1000
 _AT_ONCE = re.compile(r"(?=.*(?:gcd|lcm|binom))(?=.*(?:\^.*\^|\d{6}))", re.DOTALL)
 """Functions that latex2sympy2 computes while it parses, with two powers or a long number."""
-_LONGEST = 400
+_MAX_LENGTH = 400
 """Characters of LaTeX to parse, which takes 5 ms each."""
 
 Number = int | float
@@ -250,10 +250,10 @@ def _evaluate(latex: str) -> Number | None:
         return round(float(latex) if "." in latex else int(latex), 2)
     if _AT_ONCE.match(latex):
         return None
-    if len(latex) > _LONGEST:
+    if len(latex) > _MAX_LENGTH:
         # The parser stops at the first token that it does not know: "5. The ..." is 5. If it did
         # so early, the rest does not matter; otherwise a text this long is not a number.
-        values = {_evaluate(latex[:length]) for length in (_LONGEST // 2, _LONGEST)}
+        values = {_evaluate(latex[:length]) for length in (_MAX_LENGTH // 2, _MAX_LENGTH)}
         return values.pop() if len(values) == 1 else None
     latex2sympy = import_module("latex2sympy2").latex2sympy  # an optional extra; takes a second
     try:
@@ -286,13 +286,13 @@ def _compute(node: ast.AST) -> Number:
         return _OPERATIONS[type(node.op)](_compute(node.operand))
     if isinstance(node, ast.BinOp):
         left, right = _compute(node.left), _compute(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) * math.log2(abs(left) + 2) > _LONGEST_POWER:
-            raise ValueError(f"a power of more than {_LONGEST_POWER} bits")
+        if isinstance(node.op, ast.Pow) and abs(right) * math.log2(abs(left) + 2) > _MAX_POWER_BITS:
+            raise ValueError(f"a power of more than {_MAX_POWER_BITS} bits")
         return _OPERATIONS[type(node.op)](left, right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         values = list(map(_compute, node.args))
-        if node.func.id == "factorial" and values[0] > _LARGEST_FACTORIAL:
-            raise ValueError(f"a factorial of more than {_LARGEST_FACTORIAL}")
+        if node.func.id == "factorial" and values[0] > _MAX_FACTORIAL:
+            raise ValueError(f"a factorial of more than {_MAX_FACTORIAL}")
         return _get_name(node.func)(*values)
     raise ValueError(f"{ast.dump(node)} is not arithmetic")
 
