@@ -24,7 +24,7 @@ from coat_data.readers.reader import Place, Reader, has_fields
 from coat_data.readers.row_media import existing_path, media_path, to_media, with_span
 from coat_data.readers.turns import (
     PLACEHOLDERS,
-    Said,
+    TurnTexts,
     caption_turns,
     first_of,
     media_first,
@@ -133,8 +133,11 @@ def _from_file(row: Any, place: Place) -> Sample:
             "the same name",
         )
     answer = folder.replace("_", " ").replace("-", " ")
-    said: Said = [("user", f"What is in the {kind}?{SHORT_ANSWER_SUFFIX}"), ("assistant", answer)]
-    return place.sample({"id": name}, media_first(said, [media], place), [media])
+    turn_texts: TurnTexts = [
+        ("user", f"What is in the {kind}?{SHORT_ANSWER_SUFFIX}"),
+        ("assistant", answer),
+    ]
+    return place.sample({"id": name}, media_first(turn_texts, [media], place), [media])
 
 
 COLUMNS = Reader(

@@ -16,7 +16,14 @@ from typing import Any
 from coat_data.readers.fields import ROLES
 from coat_data.readers.reader import Place, Reader, has_fields, kind_of
 from coat_data.readers.row_media import media_fields
-from coat_data.readers.turns import Said, is_chat, place_media, read_turns, with_fields, with_system
+from coat_data.readers.turns import (
+    TurnTexts,
+    is_chat,
+    place_media,
+    read_turns,
+    with_fields,
+    with_system,
+)
 from coat_data.sample import Role, Sample
 
 _TAGS: Mapping[str, Role] = {
@@ -60,10 +67,12 @@ def to_sample(row: Any, place: Place) -> Sample:
         )
         raise place.error(problem, f'add "{name}": [{{"from": "human", "value": ...}}, ...]')
     read = read_turns(turns, name, (speaker_field,), (text_field,), roles, place)
-    said: Said = [(turn.role, place.as_string(turn.content, turn.name)) for turn in read]
-    said = [(role, _RESPONSE.sub(r"\1", t) if role == "tool" else t) for role, t in said]
-    said = with_system(said, row, place)
-    shown, media = place_media(said, media_fields(row, place), place)
+    turn_texts: TurnTexts = [(turn.role, place.as_string(turn.content, turn.name)) for turn in read]
+    turn_texts = [
+        (role, _RESPONSE.sub(r"\1", t) if role == "tool" else t) for role, t in turn_texts
+    ]
+    turn_texts = with_system(turn_texts, row, place)
+    shown, media = place_media(turn_texts, media_fields(row, place), place)
     return place.sample(row, with_fields(shown, read), media)
 
 

@@ -23,7 +23,14 @@ from coat_data.readers.boxes import EDGES, tag_box
 from coat_data.readers.fields import ROLES, check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import by_kind, media_fields, to_media, with_span
-from coat_data.readers.turns import Said, is_chat, place_media, read_turns, with_fields, with_system
+from coat_data.readers.turns import (
+    TurnTexts,
+    is_chat,
+    place_media,
+    read_turns,
+    with_fields,
+    with_system,
+)
 from coat_data.sample import Media, MediaKind, Part, Role, Sample, Turn, errors_within
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
@@ -58,8 +65,8 @@ def to_sample(row: Any, place: Place) -> Sample:
     """
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
         place.refuse(row, {"label": "use rows with answers, not labels"})
-    said = _messages(row, place)
-    read = read_turns(said, "messages", ("role", "from"), ("content", "value"), ROLES, place)
+    raw = _messages(row, place)
+    read = read_turns(raw, "messages", ("role", "from"), ("content", "value"), ROLES, place)
     messages: list[_Message] = [
         (turn.role, list(_pieces(turn.content, turn.name, place))) for turn in read
     ]
@@ -70,7 +77,9 @@ def to_sample(row: Any, place: Place) -> Sample:
     if by_parts:
         turns, media = _by_parts(messages, files, place)
     else:
-        texts: Said = [(role, "".join(one.text for one in pieces)) for role, pieces in messages]
+        texts: TurnTexts = [
+            (role, "".join(one.text for one in pieces)) for role, pieces in messages
+        ]
         texts = [("user", texts[0][1])] if is_document else with_system(texts, row, place)
         turns, media = place_media(texts, files, place)
     if is_document:  # the answer may have media; the question is empty
@@ -135,8 +144,8 @@ def _messages(row: Mapping[str, Any], place: Place) -> Iterator[Any]:
         return
     for field_name, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(field_name)
-        said = [{"role": role, "content": value}] if isinstance(value, str) else value
-        yield from place.as_list(said, field_name)
+        raw = [{"role": role, "content": value}] if isinstance(value, str) else value
+        yield from place.as_list(raw, field_name)
 
 
 def _by_parts(

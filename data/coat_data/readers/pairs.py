@@ -20,7 +20,7 @@ from typing import Any
 from coat_data.readers.fields import given, is_missing
 from coat_data.readers.reader import Place, Reader, has_fields
 from coat_data.readers.row_media import MEDIA_FIELDS, media_fields
-from coat_data.readers.turns import PLACEHOLDERS, Said, media_first, place_media, with_system
+from coat_data.readers.turns import PLACEHOLDERS, TurnTexts, media_first, place_media, with_system
 from coat_data.sample import Sample
 
 
@@ -35,11 +35,11 @@ def _is_query(row: Mapping[str, Any]) -> bool:
 
 def _query(row: Any, place: Place) -> Sample:
     """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first."""
-    said = with_system(_said(row, place), row, place)
-    return place.sample(row, *place_media(said, media_fields(row, place), place))
+    turn_texts = with_system(_read_texts(row, place), row, place)
+    return place.sample(row, *place_media(turn_texts, media_fields(row, place), place))
 
 
-def _said(row: Mapping[str, Any], place: Place) -> Said:
+def _read_texts(row: Mapping[str, Any], place: Place) -> TurnTexts:
     columns = place.columns
     if row.get("conversation") is not None and "prompt" not in columns:
         return _pairs(row["conversation"], "conversation", ("human", "assistant"), place)
@@ -49,31 +49,33 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     swift = {"query", "response"} <= filled and not columns
     question = columns.get("prompt", "query" if swift else "instruction")
     answer = columns.get("response", "response" if swift else "output")
-    said = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), place)
+    turn_texts = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), place)
     text = place.as_string(row.get(question), question)
     extra = columns.get("query", "input")
     if not swift and row.get(extra):
         text = f"{text}\n{place.as_string(row[extra], extra)}"
-    return [*said, ("user", text), ("assistant", place.as_string(row.get(answer), answer))]
+    return [*turn_texts, ("user", text), ("assistant", place.as_string(row.get(answer), answer))]
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
-    said = with_system(_pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place)
+    turn_texts = with_system(
+        _pairs(row.get("texts"), "texts", ("user", "assistant"), place), row, place
+    )
     media = media_fields(row, place)
-    return place.sample(row, media_first(said, media, place), media)
+    return place.sample(row, media_first(turn_texts, media, place), media)
 
 
-def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> Said:
-    said: Said = []
+def _pairs(value: Any, name: str, keys: tuple[Any, Any], place: Place) -> TurnTexts:
+    turn_texts: TurnTexts = []
     for number, pair in enumerate(place.as_list(value, name)):
         try:
             question, answer = pair[keys[0]], pair[keys[1]]
         except (KeyError, IndexError, TypeError) as error:
             problem = f"{name}[{number}] is not a question with an answer"
             raise place.error(problem, f"give it {keys[0]}, {keys[1]}") from error
-        said.append(("user", place.as_string(question, f"{name}[{number}] (question)")))
-        said.append(("assistant", place.as_string(answer, f"{name}[{number}] (answer)")))
-    return said
+        turn_texts.append(("user", place.as_string(question, f"{name}[{number}] (question)")))
+        turn_texts.append(("assistant", place.as_string(answer, f"{name}[{number}] (answer)")))
+    return turn_texts
 
 
 def _is_question(row: Mapping[str, Any]) -> bool:
@@ -100,11 +102,11 @@ def _question(row: Any, place: Place) -> Sample:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     question = place.as_string(row.get("question"), "question")
-    said: Said = [("user", question), ("assistant", place.as_string(answer, "answer"))]
-    said, media = with_system(said, row, place), media_fields(row, place)
+    turn_texts: TurnTexts = [("user", question), ("assistant", place.as_string(answer, "answer"))]
+    turn_texts, media = with_system(turn_texts, row, place), media_fields(row, place)
     if any(token in question for token in PLACEHOLDERS):
-        return place.sample(row, *place_media(said, media, place))
-    return place.sample(row, media_first(said, media, place), media)
+        return place.sample(row, *place_media(turn_texts, media, place))
+    return place.sample(row, media_first(turn_texts, media, place), media)
 
 
 QUERY = Reader(

@@ -104,9 +104,9 @@ def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ())
 
 def add_rejected(sample: Sample, rejected: str, *, keep_boxes: bool) -> Sample:
     """Return the sample of ``Pair.row`` with its rejected answer; only the last is supervised."""
-    said = (Turn("assistant", (Part("text", rejected),)),)
-    said = convert_tags(said, sample.where, has_media=bool(sample.media), keep=keep_boxes)
-    part = said[0].parts[0]
+    answer = (Turn("assistant", (Part("text", rejected),)),)
+    answer = convert_tags(answer, sample.where, has_media=bool(sample.media), keep=keep_boxes)
+    part = answer[0].parts[0]
     last = sample.turns[-1]
     only_text = {part.kind for part in last.parts} <= {"text"} and not last.fields()
     if last.role != "assistant" or not only_text:
@@ -134,10 +134,10 @@ def _check_conversations(
         problem = f"the answers have different speakers: {speakers}"
         raise DataError(where, problem, "let the assistant give both, or remove the row")
     # UltraFeedback repeats the chosen conversation in messages.
-    told = [[_said(turn) for turn in turns] for turns in (_turns(row[CHOSEN]), before[0])]
+    known = [[_role_and_text(turn) for turn in turns] for turns in (_turns(row[CHOSEN]), before[0])]
     for name in _TURNS if before[0] else ():
-        turns = [_said(turn) for turn in _turns(row.get(name))]
-        if name not in ignore and all(turns) and turns not in ([], *told):
+        turns = [_role_and_text(turn) for turn in _turns(row.get(name))]
+        if name not in ignore and all(turns) and turns not in ([], *known):
             raise DataError(
                 where,
                 f"the row has another conversation in {name} than in chosen and {worse}",
@@ -149,17 +149,17 @@ def _check_conversations(
 
 def _answer(rest: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
     """Return the field, with its value, that holds the chosen answer in an ordinary row."""
-    said = _turns(chosen)
-    if len(said) > 1:  # the whole conversation, without or besides a prompt
-        return {"messages": said}
+    answers = _turns(chosen)
+    if len(answers) > 1:  # the whole conversation, with or without a prompt
+        return {"messages": answers}
     for name in _TURNS:
         turns = rest.get(name)
         if isinstance(turns, list | tuple):
             chat = any(isinstance(turn, Mapping) and "role" in turn for turn in turns)
             speaker = ("role", "assistant", "content") if chat else ("from", "gpt", "value")
             if isinstance(chosen, str):
-                said = [{speaker[0]: speaker[1], speaker[2]: chosen}]
-            return {name: [*turns, *said]}
+                answers = [{speaker[0]: speaker[1], speaker[2]: chosen}]
+            return {name: [*turns, *answers]}
     for question, answer in _ANSWERS.items():
         if question in rest:
             return {answer: chosen}
@@ -188,7 +188,7 @@ def _check_message(row: Mapping[str, Any], name: str, ignore: Collection[str], w
         raise DataError(where, f"the {name} answer is spoken by {speaker}", _REMEDY)
 
 
-def _said(turn: Any) -> tuple[Any, Any] | None:
+def _role_and_text(turn: Any) -> tuple[Any, Any] | None:
     if not isinstance(turn, Mapping) or _speaker(turn) is None:
         return None
     speaker = str(_speaker(turn)).lower()

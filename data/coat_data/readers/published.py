@@ -1,6 +1,6 @@
 """Rows with the fields of published data sets: questions with short answers, choices, links.
 
-A table of layouts: the fields by which a row is recognized, where its image is, and what is said.
+A table of layouts: the fields by which a row is recognized, where its image is, and its turns.
 An ``image`` in the row (Hugging Face's Parquet files of these sets) comes before the names in the
 table, which are tried in order below the media root.
 
@@ -22,7 +22,7 @@ from coat_data.readers.boxes import tag_box
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import Place, Reader
 from coat_data.readers.row_media import existing_path, to_media
-from coat_data.readers.turns import Said, caption_turns, media_first
+from coat_data.readers.turns import TurnTexts, caption_turns, media_first
 from coat_data.sample import Media, Sample
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
 
@@ -34,7 +34,7 @@ _OTHER_CLIPS = "write one row per clip, with video, start, end and caption"  # P
 _OTHER_CHOICES = "rename them to choices, a list of texts, with answer the letter or number"
 
 
-def _short_answer(row: Row, place: Place) -> Said:
+def _short_answer(row: Row, place: Place) -> TurnTexts:
     question = place.as_string(row.get("question"), "question") + SHORT_ANSWER_SUFFIX
     answer = row.get("multiple_choice_answer")
     if answer is None and is_missing(row.get("answers")):
@@ -47,11 +47,11 @@ def _short_answer(row: Row, place: Place) -> Said:
     return _asked(question, answer, place)
 
 
-def _asked(question: str, answer: Any, place: Place) -> Said:
+def _asked(question: str, answer: Any, place: Place) -> TurnTexts:
     return [("user", question), ("assistant", place.as_string(answer, "answer"))]
 
 
-def _choice(row: Row, place: Place) -> Said:
+def _choice(row: Row, place: Place) -> TurnTexts:
     choices = place.as_strings(row.get("choices"), "choices")
     letters, answer = _LETTERS[: len(choices)], row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
@@ -66,19 +66,21 @@ def _choice(row: Row, place: Place) -> Said:
     return _asked("\n".join([*context, question, *options]) + LETTER_SUFFIX, answer, place)
 
 
-def _pixmo_talk(row: Row, place: Place) -> Said:
+def _pixmo_talk(row: Row, place: Place) -> TurnTexts:
     question = place.as_string(row.get("question"), "question")
     _, *pieces = _SPEAKERS.split(question)
     roles, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
     if roles and roles[-1] == "ASSISTANT" and not texts[-1]:  # PixMo-CapQA
         roles, texts = roles[:-1], texts[:-1]
     pairs = zip(roles, texts, strict=True)
-    said: Said = [("user" if role == "USER" else "assistant", text) for role, text in pairs]
-    said = said or [("user", question)]
-    return [*said, ("assistant", place.as_string(row.get("answer"), "answer"))]
+    turn_texts: TurnTexts = [
+        ("user" if role == "USER" else "assistant", text) for role, text in pairs
+    ]
+    turn_texts = turn_texts or [("user", question)]
+    return [*turn_texts, ("assistant", place.as_string(row.get("answer"), "answer"))]
 
 
-def _pixmo_points(row: Row, place: Place) -> Said:
+def _pixmo_points(row: Row, place: Place) -> TurnTexts:
     label = place.as_string(row.get("label"), "label")
     if "collection_method" not in row:
         count = row.get("count")
@@ -90,7 +92,7 @@ def _pixmo_points(row: Row, place: Place) -> Said:
     return _asked(f"Point to {label}.", ", ".join(texts) or "There are none.", place)
 
 
-def _caption(row: Row, place: Place) -> Said:
+def _caption(row: Row, place: Place) -> TurnTexts:
     names = {str(name).lower(): name for name in row}
     name = next(names[one] for one in ("caption", "text") if one in names)
     return [("user", ""), ("assistant", place.as_string(row[name], name))]
@@ -99,7 +101,7 @@ def _caption(row: Row, place: Place) -> Said:
 class _Layout(NamedTuple):
     has: set[str]
     """Fields of every row."""
-    said: Callable[[Row, Place], Said]
+    read_texts: Callable[[Row, Place], TurnTexts]
     images: tuple[str, ...] = ()
     """Paths of the image, with fields of the row in braces; empty: the row has the image."""
 
@@ -150,12 +152,12 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
             raise place.error(problem, f"give it {known}")
         place.refuse(row, {"options": _OTHER_CHOICES, "videoID": _OTHER_CLIPS})
         media = _image(row, layout, place)
-        said = layout.said(row, place)
-        if layout.said is _caption:
-            return place.sample(row, caption_turns(media, said[1][1]), media)
+        turn_texts = layout.read_texts(row, place)
+        if layout.read_texts is _caption:
+            return place.sample(row, caption_turns(media, turn_texts[1][1]), media)
         ids = [row.get(name) for name in ("question_id", "questionId", "id")]
         own = next(filter(None, ids), ids[-1])
-        turns = media_first(said, media, place)
+        turns = media_first(turn_texts, media, place)
         return place.sample({"id": own}, turns, media)
 
     return Reader(name, summary, lambda row: _find(layouts, row) is not None, to_sample)

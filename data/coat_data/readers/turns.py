@@ -17,7 +17,7 @@ PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
 LOSS_FIELDS = ("weight", "loss", "train")
 """Fields of a turn that say whether it is supervised."""
 
-Said = list[tuple[Role, str]]
+TurnTexts = list[tuple[Role, str]]
 """Speakers and texts of a conversation."""
 _SHOWN: tuple[Role, ...] = ("user", "tool")
 """Roles of turns with placeholders."""
@@ -94,13 +94,13 @@ def _read_fields(
     return fields
 
 
-def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
+def with_system(turn_texts: TurnTexts, row: Mapping[str, Any], place: Place) -> TurnTexts:
     """Prepend the row's ``system`` field as a system turn, if the conversation has none."""
     field = place.columns.get("system", "system")
     system = row.get(field)
-    if system is None or system == "" or (said and said[0][0] == "system"):
-        return said
-    return [("system", place.as_string(system, field)), *said]
+    if system is None or system == "" or (turn_texts and turn_texts[0][0] == "system"):
+        return turn_texts
+    return [("system", place.as_string(system, field)), *turn_texts]
 
 
 def get_role(name: object, roles: Mapping[str, Role], field: str, place: Place) -> Role:
@@ -141,7 +141,7 @@ def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, .
 
 
 def place_media(
-    said: Said, files: Sequence[Media], place: Place
+    turn_texts: TurnTexts, files: Sequence[Media], place: Place
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     """Return the turns with media at the placeholders, and the media in their order.
 
@@ -149,16 +149,16 @@ def place_media(
     without images, ``<image>`` may mean a video. Without placeholders, the media, each
     followed by a newline, precede the first human text. Placeholders without a file are plain text.
     """
-    tokens = _tokens(said, {kind: len(own) for kind, own in by_kind(files).items()}, place)
+    tokens = _tokens(turn_texts, {kind: len(own) for kind, own in by_kind(files).items()}, place)
     if not tokens:
         if files:
             place.notes.append("media_first")
-        return media_first(said, files, place), tuple(files)
+        return media_first(turn_texts, files, place), tuple(files)
     waiting = {kind: iter(own) for kind, own in by_kind(files).items()}
     pattern = re.compile(f"({'|'.join(tokens)})")
     media: list[Media] = []
     turns: list[Turn] = []
-    for role, text in said:
+    for role, text in turn_texts:
         if role not in _SHOWN or "<" not in text:
             turns.append(Turn(role, (Part("text", text),) if text else ()))
             continue
@@ -169,12 +169,14 @@ def place_media(
     return tuple(turns), tuple(media)
 
 
-def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[str, MediaKind]:
+def _tokens(
+    turn_texts: TurnTexts, files: Mapping[MediaKind, int], place: Place
+) -> dict[str, MediaKind]:
     """Return the kind of each placeholder; empty if the texts have none for the files."""
     tokens: dict[str, MediaKind] = {one: kind for one, kind in PLACEHOLDERS.items() if files[kind]}
     if not tokens:
         return {}
-    asked = [text for role, text in said if role in _SHOWN and "<" in text]
+    asked = [text for role, text in turn_texts if role in _SHOWN and "<" in text]
     found = {token: sum(text.count(token) for text in asked) for token in PLACEHOLDERS}
     if all(found[token] == files[kind] for token, kind in tokens.items()):
         return tokens
@@ -189,10 +191,10 @@ def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[st
     return {}
 
 
-def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn, ...]:
+def media_first(turn_texts: TurnTexts, media: Sequence[Media], place: Place) -> tuple[Turn, ...]:
     """Return the turns with all media, each followed by a newline, before the first human text."""
-    turns = [Turn(role, (Part("text", text),) if text else ()) for role, text in said]
-    first = next((number for number, (role, _) in enumerate(said) if role == "user"), None)
+    turns = [Turn(role, (Part("text", text),) if text else ()) for role, text in turn_texts]
+    first = next((number for number, (role, _) in enumerate(turn_texts) if role == "user"), None)
     if not media:
         return tuple(turns)
     if first is None:
