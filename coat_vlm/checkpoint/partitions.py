@@ -115,9 +115,14 @@ def get_frozen_fragment(name: str, parameter: Any, owner: bool) -> tuple[Tensor,
         whole = parameter.detach().reshape(-1)
         return (whole, Fragment(name, 0, whole.numel(), 0)) if owner else None
     start, size = _own_part(parameter)
-    if size == 0:
-        return None
-    return parameter.ds_tensor.detach().reshape(-1)[:size], Fragment(name, start, size, 0)
+    return (get_own_values(parameter), Fragment(name, start, size, 0)) if size else None
+
+
+def get_own_values(parameter: Any) -> Tensor:
+    """Return the flat elements of a parameter that this rank has, without stage 3's padding."""
+    if not is_partitioned(parameter):
+        return parameter.detach().flatten()
+    return parameter.ds_tensor.detach().flatten()[: _own_part(parameter)[1]]
 
 
 @torch.no_grad()

@@ -372,7 +372,7 @@ def _load(path: Path, state: str, number: int) -> tuple[str, list[np.ndarray] | 
 
 
 def fingerprint(source: SourceConfig, dataset: Rows) -> list[str | int]:
-    """Return what identifies the rows of a source: its path, selected rows and files.
+    """Return what identifies the rows of a source: its paths, selected rows and files.
 
     Files are represented by their number and a SHA-256 of paths, sizes and modification times. A
     folder means all files below it; broken links are ignored.
@@ -388,7 +388,8 @@ def fingerprint(source: SourceConfig, dataset: Rows) -> list[str | int]:
         digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="replace"))
     chosen = zlib.crc32(rows.tobytes())
     columns = [f"{name}={column}" for name, column in sorted(source.columns.items())]
-    return [source.path, len(dataset), chosen, len(files), digest.hexdigest(), *columns]
+    paths_of_source = [source.path, source.media_root or ""]
+    return [*paths_of_source, len(dataset), chosen, len(files), digest.hexdigest(), *columns]
 
 
 def _find_template_warnings(

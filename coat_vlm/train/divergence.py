@@ -18,6 +18,7 @@ from coat_vlm.checkpoint.atomic_folder import remove_folder
 from coat_vlm.checkpoint.load import FoundCheckpoint, find_checkpoint, list_checkpoints
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.checkpoint.metadata import read_progress
+from coat_vlm.checkpoint.partitions import get_own_values
 from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config.recipe import DivergenceConfig, Recipe
@@ -219,10 +220,13 @@ def choose_start(
     if good is None:
         return find_checkpoint(folder, world)
     world.barrier()  # all ranks have read what they compare
-    for path in list_checkpoints(folder) if world.is_main else ():
-        if path > good:
-            remove_folder(path)
-    world.barrier()
+
+    def remove_later() -> None:
+        for path in list_checkpoints(folder):
+            if path > good:
+                remove_folder(path)
+
+    world.run_on_rank0(remove_later)
     return FoundCheckpoint(path=good)
 
 
@@ -231,9 +235,9 @@ def _find_bad_weight(model: nn.Module, world: World, *, equal: bool = False) -> 
     names, flags = [name for name, _ in model.named_parameters()], []
     mine = slice(world.rank if equal else 0, None, world.size if equal else 1)
     for parameter in [*model.parameters()][mine]:
-        part = getattr(parameter, "ds_tensor", parameter)  # this rank's under ZeRO stage 3
+        part = get_own_values(parameter)
         # On a CPU 16 times as fast as isfinite, which makes copies; NaN propagates.
-        ends = torch.stack(part.detach().flatten().aminmax())
+        ends = torch.stack(part.aminmax()) if part.numel() else part
         flags.append(ends.isfinite().all().to(world.device))
     found = torch.stack(flags).tolist()
     bad = [name for name, good in zip(names[mine], found, strict=True) if not good]

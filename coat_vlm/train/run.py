@@ -149,6 +149,7 @@ def run_recipe(
                     allow_changed_data=allow_changed_data,
                 )
             )
+            gc.collect()  # its objects refer to each other, and hold weights and optimizer states
     return model_dir
 
 
@@ -213,7 +214,6 @@ def _run_stage(stage: _Stage) -> None:
         loop.step.log.metrics.close()
         graph_blocks(opened.model, enabled=False)  # breaks their reference cycle
         loop.step.passes.engine.destroy()
-    gc.collect()
 
 
 def _open(stage: _Stage) -> _Opened:
@@ -406,13 +406,15 @@ def _restore(
             passes.sums.adopt(done.gradient_sums)
         store_frozen_weights(passes.model)
         quantize_frozen_weights(passes.model, passes.stage.lora)
-    if world.is_main:
+
+    def clean() -> None:
         stage.lock.check()
         for name in checkpoint.damaged:
             remove_folder(stage.checkpoints / name)
         reset_stage(stage.run_dir, stage.name, done.step, fresh=checkpoint.path is None)
         opened.record.write()
-    world.barrier()  # before another rank logs a bad sample
+
+    world.run_on_rank0(clean)  # others wait: they may log a bad sample next
     return done
 
 

@@ -87,3 +87,16 @@ def test_weights_are_checked() -> None:
         model.bias[1] = math.nan
     with pytest.raises(ValueError, match="no model is saved; bias is NaN or infinite"):
         check_weights(model, detector, "sft", ALONE)
+
+
+def test_padding_of_a_partition_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed leaves it uninitialized where the ranks do not divide a parameter."""
+    detector = Detector(DivergenceConfig(), 400)
+    model: Any = torch.nn.Linear(2, 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: 1)
+    parts = {"ds_numel": 3, "ds_process_group": None, "partition_numel": lambda: 2}
+    vars(model.bias).update(parts, ds_tensor=torch.tensor([1.0, math.nan]))
+    check_weights(model, detector, "sft", ALONE)
+    model.bias.ds_tensor[0] = math.inf
+    with pytest.raises(ValueError, match="no model is saved; bias is NaN or infinite"):
+        check_weights(model, detector, "sft", ALONE)
