@@ -191,7 +191,7 @@ def read_step_entries(path: Path, stage: str, world: World) -> list[dict[str, An
 
 
 def find_good_checkpoint(folder: Path, before: int, world: World) -> Path | None:
-    """Return the newest intact checkpoint of an earlier step that is not marked."""
+    """Return the newest intact checkpoint of an earlier step that was not saved during a spike."""
 
     def list_candidates() -> list[Path]:
         intact = [path for path in list_checkpoints(folder) if find_problem(path) is None]

@@ -40,7 +40,7 @@ from coat_vlm.train.nf4 import quantize_frozen_weights
 
 
 def replace_slow_step(engine: DeepSpeedEngine) -> None:
-    """Replace the slow methods of an engine's optimizer, which BF16 has below stage 3."""
+    """Speed up DeepSpeed's BF16 optimizers of ZeRO 0 to 2."""
     optimizer: Any = engine.optimizer
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         optimizer.step = MethodType(_foreach_step, optimizer)
@@ -166,8 +166,8 @@ def training_loop_clips(recipe: Recipe, arithmetic: Arithmetic) -> bool:
 def steps_overlap(recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World) -> bool:
     """Whether the results of a step may be read while the next step runs.
 
-    CoatAdamW must skip non-finite gradients by itself. A CPU gains nothing; several processes count
-    the tokens of a step on the GPU, and the metrics of pairs wait for it.
+    CoatAdamW must skip non-finite gradients by itself. They do not overlap on a CPU, where nothing
+    is gained, with several ranks, whose sum of tokens waits for the GPU, or in ``dpo``.
     """
     skips = recipe.optimizer == "coat" and training_loop_clips(recipe, arithmetic)
     waits = world.size > 1 or stage.dpo is not None

@@ -26,7 +26,7 @@ from coat_vlm.train.tracking import StepLine
 class StageLoop:
     """Runs the steps of one stage, and validates, evaluates and saves between them.
 
-    The heartbeat shows to the other ranks what this one does.
+    The heartbeat tells the other ranks what this rank is doing.
     """
 
     step: TrainStep

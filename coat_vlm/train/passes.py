@@ -82,7 +82,7 @@ class Passes:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its micro-batches, which other ranks may also have read."""
+        """True on one rank of a group that shares sequences, whose micro-batches count once."""
         return self.sequence is None or self.sequence.rank == 0
 
     def set_train_mode(self) -> None:

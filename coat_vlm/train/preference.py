@@ -81,7 +81,7 @@ class Preference:
         self._checkpointing = stage.gradient_checkpointing
         self._reference = copy_reference(model)
         settings = dict(vars(model.config))
-        # The trainer asks for rows, which come from the data engine, batch by batch.
+        # DPOTrainer insists on a data set; this one is never read.
         unused = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
         self._trainer: Any = DPOTrainer(
             model,

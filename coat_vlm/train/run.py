@@ -383,7 +383,7 @@ def _restore(
 ) -> Progress:
     """Load the checkpoint from which the stage continues; remove what it wrote after that.
 
-    Returns the finished progress, ``new`` without a checkpoint.
+    Returns the checkpoint's progress, or ``new`` if there is none.
     """
     world, checkpoint = stage.world, FoundCheckpoint()
     if opened.continues:

@@ -33,7 +33,7 @@ class _LaunchedStep:
     started: float
     """``time.perf_counter()`` before loading the micro-batches."""
     waited: float
-    """Seconds of waiting for its micro-batches; 0 if they are in the previous step's entry."""
+    """Seconds of waiting for its micro-batches; 0 if the entry of the previous step has them."""
     micro_batches: list[LoadedBatch]
     divisor: float
     results: Results
@@ -63,7 +63,7 @@ class TrainStep:
     finished: int = 0
     """Number of finished steps; the results of the latest may be unread."""
     skipped_steps: int = 0
-    """Number of steps skipped because of non-finite gradients, since this process started."""
+    """Steps of this stage skipped for non-finite gradients, since it started or resumed."""
     sampler_state: SamplerState = field(default_factory=SamplerState)
     """State of the sampler after the last step."""
     launched: _LaunchedStep | None = None
@@ -101,7 +101,7 @@ class TrainStep:
             watch = self.monitor.watch(self.name, number, self.total_steps, write)
         with watch:
             launched = self._launch(micro_batches, counts, started)
-            if measured:  # the passes are repeated in the blocks of this step if it has NaN
+            if measured:  # it repeats the passes of a NaN, with the blocks as they ran
                 launched.checked = self._check_finite(launched)
         launched.entry |= self.log.start_entry(counts, passes.stage.batch_size, measured=measured)
         self.launched = launched
