@@ -221,7 +221,7 @@ def _step_on_cpu(
             index=one.index, grad_scale=grad_scale,
         )  # fmt: skip
         if copies:
-            torch._foreach_copy_(*copies)
+            torch._foreach_copy_(*copies)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _join(items: Sequence[AdamwItem]) -> tuple[AdamwItem, tuple[list[Tensor], list[Tensor]]]:
@@ -239,12 +239,11 @@ def _join(items: Sequence[AdamwItem]) -> tuple[AdamwItem, tuple[list[Tensor], li
         parts = joined[-1].split([unit * count for count in groups])
         places += [part[: t.numel()].view(t.shape) for part, t in zip(parts, column, strict=True)]
         tensors += column
-    torch._foreach_copy_(places, tensors)
-    p, g, *moments = joined[:8]
-    m, v = tuple(moments[:3]), tuple(moments[3:])
-    low_bits = joined[8] if len(joined) > 8 else None
-    first = items[0]
-    one = AdamwItem(p, g, m, v, first.step, low_bits, first.group, first.index)
+    torch._foreach_copy_(places, tensors)  # pyright: ignore[reportPrivateImportUsage]
+    p, g, m, m_amax, m_k, v, v_amax, v_k, *low_bits = joined
+    first, low = items[0], low_bits[0] if low_bits else None
+    moments = (m, m_amax, m_k), (v, v_amax, v_k)
+    one = AdamwItem(p, g, *moments, first.step, low, first.group, first.index)
     return one, (tensors, places)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,8 @@ def multiply(
     (M, K), N = x[0].shape, len(w[0])
     rows, columns, warps, stages = tile
     y = torch.empty((M, N), dtype=torch.bfloat16, device=x[0].device)
-    _grouped_scales_kernel[(cdiv(M, rows) * cdiv(N, columns),)](
+    kernel: Any = cast(Any, _grouped_scales_kernel)
+    kernel[(cdiv(M, rows) * cdiv(N, columns),)](
         x_ptr=x[0], w_ptr=w[0], y_ptr=y, x_scales_ptr=x[1], w_scales_ptr=w[1], M=M, N=N, K=K,
         GROUP=group, BLOCK_M=rows, BLOCK_N=columns,
         SUM=tl.int32 if x[0].dtype == torch.int8 else tl.float32,
