@@ -42,7 +42,7 @@ class MemoryConfig:
 
     gpu_gb: Annotated[float, Field(gt=0.0)]
     """Nominal GPU memory, for example 80. Picks the fastest settings whose planned peak plus 3% is
-    at most this number of 10^9 bytes; GPUs have this number of GiB, which leaves room for CUDA,
+    at most this number of 10^9 bytes; GPUs have this number of GiB, which leaves memory for CUDA,
     communication and fragmentation."""
     choose: list[str] | None = None
     """Keys to choose: ``stages.NAME.micro_batch_size``, ``stages.NAME.gradient_checkpointing``;

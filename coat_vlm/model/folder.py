@@ -52,7 +52,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a folder's model, with the weights of ``state`` if it is given.
 
-    dtype ``auto`` is the weights' own. ValueError if there is no model, or it is incomplete.
+    dtype ``auto`` is the dtype of the weights. ValueError if the model is missing or incomplete.
     """
     if is_family(folder):
         return load_family_model("the model", str(folder), dtype, attention, state)

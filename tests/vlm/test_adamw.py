@@ -1,12 +1,15 @@
 """CoatAdamW as an optimizer: against torch's AdamW, and what it refuses."""
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from coat_kernels import adamw_step, new_moment
 from coat_vlm.optim import CoatAdamW
+from coat_vlm.optim.adamw import SMALL
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -27,6 +30,48 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16_low_bits"])
+def test_small_tensors_of_a_cpu_are_updated_as_each_by_itself(master: Any) -> None:
+    """Bit for bit, except for codes of v: their random numbers depend on the place."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    sizes = [(3,), (130, 7), (128,), (SMALL + 5,), (1, 1)]
+    parameters = [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+    groups = [
+        {"params": parameters[:3]},
+        {"params": parameters[3:], "lr": 1e-2, "betas": (0.8, 0.9)},
+    ]
+    optimizer = CoatAdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, master=master)
+    for step in (1, 2):
+        expected = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn_like(p)
+                state = {key: value.clone() for key, value in optimizer.state[p].items()}
+                low_bits = torch.zeros_like(p, dtype=torch.int16) if master != "fp32" else None
+                m, v = (
+                    tuple(state[f"{key}{part}"] for part in ("", "_amax", "_k"))
+                    if state
+                    else new_moment(p)
+                    for key in ("exp_avg", "exp_avg_sq")
+                )
+                low_bits = state.get("master_low_bits", low_bits)
+                adamw_step(
+                    new := p.detach().clone(), p.grad, cast(Any, m), cast(Any, v), lr=group["lr"],
+                    betas=group["betas"], eps=1e-8, weight_decay=0.1, step=step, low_bits=low_bits,
+                )  # fmt: skip
+                expected.append((p, new, *m, *v[1:], low_bits))
+        optimizer.step()
+        for p, new, m, m_amax, m_k, v_amax, v_k, low_bits in expected:
+            state = optimizer.state[p]
+            found = [p.detach(), *(state[f"exp_avg{part}"] for part in ("_amax", "_k"))]
+            found += [state[f"exp_avg_sq{part}"] for part in ("_amax", "_k")]
+            assert all(map(torch.equal, found, (new, m_amax, m_k, v_amax, v_k)))
+            assert torch.equal(state["exp_avg"].float(), m.float())
+            if low_bits is not None:
+                assert torch.equal(state["master_low_bits"], low_bits)
 
 
 def test_it_trains_like_adamw_with_fp32_moments() -> None:

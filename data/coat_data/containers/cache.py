@@ -20,7 +20,7 @@ def cached_file(folder: str, key: str, name: str, write: Callable[[BinaryIO], No
     """Return the file ``name`` of a key in ``folder`` of the cache; ``write`` writes it if needed.
 
     One process of a host calls ``write``, the others wait. ``key`` changes with the content. A file
-    of another size than was written, such as a truncated copy, is written again.
+    whose size differs from the written one, such as a truncated copy, is written again.
     """
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = cache_folder() / folder / digest / name
