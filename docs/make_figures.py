@@ -1,10 +1,12 @@
 """Draws the charts of docs/figures from the rows of kernels/benchmarks/results.
 
 An SVG has light and dark colors and text that is readable at a width of 400 pixels. With
-``--check`` nothing is written, and the exit status is 1 if a chart is stale.
+``--check`` nothing is written, and the exit status is 1 if a chart is stale. ``--plan`` first plans
+the memory of an 8B step again (a minute), which the chart ``memory_8b.svg`` shows.
 """
 
 import csv
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -12,15 +14,17 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from make_numbers import RESULTS, values
+from pages import write_pages
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 WIDTH = 640
 STYLE = """
 svg { --ink: #1f2937; --faint: #6b7280; --line: #c3c9d2; --paper: #ffffff; --box: #f3f4f6;
-  --bf16: #6b7280; --other: #c2410c; --own: #1d4ed8; --saved: #dbeafe }
+  --bf16: #6b7280; --other: #c2410c; --own: #1d4ed8; --saved: #dbeafe;
+  --teal: #0f766e; --sky: #60a5fa }
 @media (prefers-color-scheme: dark) { svg { --ink: #e5e7eb; --faint: #9ca3af; --line: #4b5563;
   --paper: #161b22; --box: #232a35; --bf16: #9ca3af; --other: #fb923c; --own: #7cb1ff;
-  --saved: #1e3a6b } }
+  --saved: #1e3a6b; --teal: #2dd4bf; --sky: #3b82f6 } }
 text { font: 18px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink) }
 .title { font-weight: 600; font-size: 20px }
 .faint { fill: var(--faint) }
@@ -234,27 +238,90 @@ def draw_losses() -> str:
     return out.write()
 
 
+PARTS = {
+    "weights": "ink",
+    "master_weights": "faint",
+    "states": "other",
+    "gradients": "teal",
+    "activations": "sky",
+    "other": "line",
+}
+"""Part of the peak -> its color. In the optimizer's step, gradients include their FP32 copies."""
+GROUPS = {
+    "One GPU, one sequence": (1, 1, ["zero_stage=0", "stages.sft.batch_size=8"]),
+    "Eight GPUs with ZeRO-3, four sequences each": (8, 4, ["stages.sft.batch_size=256"]),
+}
+"""Group of bars -> GPUs, sequences in a micro-batch, other settings."""
+RECOMPUTATION = {"": [], ", recomputation": ["stages.sft.gradient_checkpointing=true"]}
+PLANS = FIGURES / "memory_8b.csv"
+
+
+def plan_memory() -> None:
+    """Plan a step of ``vila_sft``: 8.07B parameters, 4 images in each sequence of 4,096 tokens."""
+    from coat_vlm.config.load import load_recipe
+    from coat_vlm.plan import plan_recipe
+
+    with PLANS.open("w", encoding="utf-8", newline="") as stream:
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow(["group", "setting", *PARTS, "peak"])
+        for group, (ranks, rows, words) in GROUPS.items():
+            words = [*words, f"stages.sft.micro_batch_size={rows}", "init_from=null"]
+            for precision, name in itertools.product(("BF16", "coat"), RECOMPUTATION):
+                changes = [f"precision={precision.lower()}", "model.image.max_tiles=3"]
+                changes += words + RECOMPUTATION[name]
+                recipe = load_recipe("vila_sft", changes, unset_variables=True)
+                (plan,) = plan_recipe(recipe, ranks=ranks, gpu_bytes=80e9, images=4)
+                memory = plan.own_memory
+                sizes = {part: getattr(memory, part, 0.0) for part in PARTS}
+                if memory.step_peak > memory.backward_peak:
+                    sizes["activations"] = 0.0
+                    sizes["gradients"] += memory.peak - sum(sizes.values())
+                sizes["other"] = memory.peak - sum(sizes.values())
+                sizes["peak"] = memory.peak
+                shown = [f"{size / 1e9:.1f}" for size in sizes.values()]
+                table.writerow([group, precision + name, *shown])
+
+
+def draw_memory() -> str:
+    """The planned peak memory of an 8B step, by part."""
+    with PLANS.open(encoding="utf-8", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    out = Drawing(630, "Planned memory of an 8B training step, per GPU")
+    out.text((20, 32), "Planned memory of an 8B training step, GB per GPU", "title")
+    x, y = 20.0, 62.0
+    for part, color in PARTS.items():
+        name = {"states": "AdamW states"}.get(part, part.replace("_", " "))
+        if x + 24 + 10 * len(name) > WIDTH - 20:
+            x, y = 20.0, y + 28
+        out.box((x, y - 14), (16, 16), color)
+        out.text((x + 23, y), name)
+        x += 44 + 10 * len(name)
+    scale, y = 540 / 165, y + 12
+    for group, members in itertools.groupby(rows, lambda row: row["group"]):
+        y += 34
+        out.text((20, y), group, "faint")
+        for row in members:
+            y += 30
+            out.text((20, y), row["setting"])
+            x, y = 20.0, y + 8
+            for part, color in PARTS.items():
+                size = scale * float(row[part])
+                out.box((x, y), (size, 20), color)
+                x += size
+            out.text((x + 8, y + 16), f"{float(row['peak']):.0f}", "strong")
+            y += 20
+    return out.write()
+
+
 CHARTS: dict[str, Callable[[], str]] = {
     "step_8b.svg": draw_speed,
     "fp8_block.svg": draw_block,
     "losses.svg": draw_losses,
+    "memory_8b.svg": draw_memory,
 }
 
 
-def main() -> int:
-    """Write or check the charts."""
-    stale = []
-    for name, draw in CHARTS.items():
-        path, text = FIGURES / name, draw()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(name)
-            if "--check" not in sys.argv:
-                path.write_text(text, encoding="utf-8")
-    if stale and "--check" in sys.argv:
-        print(f"stale: {', '.join(stale)}; run python docs/make_figures.py")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if "--plan" in sys.argv:
+        plan_memory()
+    sys.exit(write_pages(FIGURES, CHARTS))

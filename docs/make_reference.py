@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pages import write_pages
+
 from coat_cli.command import Parser
 from coat_cli.main import build_parser
 from coat_vlm.config import Recipe
@@ -221,20 +223,6 @@ PAGES = {
 }
 
 
-def main() -> int:
-    """Write or check the pages."""
-    stale = []
-    for name in [word for word in sys.argv[1:] if word in PAGES] or PAGES:
-        path, text = REFERENCE / name, PAGES[name]()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(name)
-            if "--check" not in sys.argv:
-                path.write_text(text, encoding="utf-8")
-    if stale and "--check" in sys.argv:
-        print(f"stale: {', '.join(stale)}; run python docs/make_reference.py")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = {name: PAGES[name] for name in sys.argv[1:] if name in PAGES}
+    sys.exit(write_pages(REFERENCE, chosen or PAGES))
