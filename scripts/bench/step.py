@@ -6,7 +6,10 @@ of one batch size, and freed. Every micro-batch of a step is the same batch of r
 --precisions are ours (bf16 included, with its chunked loss). --baselines are transformers'
 BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
 (torchao), these with Liger's kernels (liger, liger_torchao), and torchao's with only Liger's
-loss (liger_loss_torchao).
+loss (liger_loss_torchao). The others have Liger's loss and compile the tower as well: torchao's
+FP8 in the decoder (tower), the same with max-autotune-no-cudagraphs (max_autotune), or in both
+(fp8_tower); BF16 in CUDA graphs, for small models (reduce_overhead). The last lines name the
+fastest.
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the
@@ -381,6 +384,25 @@ def format_steps(results: Sequence[StepResult]) -> str:
     return harness.format_results(results, columns)
 
 
+def name_fastest(results: Sequence[StepResult]) -> str:
+    """Name the fastest baseline of every ZeRO stage and batch, and the speed of ours against it."""
+    ours, lines = set(NAMES.values()), []
+    for key in dict.fromkeys((r.zero, r.optimizer == "none", r.batch) for r in results):
+        timed = [r for r in results if (r.zero, r.optimizer == "none", r.batch) == key and r.tok_s]
+        if baselines := [r for r in timed if r.implementation not in ours]:
+            best: Any = max(baselines, key=lambda r: r.tok_s or 0.0)
+            ratios = (
+                f"; {r.implementation} {(r.tok_s or 0.0) / best.tok_s:.3f}x"
+                for r in timed
+                if r.implementation in ours
+            )
+            lines.append(
+                f"Fastest baseline, optimizer {best.optimizer}, ZeRO {best.zero}, batch "
+                f"{best.batch}: {best.implementation}, {best.tok_s:,.0f} tokens/s{''.join(ratios)}"
+            )
+    return "\n".join(lines)
+
+
 def limit_memory(device: torch.device, gib: float) -> None:
     """Limit torch's allocator on a GPU to ``gib`` * 2^30 bytes; ValueError if it has less."""
     if device.type != "cuda":
@@ -395,7 +417,7 @@ def limit_memory(device: torch.device, gib: float) -> None:
 
 EXAMPLES = """\
   python scripts/bench/step.py --csv tiny.csv                    # a tiny model, on any machine
-  python scripts/bench/step.py --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8
+  python scripts/bench/step.py --size 8b --baselines eager liger tower --batch 1 2 4 8
   python scripts/bench/step.py --size 8b --precisions coat --optimizer own --batch 4 --profile
   python scripts/bench/step.py --size 8b --precisions coat recompute_qkv --optimizer own \\
       --accumulation 8 --cap-gib 77                              # an 8B model on a GPU of 80 GB
@@ -456,7 +478,7 @@ def main(args: argparse.Namespace) -> None:
                     if results[-1].problem:
                         break
         title = f"{results[0].model}, {world.size} x {results[0].gpu}"
-        harness.say(f"\n{title}\n\n{format_steps(results)}")
+        harness.say(f"\n{title}\n\n{format_steps(results)}\n\n{name_fastest(results)}")
 
 
 if __name__ == "__main__":

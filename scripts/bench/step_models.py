@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
@@ -39,7 +40,7 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.config.stage import LoraTraining, PackingConfig
-from coat_vlm.fp8.blocks import Fp8DecoderLayer, find_layer
+from coat_vlm.fp8.blocks import Fp8DecoderLayer, Fp8Encoder, Fp8Layer, find_layer
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.model.family_model import complete_inputs, known_layout
@@ -352,32 +353,54 @@ def _forward_with_liger_loss(
     return CausalLMOutputWithPast(loss=loss)
 
 
-def _find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the decoder, which are of classes that FP8 knows."""
+def _find_blocks(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> list[nn.Module]:
+    """Return the blocks of the decoder or another kind, which are of classes that FP8 knows."""
     found = ((module, find_layer(module)) for module in model.modules())
-    return [module for module, layer in found if layer and issubclass(layer, Fp8DecoderLayer)]
+    return [module for module, layer in found if layer and issubclass(layer, kind)]
 
 
-def _apply_torchao(model: nn.Module) -> None:
-    """Use torchao's tensorwise FP8 in the linear layers of the decoder."""
-    for layer in _find_blocks(model):
+def _apply_torchao(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> None:
+    """Use torchao's tensorwise FP8 in the linear layers of the decoder, or of all blocks."""
+    for layer in _find_blocks(model, kind):
         convert_to_torchao(layer)
 
 
-def _compile(model: nn.Module) -> None:
-    """Compile every decoder layer for one batch shape.
+def _pad_tower(model: nn.Module) -> None:
+    """Pad the width of the tower's MLPs to a multiple of 16 with zero channels.
+
+    The widths of 3,420 in Qwen2.5-VL give rows of 6,840 bytes, which are not aligned to 16 bytes,
+    so cuBLAS cannot use its kernels for Hopper; FP8 GEMMs require a multiple of 16. Activations
+    and gradients of the channels are zero.
+    """
+    linears = (m for block in _find_blocks(model, Fp8Encoder) for m in block.modules())
+    for linear in linears:
+        if not isinstance(linear, nn.Linear):
+            continue
+        rows, columns = (-size % 16 for size in linear.weight.shape)
+        for name, padding in (("weight", (0, columns, 0, rows)), ("bias", (0, rows))):
+            if (old := getattr(linear, name)) is not None and any(padding):
+                new = nn.Parameter(F.pad(old.detach(), padding), requires_grad=old.requires_grad)
+                setattr(linear, name, new)
+        linear.out_features, linear.in_features = linear.weight.shape
+
+
+def _compile(
+    model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer, mode: str | None = None
+) -> None:
+    """Compile every decoder layer, or every block, for one batch shape.
 
     ZeRO-3 gathers and frees the weights of such a block as a whole, as of an FP8 block. Its hooks
     would otherwise be traced with every layer inside, and would end the graph there.
     """
-    blocks = _find_blocks(model)
-    for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)  # without the block's hooks
+    blocks = _find_blocks(model, kind)
+    for block in blocks:  # without the block's hooks
+        block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
     set_z3_leaf_modules(model, list({type(block) for block in blocks}))
 
 
 _LIGER_LOSS = partial(_apply_liger, kernels=False)
 _TORCHAO = [_use_decoder_loss, _apply_torchao, _compile]
+_TOWER = [_LIGER_LOSS, _use_decoder_loss, _pad_tower]
 BASELINES = {
     "eager": Baseline("hf_eager", [_use_decoder_loss]),
     "compile": Baseline("hf_compile", [_use_decoder_loss, _compile]),
@@ -386,6 +409,26 @@ BASELINES = {
     "liger_torchao": Baseline("liger_torchao_tensorwise_compile", [_apply_liger, *_TORCHAO]),
     "liger_loss_torchao": Baseline(
         "liger_loss_torchao_tensorwise_compile", [_LIGER_LOSS, *_TORCHAO]
+    ),
+    "tower": Baseline(
+        "liger_loss_torchao_tensorwise_compile_tower",
+        [*_TOWER, _apply_torchao, partial(_compile, kind=Fp8Layer)],
+    ),
+    "fp8_tower": Baseline(
+        "liger_loss_torchao_tensorwise_compile_fp8_tower",
+        [*_TOWER, partial(_apply_torchao, kind=Fp8Layer), partial(_compile, kind=Fp8Layer)],
+    ),
+    "max_autotune": Baseline(
+        "liger_loss_torchao_tensorwise_compile_max_autotune",
+        [
+            *_TOWER,
+            _apply_torchao,
+            partial(_compile, kind=Fp8Layer, mode="max-autotune-no-cudagraphs"),
+        ],
+    ),
+    "reduce_overhead": Baseline(
+        "liger_loss_compile_reduce_overhead",
+        [*_TOWER, partial(_compile, kind=Fp8Layer, mode="reduce-overhead")],
     ),
 }
 """Values of ``--baselines``."""

@@ -17,6 +17,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 import harness
 import step
+import step_models
 from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model.vlm import count_parameters
@@ -181,8 +182,9 @@ def test_samples_of_an_instruction_mix(published: str) -> None:
 def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
 
-    def note(forward: Any, dynamic: bool) -> Any:
+    def note(forward: Any, dynamic: bool, mode: str | None) -> Any:
         assert not dynamic
+        assert mode is None
         compiled.append(forward.__self__)
         return forward
 
@@ -196,6 +198,44 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
     # ZeRO-3 gathers them as a whole.
     assert all(z3_leaf_module(block) for block in compiled)
     assert not z3_leaf_module(model)
+
+
+@pytest.mark.parametrize("size", ["tiny", "published"])
+def test_compiled_towers(published: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths of 70, as 3,420 in Qwen2.5-VL, are padded to 80; results stay the same."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    monkeypatch.setattr(step_models, "_LIGER_LOSS", lambda _: None)
+    model = build_stage_model(tiny(size), CPU)
+    loaded = make_step_batch(model, SIZES[size], 1, None, 0)
+    expected = step.run_pass(model, loaded)
+    for part in step_models.BASELINES["tower"].parts[1:]:
+        if part is not step_models._apply_torchao:
+            part(model)
+    assert step.run_pass(model, loaded) == pytest.approx(expected, rel=1e-5)
+    mlps = [p for n, p in model.named_parameters() if "vis" in n and ".mlp." in n]
+    assert mlps
+    assert not any(width % 16 for parameter in mlps for width in parameter.shape)
+
+
+def test_the_fastest_baseline_is_named() -> None:
+    def result(name: str, speed: float | None, batch: int, optimizer: str = "none") -> StepResult:
+        origin = {"date": "", "commit": "", "gpu": "", "gpus": 1, "zero": 0, "model": ""}
+        return StepResult(
+            **origin, implementation=name, checkpointing=False, optimizer=optimizer,
+            batch=batch, tokens=1, tok_s=speed,
+        )  # fmt: skip
+
+    results = [
+        result("coat_paper", 1210.0, 1), result("hf_eager", 500.0, 1), result("liger", 1100.0, 1),
+        result("coat_paper", 1300.0, 2, "coat"), result("liger", 1000.0, 2, "adamw"),
+        result("hf_eager", None, 2, "adamw"), result("coat_paper", 1400.0, 4),
+    ]  # fmt: skip
+    assert step.name_fastest(results).splitlines() == [
+        "Fastest baseline, optimizer none, ZeRO 0, batch 1: liger, 1,100 tokens/s; "
+        "coat_paper 1.100x",
+        "Fastest baseline, optimizer adamw, ZeRO 0, batch 2: liger, 1,000 tokens/s; "
+        "coat_paper 1.300x",
+    ]
 
 
 @pytest.mark.slow
