@@ -2,9 +2,10 @@
 
 A figure is followed by a comment: ``18,855<!--vlm_8b coat tok_s-->`` names a group of
 make_numbers.yaml, one of its implementations and a column. ``coat / bf16`` is a ratio, ``coat -
-bf16`` a difference in percent, ``coat +- bf16`` half of its 95% interval over seeds; the second may
-be ``group:bf16``. Group and implementation may be left out if they equal the comment before, on the
-same line. Decimals, a plus sign and a percent sign before the comment stay as they are.
+bf16`` a difference in percent (of accuracies: in points), ``coat +- bf16`` half of its 95% interval
+over seeds; the second may be ``group:bf16``. Group and implementation may be left out if they equal
+the comment before, on the same line. Decimals, a plus sign and a percent sign before the comment
+stay as they are.
 
 With ``--check`` nothing is written. The exit status is 1 if a figure differs from its row, if a
 page shows a baseline of a group and not the fastest one, and if a later commit has rows of all
@@ -32,9 +33,12 @@ STUDENT = {2: 4.303, 4: 2.776, 14: 2.145}  # two-sided 95% by degrees of freedom
 
 MEMBERS = {
     "adamw.csv": "implementation codec", "fork.csv": "variant", "kernels.csv": "op",
-    "recipe.csv": "recipe stage", "sums.csv": "sums micro_batches",
+    "real_parts.csv": "precision evaluated_in", "recipe.csv": "recipe stage",
+    "sums.csv": "sums micro_batches",
 }  # fmt: skip
 """Columns that name what was measured; in other files `implementation` or `precision`."""
+ACCURACIES = {"tiny_imagenet", "cifar10", "presence", "choice", "last_words"}
+"""Columns in percent, whose differences are in points."""
 TIMES = {"step.csv": "ms", "layer.csv": "fwdbwd_ms", "adamw.csv": "ms"}
 """Files with other implementations, and the column of their times."""
 
@@ -112,10 +116,12 @@ def figure(name: str, member: str, sign: str, other: str, column: str) -> float:
     ratios = [shown[seed] / others[seed] for seed in shown if seed in others]
     if sign == "/":
         return statistics.mean(ratios)
-    percent = [100 * (ratio - 1) for ratio in ratios]
+    differences = [100 * (ratio - 1) for ratio in ratios]
+    if column in ACCURACIES:
+        differences = [shown[seed] - others[seed] for seed in shown if seed in others]
     if sign == "-":
-        return statistics.mean(percent)
-    return STUDENT[len(percent) - 1] * statistics.stdev(percent) / len(percent) ** 0.5
+        return statistics.mean(differences)
+    return STUDENT[len(differences) - 1] * statistics.stdev(differences) / len(differences) ** 0.5
 
 
 def write(line: str, shown: dict[str, set[str]]) -> str:
