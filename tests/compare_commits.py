@@ -2,8 +2,8 @@
 
 For changes that must not change numbers: restructuring, renaming, moved files.
 
-  python tests/compare_commits.py c1c6f6b              # with the files as they are now
-  python tests/compare_commits.py c1c6f6b HEAD --precision bf16 coat
+  python tests/compare_commits.py main                 # with the files as they are now
+  python tests/compare_commits.py main HEAD --precision bf16 coat
   python tests/compare_commits.py HEAD HEAD                                 # is it repeatable?
   python tests/compare_commits.py HEAD HEAD --change seed=1                 # it must differ
 
@@ -12,7 +12,7 @@ precision: ZeRO 0 in one process, ZeRO 3 in two. Its three stages have frozen mo
 gradient checkpointing (pretrain), packed rows and stochastic rounding of FP8 moments (sft). Each
 commit then continues from its own first checkpoint of stage sft. Losses, gradient norms, learning
 rates and token counts of ``metrics.jsonl``, the images and questions of the data set and the
-tensors of the saved models must be equal; each commit takes its own names of recipe keys.
+tensors of the saved models must be equal.
 
 The exit status is 0 if all is equal, 1 if not, 2 if a run of the first commit fails. All runs use
 the CPU with one thread, in the environment of the Python that runs this script; only the project's
@@ -38,7 +38,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat", "coat-recompute_qkv")
+PRECISIONS = {
+    **{name: [f"precision={name}"] for name in ("fp32", "bf16", "fp8_linear", "coat")},
+    "coat-recompute_qkv": ["precision=coat", "fp8.recompute_qkv=true"],
+}
 RESUMED = ("bf16-zero0", "coat-zero0", "coat-recompute_qkv-zero0", "coat-zero3")
 """The training setups that are also continued from a checkpoint."""
 SCENES = ("--num-train", "48", "--num-val", "8", "--num-test", "8")
@@ -48,8 +51,6 @@ RECIPE = (
     *("stages.pretrain.gradient_checkpointing=true", "stages.sft.max_steps=5"),
     *("stages.sft.save_steps=2", "stages.sft.packing=true", "stages.sft.betas=[0.9,0.999]"),
 )
-C1C6F6B = {"save_steps": "save_every_steps"}
-"""Recipe keys -> their names at commit c1c6f6b."""
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 COMPARED = re.compile(r"(val_)?loss.*|grad_norm|lr.*|supervised_tokens|tokens|samples")
 """Keys of metrics.jsonl that must be equal."""
@@ -114,10 +115,7 @@ class Side:
 
     def make_data(self, folder: Path) -> Result:
         """Job: make the data set."""
-        # Earlier commits have no named_model.py and other names.
-        new = (self.folder / "packages/coat_vlm/model/named_model.py").is_file()
-        words = ["scenes", "--to"] if new else ["make", "scenes", "--out"]
-        self.run(["-m", "coat_vlm.cli", "data", *words, "made", *SCENES], folder)
+        self.run(["-m", "coat_vlm.cli", "data", "scenes", "--to", "made", *SCENES], folder)
         made = (folder / "made").rglob("*")  # made.json describes the maker
         kept = [p for p in made if p.suffix in (".json", ".png") and p.name != "made.json"]
         return {path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(kept)}
@@ -127,9 +125,9 @@ class Side:
         (folder / "runs").mkdir()
         (folder / "runs" / "quickstart-data").symlink_to(self.folder / "data" / "made")
         precision, zero = setup.split("-zero")
-        words = [*RECIPE, f"zero_stage={zero}", *self.precision(precision), *options]
+        words = [*RECIPE, f"zero_stage={zero}", *PRECISIONS[precision], *options]
         launcher = TWO_RANKS if zero == "3" else ()
-        self.run([*launcher, "-m", "coat_vlm.cli", "train", *self.own_names(words)], folder)
+        self.run([*launcher, "-m", "coat_vlm.cli", "train", *words], folder)
         result: Result = {}
         for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines():
             entry = json.loads(line)
@@ -150,25 +148,6 @@ class Side:
         for later in sorted((run / "sft" / "checkpoints").iterdir())[1:]:
             shutil.rmtree(later)
         return self.train(setup, ["--resume", "auto"], folder)
-
-    def is_older(self) -> bool:
-        """Whether the packages have the recipe keys of commit c1c6f6b."""
-        text = (self.folder / "packages/coat_vlm/config/stage.py").read_text(encoding="utf-8")
-        return "save_every_steps" in text
-
-    def precision(self, name: str) -> list[str]:
-        """Return the overrides that choose a precision of ``PRECISIONS``."""
-        if name != "coat-recompute_qkv":
-            return [f"precision={name}"]
-        if self.is_older():
-            return ["precision=coat_lean"]
-        return ["precision=coat", "fp8.recompute_qkv=true"]
-
-    def own_names(self, words: list[str]) -> list[str]:
-        """Replace recipe keys by those of this side."""
-        for key, older in C1C6F6B.items() if self.is_older() else ():
-            words = [re.sub(rf"\b{key}=", f"{older}=", word) for word in words]
-        return words
 
 
 def hash_file(path: Path) -> str:
