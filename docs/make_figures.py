@@ -256,12 +256,12 @@ RECOMPUTATION = {"": [], ", recomputation": ["stages.sft.gradient_checkpointing=
 PLANS = FIGURES / "memory_8b.csv"
 
 
-def plan_memory() -> None:
+def plan_memory(path: Path = PLANS) -> None:
     """Plan a step of ``vila_sft``: 8.07B parameters, 4 images in each sequence of 4,096 tokens."""
     from coat_vlm.config.load import load_recipe
     from coat_vlm.plan import plan_recipe
 
-    with PLANS.open("w", encoding="utf-8", newline="") as stream:
+    with path.open("w", encoding="utf-8", newline="") as stream:
         table = csv.writer(stream, lineterminator="\n")
         table.writerow(["group", "setting", *PARTS, "peak"])
         for group, (ranks, rows, words) in GROUPS.items():

@@ -5,6 +5,7 @@ the long one.
 """
 
 import argparse
+import importlib
 import itertools
 import re
 import shlex
@@ -169,3 +170,12 @@ def test_the_charts_are_not_stale() -> None:
     command = [sys.executable, str(ROOT / "docs/make_figures.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_planned_memory_is_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bars of ``memory_8b.svg`` are what coat-vlm plans today."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    figures = importlib.import_module("make_figures")
+    figures.plan_memory(tmp_path / "plans.csv")
+    assert (tmp_path / "plans.csv").read_text() == figures.PLANS.read_text()
