@@ -100,10 +100,10 @@ def load_checkpoint(
     contents = read_contents(checkpoint)
     progress = world.run_on_rank0(lambda: read_progress(checkpoint))
     for name in ("stage", "precision"):
-        saved, wanted = getattr(progress, name), getattr(expected, name)
-        if saved != wanted:
+        saved, needed = getattr(progress, name), getattr(expected, name)
+        if saved != needed:
             raise ValueError(
-                f"{checkpoint} was saved with {name}={saved}, this run has {name}={wanted}; resume "
+                f"{checkpoint} was saved with {name}={saved}, this run has {name}={needed}; resume "
                 f"with {name}={saved}, or start a new run with init_from"
             )
     contents.check(describe_contents(engine), str(checkpoint))

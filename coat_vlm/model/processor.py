@@ -319,7 +319,7 @@ class CoatVlmProcessor(ProcessorMixin):
                 segments = encoder.segments(Sample(id="messages", turns=turns, **fields))
                 if add_generation_prompt:
                     segments = encoder.template.render(turns, tools, add_generation_prompt=True)
-                texts.append("".join(PLACEHOLDERS.get(kind, said) for kind, said, _ in segments))
+                texts.append("".join(PLACEHOLDERS.get(kind, text) for kind, text, _ in segments))
             return texts if batched else texts[0]
         kwargs.pop("load_audio_from_video", None)
         kwargs.pop("sanitize_control_tokens", None)  # always

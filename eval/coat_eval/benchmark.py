@@ -208,7 +208,7 @@ def prompt_sample(text: str, media: Sequence[Media] = (), texts: Sequence[str] =
     parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
     if texts:
         pairs = zip(texts, media, strict=False)
-        parts = [part for said, one in pairs for part in (Part("text", said), Part(one.kind))]
+        parts = [part for text, one in pairs for part in (Part("text", text), Part(one.kind))]
     parts.append(Part("text", texts[-1] if texts else text))
     turn = Turn("user", tuple(part for part in parts if part != Part("text")))
     return Sample(id="prompt", turns=(turn,), media=tuple(media))
@@ -438,9 +438,9 @@ class Benchmark(ABC):
         elif "text" in row and not is_question:
             names.append("text")
         if len({str(row[name]) for name in names}) > 1:
-            said = " and ".join(f"{name} {str(row[name])[:40]!r}" for name in names)
+            fields = " and ".join(f"{name} {str(row[name])[:40]!r}" for name in names)
             remedy = 'name the model\'s answer "prediction"'
-            raise DataError(where, f"has {said}; either may be the prediction", remedy)
+            raise DataError(where, f"has {fields}; either may be the prediction", remedy)
         return row[names[0]]
 
     def all_predictions(self, tables: Tables, questions: Sequence[Question]) -> list[Prediction]:

@@ -152,6 +152,6 @@ def _explain(error: Exception) -> str:
     with suppress(OSError, HTTPException, ValueError, AttributeError):
         found = json.loads(error.read())
         found = found.get("error", found)
-        said = found if isinstance(found, str) else found.get("message") or found.get("detail")
-        return f"{error}: {str(said)[:300]}"
+        reason = found if isinstance(found, str) else found.get("message") or found.get("detail")
+        return f"{error}: {str(reason)[:300]}"
     return str(error)

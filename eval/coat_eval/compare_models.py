@@ -118,7 +118,7 @@ def compare_items(paths: Sequence[Path], *, anyway: bool = False) -> Comparison:
     if found and not (anyway and keys):
         raise ValueError(f"not comparable: {'; '.join(found)}; all: {', '.join(keys) or 'none'}")
     columns = {key: match(key, [own[key] for own in sets.values()], anyway=anyway) for key in keys}
-    found += [text for _, told in columns.values() for text in told]
+    found += [text for _, differences in columns.values() for text in differences]
     for index, name in enumerate(names):
         sets[name] = {key: column[index] for key, (column, _) in columns.items()}
     rows = [
@@ -177,29 +177,31 @@ def _describe_comparability(
     differences: Sequence[str], first: Mapping[str, ScoredSet], second: Mapping[str, ScoredSet]
 ) -> str:
     """Say what was not comparable, and how the answers were made differently."""
-    told = ["Comparable: same items, references and rules"]
+    remarks = ["Comparable: same items, references and rules"]
     if differences:
-        told = [f"NOT COMPARABLE, only what they have in common is used: {'; '.join(differences)}"]
+        remarks = [
+            f"NOT COMPARABLE, only what they have in common is used: {'; '.join(differences)}"
+        ]
     for key, one in first.items():
         for name, value in one.conditions.items():
             if (other := second[key].conditions.get(name, value)) != value:
-                told.append(f"{name} {value or 'default'} in A, {other or 'default'} in B")
+                remarks.append(f"{name} {value or 'default'} in A, {other or 'default'} in B")
             elif name == "precision":
-                told.append(f"{name} {value}")
-    return f"{'; '.join(dict.fromkeys(told))}."
+                remarks.append(f"{name} {value}")
+    return f"{'; '.join(dict.fromkeys(remarks))}."
 
 
 def _describe_winner(rows: Iterable[tuple[str, "Difference | SetComparison"]]) -> list[str]:
     """Say by how much either model is better in named metrics, and where that may be chance."""
     titles = ("B is better, beyond chance", "A is better, beyond chance", "May be chance")
-    told: dict[str, list[str]] = {title: [] for title in titles}
+    changes: dict[str, list[str]] = {title: [] for title in titles}
     for name, row in rows:
         change, (low, high) = row.difference or 0.0, row.interval or (0.0, 0.0)
         chance = low <= 0 <= high if row.p_value is None else row.p_value >= LEVEL
         p = "not tested" if row.interval is None else f"95% {_format_interval(row.interval)}"
         p += "" if row.p_value is None else f", p {row.p_value:.2g}"
-        told[titles[2 if chance else change < 0]].append(f"{name} {change:+.2f} ({p})")
-    return [f"{title} (B - A): {'; '.join(texts)}." for title, texts in told.items() if texts]
+        changes[titles[2 if chance else change < 0]].append(f"{name} {change:+.2f} ({p})")
+    return [f"{title} (B - A): {'; '.join(texts)}." for title, texts in changes.items() if texts]
 
 
 def read_published() -> dict[str, dict[str, Any]]:
@@ -300,7 +302,7 @@ def compare_runs(
                 f"{lacking[0] / 'eval' / name / 'report.json'} does not exist; evaluate it: "
                 f"coat-vlm eval --model {lacking[0]}"
             )
-        read, told = match(name, [own[name] for own in scored.values()], anyway=anyway)
+        read, differences = match(name, [own[name] for own in scored.values()], anyway=anyway)
         runs = [one.estimates[metric] for one in read]
         pair = runs[: len(first)], runs[len(first) :]
         tested = compare(*map(average, pair)) if second else {}
@@ -308,7 +310,7 @@ def compare_runs(
         ours, theirs = ([run.value for run in group] for group in pair)
         precisions = [one.conditions.get("precision", "") for one in read]
         tested |= {"size": runs[0].size, "precision": _join(precisions, len(first))}
-        rows.append(SetComparison(name, metric, ours, theirs, not_comparable=told, **tested))
+        rows.append(SetComparison(name, metric, ours, theirs, not_comparable=differences, **tested))
     losses = [_read_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -353,9 +355,9 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
         header += ["second: mean", "sd", "runs"]
         header += ["difference", "95% interval", "p", "detectable", "n"]
     lines, tested = [], [row for row in rows if row.interval is not None]
-    told = [text for row in rows for text in row.not_comparable]
+    differences = [text for row in rows for text in row.not_comparable]
     head = ["A = first group, B = second group"] * bool(tested)
-    head += [_describe_comparability(told, {}, {})] * bool(told or tested)
+    head += [_describe_comparability(differences, {}, {})] * bool(differences or tested)
     head += _describe_winner((f"{row.name} {row.metric}", row) for row in tested)
     for row in rows:
         digits = 4 if row.metric == "loss" else 2

@@ -85,8 +85,8 @@ def extract_choice(text: str, choices: Sequence[str]) -> str | None:
     if len(bare) == 1 and bare.upper() in letters:
         return bare.upper()
     options = {letter: _to_words(choice) for letter, choice in zip(letters, choices, strict=True)}
-    said = _to_words(plain)
-    same = {letter for letter, option in options.items() if option == said}
+    spaced = _to_words(plain)
+    same = {letter for letter, option in options.items() if option == spaced}
     sentence = _ARTICLE.sub("", plain)
     rules = (
         same,
@@ -96,7 +96,7 @@ def extract_choice(text: str, choices: Sequence[str]) -> str | None:
         {
             letter
             for letter, option in options.items()
-            if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", said)
+            if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", spaced)
         },
     )
     for found in rules:

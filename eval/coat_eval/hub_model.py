@@ -162,9 +162,9 @@ class ContentReader:
         """Read the frames of a video; videos get a fixed number of frames so that batches stack."""
         last = self._last_clip  # several threads may read
         if last is None or last[0] != media:
-            clip, wanted = self._videos.read(media), self._videos.settings.num_frames
-            if self.videos_as == "video" and len(clip.frames) < wanted:
-                places = [place * len(clip.frames) // wanted for place in range(wanted)]
+            clip, number = self._videos.read(media), self._videos.settings.num_frames
+            if self.videos_as == "video" and len(clip.frames) < number:
+                places = [place * len(clip.frames) // number for place in range(number)]
                 times = clip.times_s and [clip.times_s[place] for place in places]
                 clip = replace(clip, frames=[clip.frames[place] for place in places], times_s=times)
             last = self._last_clip = (media, clip)

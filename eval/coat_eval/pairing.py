@@ -143,32 +143,32 @@ def _find_key(one: Prediction, keys: Sequence[tuple[str, str]]) -> tuple[str, st
 
 
 def _check_text(one: Prediction, problems: _ProblemCounter) -> str | None:
-    said = f"the prediction for question {one.question_id!r} is"
+    subject = f"the prediction for question {one.question_id!r} is"
     if not isinstance(one.text, str):
-        problem = f"{said} {one.text!r}, not a text"
+        problem = f"{subject} {one.text!r}, not a text"
         remedy = "write the model's text"
         if isinstance(one.text, list):
-            problem, remedy = f"{said} the losses {one.text!r}", "compute finite losses"
+            problem, remedy = f"{subject} the losses {one.text!r}", "compute finite losses"
         problems.add("not_text", one.where, problem, remedy)
         return None
     if not one.text.strip():
         allow = "score it as the empty text, as the official scorers do,"
-        problems.add("empty", one.where, f"{said} empty", "finish the run", allow)
+        problems.add("empty", one.where, f"{subject} empty", "finish the run", allow)
     return one.text
 
 
 def _check_not_questions(matched: Sequence[tuple[Prediction, Question]]) -> None:
     """Raise DataError if the text of every prediction contains its question."""
-    told = [
+    answered = [
         (one, own)
         for one, own in matched
         if isinstance(one.text, str) and len(keep_letters(own.text)) >= _LONG_QUESTION
     ]
-    answers = [(split_reasoning(one.text)[1] or "", own.text) for one, own in told]
-    if told and all(contains_question(*pair) for pair in answers):
+    answers = [(split_reasoning(one.text)[1] or "", own.text) for one, own in answered]
+    if answered and all(contains_question(*pair) for pair in answers):
         raise DataError(
-            told[0][0].where,
-            f"the text is the question {told[0][1].text!r}, as in all rows: these are questions",
+            answered[0][0].where,
+            f"the text is the question {answered[0][1].text!r}, as in all rows: all are questions",
             "give the model's answers",
         )
 

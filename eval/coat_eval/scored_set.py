@@ -121,12 +121,12 @@ def _read_report(path: Path) -> ScoredSet:
 
 
 def _measure(
-    task: str, profile: str, rows: Sequence[Any], said: Mapping[str, float], path: Path
+    task: str, profile: str, rows: Sequence[Any], reported: Mapping[str, float], path: Path
 ) -> dict[str, Any]:
-    """Return metrics and estimates of items; DataError if the report ``said`` other metrics."""
+    """Return metrics and estimates of items; DataError if the report has other metrics."""
     benchmark, metrics, estimates = get_benchmark(task), {}, {}
     for metric in (*benchmark.headline, *(key for key in rows[0] if key.startswith(PASS))):
-        found, value = benchmark.estimate(metric, rows, profile), said.get(metric)
+        found, value = benchmark.estimate(metric, rows, profile), reported.get(metric)
         if found is not None and value is not None and abs(value - found.value) > _TOLERANCE:
             problem = f"{metric} is {value:.4f} in the report and {found.value:.4f} over its items"
             raise DataError(str(path), problem, _AGAIN)
@@ -192,10 +192,10 @@ def match(
             "references": {key for key, a, b in both if a[0] != b[0]},
             "answers missing in one only": {key for key, a, b in both if a[1] != b[1]},
         }
-        told = [f"{len(keys)} {what}, first {min(keys)!r}" for what, keys in items.items() if keys]
+        lines = [f"{len(keys)} {what}, first {min(keys)!r}" for what, keys in items.items() if keys]
         pairs = ((key, value, one.settings[key]) for key, value in sets[0].settings.items())
-        told += [f"{key} {a!r} and {b!r}" for key, a, b in pairs if a != b]
-        found += [f"{name}: {', '.join(told)} ({sets[0].path}, {one.path})"] if told else []
+        lines += [f"{key} {a!r} and {b!r}" for key, a, b in pairs if a != b]
+        found += [f"{name}: {', '.join(lines)} ({sets[0].path}, {one.path})"] if lines else []
     if not found:
         return sets, found
     same = [key for key in ours if all(own.get(key) == (ours[key][0], False) for own in facts)]

@@ -237,12 +237,12 @@ def _ask_judge(
     }
     settings = replace(settings, verdicts={**settings.verdicts, **verdicts})
     if rows and all(benchmark.score_one(*row, settings).needs_judge for row in rows):
-        said = next(iter(verdicts.values()), None)
+        verdict = next(iter(verdicts.values()), None)
         raise DataError(
             str(judge.cache or judge.name),
             f"none of the {len(rows)} answers that need the judge {judge.name} has a verdict that "
-            f"can be used; it said {said!r}"
-            if said is not None
+            f"can be used; it said {verdict!r}"
+            if verdict is not None
             else f"has no answer to any of the {len(rows)} prompts for the judge {judge.name}",
             "give another judge, or the cache of these predictions",
         )
@@ -268,10 +268,10 @@ def _drop_repeated(paths: Iterable[Path], warnings: list[str]) -> list[Path]:
     return list(kept.values())
 
 
-def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "references"]) -> Table:
+def _read(benchmark: Benchmark, path: Path, role: Literal["predictions", "references"]) -> Table:
     """Read a file; DataError if it has the wrong kind, with the kinds that it looks like."""
     table = read_table(path)
-    if wanted == "predictions":
+    if role == "predictions":
         fits = not table.rows or is_of_other_tool(table) or benchmark.is_predictions(table)
         if fits and is_question_file(benchmark, table):
             raise DataError(
@@ -293,9 +293,9 @@ def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "refe
     has = f"its first row has {sorted(table.rows[0])}" if table.rows else "it has no row"
     raise DataError(
         str(table.path),
-        f"is not a file of {benchmark.name} {wanted}: {has}"
+        f"is not a file of {benchmark.name} {role}: {has}"
         + (f"; it looks like {' or '.join(looks[:3])}" if looks else ""),
-        f"give {benchmark.name} {wanted}",
+        f"give {benchmark.name} {role}",
     )
 
 

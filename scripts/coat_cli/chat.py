@@ -246,8 +246,8 @@ class _Conversation:
         else:
             if num_tokens == self._max_new_tokens:
                 complain(f"the answer has reached --max-new-tokens {num_tokens}")
-        said = Turn("assistant", (Part("text", "".join(answer).strip()),))
-        self._turns, self._media, self._files = (*turns, said), media, []
+        reply = Turn("assistant", (Part("text", "".join(answer).strip()),))
+        self._turns, self._media, self._files = (*turns, reply), media, []
 
     def save(self, path: Path) -> None:
         """Write the conversation as messages; an error if the file exists."""

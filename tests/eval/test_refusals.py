@@ -67,7 +67,7 @@ GQA = {
 def test_the_questions_of_ones_own_set_are_not_predictions(tmp_path: Path):
     rows = [{"question_id": "a", "text": "Is there a dog here?", "answer": "yes"}]
     questions = write(tmp_path / "questions.jsonl", rows)
-    assert "these are questions" in refusal("yes_no", questions, questions).problem
+    assert "all are questions" in refusal("yes_no", questions, questions).problem
 
 
 def test_answers_to_another_split_contradict_the_references_by_their_prompts(tmp_path: Path):

@@ -1,9 +1,11 @@
 """Small random checkpoints of published families, in their official layouts."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -145,6 +147,18 @@ def make_tokenizer(*special: str, bos: str | None = None) -> Any:
     return tokenizer
 
 
+def name_tokens(tokenizer: Any, marks: dict[str, str], **tokens: str) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer with an attribute ``NAME_token`` for each mark, and the marks' ids."""
+    named = transformers.PreTrainedTokenizerFast(
+        **tokens,
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
+    )
+    return named, {name: named.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+
+
 def find_ids(tokenizer: Any) -> dict[str, Any]:
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     return {"vocab_size": len(tokenizer), "bos_token_id": None, **ends}
@@ -283,14 +297,8 @@ def make_llava_next(folder: Path) -> None:
 
 def make_internvl(folder: Path) -> None:
     marks = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
-    tokenizer: Any = make_tokenizer(*marks.values(), "<video>")
-    names = {f"{name}_token": mark for name, mark in marks.items()} | {"video_token": "<video>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        pad_token=tokenizer.pad_token,
-        eos_token=tokenizer.eos_token,
-        extra_special_tokens=names,
-    )
+    marks["video"] = "<video>"
+    tokenizer, _ = name_tokens(make_tokenizer(*marks.values()), marks)
     vision = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
     config = transformers.InternVLConfig(
         vision_config=vision,
@@ -343,16 +351,7 @@ def make_idefics(kind: str, folder: Path) -> None:
 def make_gemma(folder: Path) -> None:
     marks = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
     tokenizer = make_tokenizer("<start_of_turn>", "<end_of_turn>", *marks.values(), bos="<bos>")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        bos_token="<bos>",
-        tokenizer_object=tokenizer.backend_tokenizer,
-        pad_token=tokenizer.pad_token,
-        eos_token=tokenizer.eos_token,
-        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
-    )
-    ids: dict[str, Any] = dict(
-        zip(marks, map(tokenizer.convert_tokens_to_ids, marks.values()), strict=True)
-    )
+    tokenizer, ids = name_tokens(tokenizer, marks, bos_token="<bos>")
     text = {**TEXT, **find_ids(tokenizer), "head_dim": 8, "sliding_window": 16}
     config = transformers.Gemma3Config(
         text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
@@ -433,22 +432,12 @@ def make_glm(kind: str, folder: Path) -> None:
 
 
 def make_gemma4(folder: Path) -> None:
-    names = ("boi", "eoi", "image", "boa", "eoa", "audio")
     marks = {
         **{"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"},
         **{"boa": "<|audio>", "eoa": "<audio|>", "audio": "<|audio|>"},
     }
     tokenizer = make_tokenizer("<|turn>", "<turn|>", *marks.values(), "<|video|>", bos="<bos>")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        bos_token="<bos>",
-        tokenizer_object=tokenizer.backend_tokenizer,
-        pad_token=tokenizer.pad_token,
-        eos_token=tokenizer.eos_token,
-        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
-    )
-    ids: dict[str, Any] = dict(
-        zip(names, map(tokenizer.convert_tokens_to_ids, marks.values()), strict=True)
-    )
+    tokenizer, ids = name_tokens(tokenizer, marks, bos_token="<bos>")
     text = {**TEXT, **find_ids(tokenizer), "head_dim": 8, "global_head_dim": 16}
     text |= {"hidden_size_per_layer_input": 0, "sliding_window": 16}
     text |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -589,3 +578,19 @@ def _with_old_names(config: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def make_folders(families: Iterable[str], quick: Sequence[str] = tuple(MAKERS)) -> Any:
+    """A module's fixture ``folder`` for each family; those not in ``quick`` are slow."""
+    names = [
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+        for name in sorted(families)
+    ]
+
+    @pytest.fixture(scope="module", params=names)
+    def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("published") / request.param
+        MAKERS[request.param](folder)
+        return folder
+
+    return folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family_folders import MAKERS
+from family_folders import MAKERS, make_folders
 from family_samples import IMAGES, conversation, picture, sample_of
 from one_stage import one_stage
 from PIL import Image
@@ -41,11 +41,7 @@ ENDS |= dict.fromkeys(("idefics3", "smolvlm"), "<end_of_utterance>")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / request.param
-    MAKERS[request.param](folder)
-    return folder
+folder = make_folders(FAMILIES)
 
 
 @pytest.fixture(scope="module")

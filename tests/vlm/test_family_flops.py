@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_folders import MAKERS
+from family_folders import MAKERS, make_folders
 from family_samples import clip, conversation, picture
 from one_stage import one_stage
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,21 +37,8 @@ FILTERED = ("lfm2_vl", "qwen3_5")
 """Families with short convolutions, which transformers computes for 2 or 3 more tokens."""
 
 
-# Of tiles, of patches with windows, of patches with experts; all others with --all.
-QUICK = ("llava_next", "qwen2_5_vl", "qwen3_vl_moe")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(FAMILIES)
-    ],
-)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / request.param
-    MAKERS[request.param](folder)
-    return folder
+# Tiles, patches with windows, patches with experts.
+folder = make_folders(FAMILIES, quick=("llava_next", "qwen2_5_vl", "qwen3_vl_moe"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_folders import MAKERS
+from family_folders import make_folders
 from family_samples import clip, conversation, picture, sample_of
 from one_stage import one_stage
 from test_placeholders import META, flash_on_meta
@@ -35,11 +35,7 @@ READING = {"gemma4", "lfm2_vl", "mistral3"}
 """Families whose models in transformers read sizes of images, or masks, from the GPU."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / request.param
-    MAKERS[request.param](folder)
-    return folder
+folder = make_folders(FAMILIES)
 
 
 @pytest.fixture(scope="module")

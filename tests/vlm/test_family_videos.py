@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clips import write_clip
-from family_folders import MAKERS
+from family_folders import make_folders
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -40,11 +40,7 @@ FRAMES = {name for name, family in FAMILIES.items() if family.videos.frames is n
 """Families whose videos are images."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / request.param
-    MAKERS[request.param](folder)
-    return folder
+folder = make_folders(FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_folders import MAKERS
+from family_folders import MAKERS, make_folders
 from family_samples import conversation, picture
 
 from coat_cli.main import main
@@ -29,22 +29,8 @@ MICRO = "stages.sft.micro_batch_size=2"
 UNKNOWN = ("gemma4", "lfm2_vl", "mistral3")
 """Families whose towers read sizes of images on the device."""
 UNPACKED = ("paligemma", "qwen3_5")
-
-
 QUICK = ("gemma3", "llava_next", "qwen2_5_vl", "qwen3_vl_moe")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(FAMILIES.keys() - UNKNOWN)
-    ],
-)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / request.param
-    MAKERS[request.param](folder)
-    return folder
+folder = make_folders(FAMILIES.keys() - UNKNOWN, quick=QUICK)
 
 
 def write_recipe(folder: Path, path: Path, rows: list[Any], *changes: str) -> Any:

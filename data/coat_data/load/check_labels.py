@@ -101,9 +101,9 @@ def check_labels(
 
 def _check_calls(sample: Sample, turns: Sequence[Turn], trained: str) -> None:
     """Check that the last answer is trained; a template may leave out the reasoning of others."""
-    for said in (turns[-1].text, *(call.name for call in turns[-1].tool_calls)):
-        if _words(said.rpartition("</think>")[2]) not in _words(trained):
-            raise _error(sample, f"{said[:_SHOWN]!r} of the last answer is not trained")
+    for reply in (turns[-1].text, *(call.name for call in turns[-1].tool_calls)):
+        if _words(reply.rpartition("</think>")[2]) not in _words(trained):
+            raise _error(sample, f"{reply[:_SHOWN]!r} of the last answer is not trained")
 
 
 def _split(labels: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
@@ -135,10 +135,10 @@ def _reads(got: str, turn: Turn, end: str, encoder: Encoder) -> bool:
         space = " " if tokenizer.hides_first_space else ""
         return any(body in (text, space + text, text.removeprefix(space)) for text in answers)
     for answer in answers:
-        thought, _, said = answer.rpartition("</think>")
-        before = body.rstrip().removesuffix(said.strip())
+        thought, _, reply = answer.rpartition("</think>")
+        before = body.rstrip().removesuffix(reply.strip())
         expected = _words(turn.reasoning + thought)
-        if body.rstrip().endswith(said.strip()) and _words(before) in ("", expected):
+        if body.rstrip().endswith(reply.strip()) and _words(before) in ("", expected):
             return True
     return False
 

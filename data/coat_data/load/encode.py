@@ -235,8 +235,8 @@ class Encoder:
         asked = _asked(sample)
         found = []
         for answer in answers:
-            said = Turn("assistant", (Part("text", answer),))
-            ids, labels = self.layout(replace(asked, turns=(*asked.turns, said)))
+            reply = Turn("assistant", (Part("text", answer),))
+            ids, labels = self.layout(replace(asked, turns=(*asked.turns, reply)))
             end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
             tail = torch.tensor(ids[before[-1] + 1 if before else 0 : end])

@@ -111,8 +111,8 @@ def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
     row["conversations"] = []
     for turn in sample.turns:
         texts = [part.text if part.kind == "text" else f"<{part.kind}>" for part in turn.parts]
-        said = {"from": _SPEAKERS.get(turn.role, "system"), "value": "".join(texts)}
-        row["conversations"].append(said | turn.fields() | _loss(turn))
+        message = {"from": _SPEAKERS.get(turn.role, "system"), "value": "".join(texts)}
+        row["conversations"].append(message | turn.fields() | _loss(turn))
     return row
 
 

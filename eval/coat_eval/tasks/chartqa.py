@@ -92,20 +92,20 @@ class ChartQa(Benchmark):
         golds = [gold] if isinstance(gold, str) else map(str, gold)
         pairs = [(gold, extracted) for gold in golds]
         if settings.profile == "vlmeval@c03bc048":
-            pairs = [(said, gold) for gold, said in pairs]
-        return float(any(is_relaxed_match(gold, said) for gold, said in pairs))
+            pairs = [(prediction, gold) for gold, prediction in pairs]
+        return float(any(is_relaxed_match(gold, prediction) for gold, prediction in pairs))
 
 
-def is_relaxed_match(gold: str, said: str) -> bool:
+def is_relaxed_match(gold: str, prediction: str) -> bool:
     """Apply ``relaxed_correctness``: numbers within 5 % of the gold number, else equal texts.
 
     A text that ends in "%" is a hundredth of its number. If the gold number is 0, or one of the
     texts is not a number (also "1,000" and "$5"), the texts must be equal in lower case.
     """
-    number, target = _read_number(said), _read_number(gold)
+    number, target = _read_number(prediction), _read_number(gold)
     if number is not None and target:
         return abs(number - target) / abs(target) <= _TOLERANCE
-    return said.lower() == gold.lower()
+    return prediction.lower() == gold.lower()
 
 
 def _read_number(text: str) -> float | None:

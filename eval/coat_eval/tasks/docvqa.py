@@ -83,17 +83,17 @@ def get_image(row: Mapping[str, Any]) -> str:
     return (image if isinstance(image, str) else str(row.get("docId") or "")).rpartition("/")[2]
 
 
-def compute_anls(said: str, answers: Sequence[str]) -> float:
+def compute_anls(prediction: str, answers: Sequence[str]) -> float:
     """Compute 1 - Levenshtein distance / longer length of the best answer; 0 below 0.5."""
-    told = " ".join(said.lower().split())
+    cleaned = " ".join(prediction.lower().split())
     best = 0.0
     for answer in answers:
         gold = " ".join(answer.lower().split())
-        length = max(len(answer.upper()), len(said.upper()))
+        length = max(len(answer.upper()), len(prediction.upper()))
         if length == 0:
             return 1.0
-        if 1 - abs(len(gold) - len(told)) / length >= _THRESHOLD:
-            best = max(best, 1 - compute_distance(gold, told) / length)
+        if 1 - abs(len(gold) - len(cleaned)) / length >= _THRESHOLD:
+            best = max(best, 1 - compute_distance(gold, cleaned) / length)
     return best if best >= _THRESHOLD else 0.0
 
 

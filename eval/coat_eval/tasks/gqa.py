@@ -114,18 +114,18 @@ def compute_distribution(scored: Sequence[ScoredItem]) -> float | None:
     Source: ``chiSquare`` of GQA's eval.py.
     """
     gold: dict[str, Counter[str]] = {}
-    said: dict[str, Counter[str]] = {}
+    counted: dict[str, Counter[str]] = {}
     for one in scored:
         group = one.question.details["group"]
         if group is not None:
             gold.setdefault(group, Counter())[one.question.answer] += 1
-            said.setdefault(group, Counter())[one.extracted] += 1
+            counted.setdefault(group, Counter())[one.extracted] += 1
     total = sum(counts.total() for counts in gold.values())
     if not total:
         return None
     weighted = 0.0
     for group, counts in gold.items():
-        score = sum((said[group][answer] - n) ** 2 / n for answer, n in counts.items())
+        score = sum((counted[group][answer] - n) ** 2 / n for answer, n in counts.items())
         weighted += score * counts.total()
     return weighted / total / 100
 

@@ -193,26 +193,27 @@ def find_math_answer(text: str) -> str:
     return text
 
 
-def is_same_text(answer: str, said: str) -> bool:
+def is_same_text(answer: str, prediction: str) -> bool:
     """Return whether two texts are equal in lower case; an empty text equals none."""
-    answer, said = answer.lower(), said.lower()
+    answer, prediction = answer.lower(), prediction.lower()
     return (
-        bool(answer.replace(" ", "") and said.replace(" ", "")) and answer.strip() == said.strip()
+        bool(answer.replace(" ", "") and prediction.replace(" ", ""))
+        and answer.strip() == prediction.strip()
     )
 
 
-def is_equal(answer: str, said: str) -> bool:
+def is_equal(answer: str, prediction: str) -> bool:
     """Apply ``is_equal``: equal texts, tuples of equal values, or values equal to two decimals."""
-    answer, said = answer.lower(), said.lower()
-    if not (answer.replace(" ", "") and said.replace(" ", "")):
+    answer, prediction = answer.lower(), prediction.lower()
+    if not (answer.replace(" ", "") and prediction.replace(" ", "")):
         return False
-    if answer.strip() == said.strip():
+    if answer.strip() == prediction.strip():
         return True
-    answer, said = _evaluate_tuple(answer), _evaluate_tuple(said)
-    if answer == said:
+    answer, prediction = _evaluate_tuple(answer), _evaluate_tuple(prediction)
+    if answer == prediction:
         return True
     value = _evaluate(answer)
-    return value is not None and value == _evaluate(said)
+    return value is not None and value == _evaluate(prediction)
 
 
 def _fix_fractions(text: str) -> str:

@@ -103,10 +103,10 @@ class MathVista(Benchmark):
             f"({chr(ord('A') + place)}) {choice}"
             for place, choice in enumerate(question.details["choices"])
         ]
-        wanted = "option letter" if listed else f"value ({question.tables['answer_type']})"
+        form = "option letter" if listed else f"value ({question.tables['answer_type']})"
         lines = [
             "A model was asked a question. Which final answer does its response give?",
-            f"Reply with the {wanted} alone.",
+            f"Reply with the {form} alone.",
             f"\nQuestion: {question.text}",
             *listed,
             f"\nResponse: {text}",

@@ -88,8 +88,8 @@ class MmVet(Benchmark):
         """Yield rows; of the official grades with what the judge wrote as text."""
         for row, where in super().prediction_rows(table, questions):
             if _has_grades(table):
-                said = ", ".join(map(str, row.get("content") or row["score"]))
-                row = {**row, "prediction": said}
+                content = ", ".join(map(str, row.get("content") or row["score"]))
+                row = {**row, "prediction": content}
             yield row, where
 
     def saved_verdicts(self, tables: Tables) -> dict[tuple[str, str], Any]:

@@ -71,7 +71,7 @@ class NextQa(Benchmark):
         """Yield rows; an index from 0 to 4 becomes the letter of its choice."""
         known = {question.question_id: question.answer for question in questions}
         for row, where in super().prediction_rows(table, questions):
-            said, gold, name = row.get("prediction"), row.get("answer"), row.get("question_id")
+            number, gold, name = row.get("prediction"), row.get("answer"), row.get("question_id")
             answer = known.get(str(name))
             # Not isinstance: true and false are not indices.
             if type(gold) is int and answer is not None and gold != _LETTERS.index(answer):
@@ -79,8 +79,8 @@ class NextQa(Benchmark):
                 problem = f"the file's answer to {name} is {gold}, the references' is {other}"
                 remedy = "give the references that the predictions were made for"
                 raise DataError(where, problem, remedy)
-            if type(said) is int and said in range(5):
-                row = {**row, "prediction": _LETTERS[said]}
+            if type(number) is int and number in range(5):
+                row = {**row, "prediction": _LETTERS[number]}
             yield row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:

@@ -185,11 +185,11 @@ def compute_metrics(rows: Sequence[ScoredItem], profile: str) -> dict[str, float
     negative, and the yes-ratio is the labels', as in lmms-eval.
     """
     pairs = [(one.extracted, one.question.answer) for one in rows]
-    tp = sum(said == "yes" == label for said, label in pairs)
-    fp = sum(label == "no" and said in ("yes", None) for said, label in pairs)
+    tp = sum(reply == "yes" == label for reply, label in pairs)
+    fp = sum(label == "no" and reply in ("yes", None) for reply, label in pairs)
     fn = sum(
-        label == "yes" != said and (profile != "lmms" or said in ("no", None))
-        for said, label in pairs
+        label == "yes" != reply and (profile != "lmms" or reply in ("no", None))
+        for reply, label in pairs
     )
     yes = sum(label == "yes" for _, label in pairs) if profile == "lmms" else tp + fp
     return {
@@ -206,9 +206,9 @@ def rate_f1(item: Mapping[str, Any], profile: str) -> tuple[float, float]:
 
     In profile lmms an answer that is neither yes nor no is neither an FP nor an FN.
     """
-    said, label = item["extracted"], item["reference"]
-    wrong = said != label and (profile != "lmms" or said in ("yes", "no", None))
-    right = 2.0 * (said == "yes" == label)
+    reply, label = item["extracted"], item["reference"]
+    wrong = reply != label and (profile != "lmms" or reply in ("yes", "no", None))
+    right = 2.0 * (reply == "yes" == label)
     return right, right + wrong
 
 

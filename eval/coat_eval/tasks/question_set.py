@@ -177,10 +177,10 @@ class QuestionSet(Benchmark):
         start = path.parent if self.media_root is None else self.media_root
         root = MediaRoot(start if is_url(start) else Path(start).absolute())
         media = {key: row[key] for key in ("image", "images", "video", "videos") if key in row}
-        said = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
+        turns = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
         place = Place(source=str(path), row=0, root=root)
         try:
-            fields = {"id": str(row["question_id"]), **media, "conversations": said}
+            fields = {"id": str(row["question_id"]), **media, "conversations": turns}
             sample = to_sample(fields, place)
             return restrict_media(sample, self._network, self._limits, root.folder)
         except DataError as error:

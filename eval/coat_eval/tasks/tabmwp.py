@@ -90,9 +90,9 @@ class TabMwp(Benchmark):
             if row["question_id"] in choices
         )
         for row, where in super().prediction_rows(table, questions):
-            said = row.get("output")
-            marked = is_t5 and isinstance(said, str)
-            yield {**row, "output": _T5Output(said)} if marked else row, where
+            text = row.get("output")
+            marked = is_t5 and isinstance(text, str)
+            yield {**row, "output": _T5Output(text)} if marked else row, where
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return the normalized answer, by the rule of the model that the text is from."""

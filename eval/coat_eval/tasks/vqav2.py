@@ -161,8 +161,8 @@ class OkVqa(VqaV2):
         if answers and len(answers) != _OKVQA_ANSWERS:
             problem = f"has {len(answers)} answers, not {_OKVQA_ANSWERS}"
             raise DataError(where, problem, "download the file again")
-        told = [one if isinstance(one, dict) else {"answer": one} for one in answers]
-        return super().question({**row, "answers": told}, table, where)
+        listed = [one if isinstance(one, dict) else {"answer": one} for one in answers]
+        return super().question({**row, "answers": listed}, table, where)
 
     def ask(self, question: Question, row: Row, variant: str) -> str:
         """Return VQA v2's prompt, or lmms-eval's with VizWiz' instruction."""
