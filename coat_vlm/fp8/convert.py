@@ -260,7 +260,7 @@ def _experts_of(block: nn.Module) -> nn.Module | None:
     if experts is None:
         raise ValueError(
             f"a {type(block).__name__} has no experts (mlp_only_layers or decoder_sparse_step in "
-            "config.json), and FP8 knows only layers with experts: set fp8.language: bf16"
+            "config.json), and FP8 supports only layers with experts: set fp8.language: bf16"
         )
     return experts
 
@@ -300,7 +300,7 @@ def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: Conversion
             continue
         parameters = module.parameters(recurse=False)
         if isinstance(module, nn.Linear | _ConvNd) or any(p.ndim == 2 for p in parameters):
-            report.skipped[name] = f"{type(module).__name__} outside of the blocks that FP8 knows"
+            report.skipped[name] = f"{type(module).__name__} outside of the FP8 blocks"
 
 
 def _check_parts(

@@ -73,7 +73,7 @@ def _llava_next(_: str, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _internvl(name: str, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     repeat = entry.get("repeat_time", 1)
     if not isinstance(repeat, int | float) or not (0 < repeat < 1 or repeat in range(1, 1 << 20)):
-        remedy = "give a part of the file (below 1), or a whole number of repeats"
+        remedy = "give a fraction below 1, or a whole number of repeats"
         raise DataError(where, f"repeat_time is {repeat!r}", remedy)
     return {
         "name": name,

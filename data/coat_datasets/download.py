@@ -76,7 +76,7 @@ def describe_benchmark(name: str) -> str:
         *(f"unpacked: {pattern} into {target}/" for pattern, target in one.unpack.items()),
         f"license: {one.license}",
         f"checksum: MD5 {one.md5}" if one.md5 else _ask_for_revision(one),
-        "not tried: the tests of this program run without a network",
+        "note: our tests run without a network and do not cover this download",
     ]
     return "\n".join(lines)
 

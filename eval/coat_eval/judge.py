@@ -60,7 +60,7 @@ def make_judge(
     if address is None:
         for name, value in (("--judge-model", model), ("--judge-key", key)):
             if value is not None:
-                raise ValueError(f"{name} has no effect without a URL as --judge; drop it")
+                raise ValueError(f"{name} has no effect without a URL as --judge; remove it")
         return Judge(None, cache)
     client = connect("--judge", address, model or "", key)
     if not model:

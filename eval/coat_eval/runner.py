@@ -80,7 +80,7 @@ def load_adapter(
         return adapter.with_identity(lambda: {**adapter.identity, "num_frames": num_frames})
     if precision is not None:
         raise ValueError(
-            f"{model} is not a checkpoint of this project: it has its own dtype; drop --precision"
+            f"{model} is not a checkpoint of this project: it has its own dtype; remove --precision"
         )
     return HubAdapter.load(model, device, num_frames or 8)
 

@@ -354,7 +354,7 @@ def _forward_with_liger_loss(
 
 
 def _find_blocks(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> list[nn.Module]:
-    """Return the blocks of the decoder or another kind, which are of classes that FP8 knows."""
+    """Return the blocks of the decoder or another kind, which are of classes that FP8 supports."""
     found = ((module, find_layer(module)) for module in model.modules())
     return [module for module, layer in found if layer and issubclass(layer, kind)]
 

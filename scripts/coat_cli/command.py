@@ -86,7 +86,7 @@ def check_effects(args: argparse.Namespace, without_effect: Mapping[str, str]) -
     """Raise ValueError for an option that is given, with the reason why it has no effect."""
     for name, why in without_effect.items():
         if getattr(args, name) not in (None, False, []):
-            raise ValueError(f"--{name.replace('_', '-')} has no effect: it {why}; drop it")
+            raise ValueError(f"--{name.replace('_', '-')} has no effect: it {why}; remove it")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

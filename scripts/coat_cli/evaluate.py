@@ -278,7 +278,7 @@ def _eval_tasks(args: argparse.Namespace) -> int:
         raise ValueError(f"--tasks: two of them would write to {repeated.pop()}; evaluate in turn")
     judge = _make_judge(args)
     if judge is not None and not any(task.benchmark.judged for _, task, _ in tasks):
-        raise ValueError("--judge has no effect: none of the --tasks asks a judge; drop it")
+        raise ValueError("--judge has no effect: none of the --tasks asks a judge; remove it")
     device = select_device()
     workers = args.num_workers
     if workers is None:

@@ -46,10 +46,10 @@ def end_not_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
-        (first_newline_masked, r"of answer 0 the labels train 'One\.Two\.<\|im_end\|>', expected "
+        (first_newline_masked, r"in answer 0 the labels train 'One\.Two\.<\|im_end\|>', expected "
          r"'One\.\\nTwo\.' and"),
-        (separator_trained, r"of answer 1 the labels train '42<\|im_end\|>\\n', expected '42' and"),
-        (end_not_trained, r"of answer 1 the labels train '42', expected '42' and"),
+        (separator_trained, r"in answer 1 the labels train '42<\|im_end\|>\\n', expected '42' and"),
+        (end_not_trained, r"in answer 1 the labels train '42', expected '42' and"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_named_with_its_row(

@@ -1,4 +1,4 @@
-"""Small models of every family that FP8 knows, and the passes of their first block."""
+"""Small models of every family that FP8 supports, and the passes of their first block."""
 
 import contextlib
 from typing import Any

@@ -91,7 +91,7 @@ def check_labels(
         if not (reads and (end or (is_last and sample.continues))):
             raise _error(
                 sample,
-                f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
+                f"in answer {number} the labels train {got[:_SHOWN]!r}, expected "
                 f"{turn.text[:_SHOWN]!r} and a special token that ends it",
             )
     left_out = starts_with_answer(sample.turns)  # by vicuna_v1

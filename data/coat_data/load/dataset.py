@@ -243,7 +243,7 @@ def _rows(entry: SourceEntry, size: int) -> np.ndarray:
     part = round(rest * len(rows))
     if not copies and not part:
         raise ValueError(
-            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is none; raise repeat, or "
-            "remove the source"
+            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows selects no row; raise "
+            "repeat, or remove the source"
         )
     return np.concatenate([np.tile(rows, int(copies)), rows[:part]])
