@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,23 @@ def write_recipe(recipe: dict[str, Any], path: Path) -> Path:
     """Write a recipe as YAML."""
     path.write_text(yaml.safe_dump(recipe))
     return path
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
+    """Wait until the condition holds, and return its value."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.05)
+    return value
+
+
+def edit_answer(data: Path) -> None:
+    """Change an answer that is not among the sampled rows, and not its size."""
+    file = data / "data.json"
+    rows = json.loads(file.read_text())
+    rows[2]["conversations"][1]["value"] = rows[2]["conversations"][1]["value"][::-1]
+    file.write_text(json.dumps(rows))
 
 
 def steps(run_dir: Path, stage: str = "sft") -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from official_files import WORDS, make_benchmarks
 
+from coat_eval.own_model import CoatAdapter
+from coat_eval.runner import load_adapter
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.model.build import build_model
@@ -55,3 +57,10 @@ def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert isinstance(model.config, CoatVlmConfig)
     build_processor(config, tokenizer, model.config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(speaking_model: Path) -> CoatAdapter:
+    found = load_adapter(str(speaking_model), torch.device("cpu"))
+    assert isinstance(found, CoatAdapter)
+    return found

@@ -14,7 +14,6 @@ from coat_eval.benchmark import Prompt
 from coat_eval.data_folder import MediaFile, ParquetImage
 from coat_eval.generation import Generation, answer_all, make_batches, merge, resume, select_device
 from coat_eval.own_model import CoatAdapter
-from coat_eval.runner import load_adapter
 from coat_vlm.distributed import World
 
 
@@ -47,13 +46,6 @@ def test_a_row_group_is_read_in_one_go(benchmarks: Path):
         text(row, 10 * (row % 2), ParquetImage(path, row=row, column="image_1")) for row in range(4)
     ]
     assert make_batches(prompts, 2) == [[1, 0], [3, 2]]
-
-
-@pytest.fixture(scope="module")
-def adapter(speaking_model: Path) -> CoatAdapter:
-    found = load_adapter(str(speaking_model), torch.device("cpu"))
-    assert isinstance(found, CoatAdapter)
-    return found
 
 
 @pytest.fixture

@@ -11,19 +11,11 @@ from coat_cli.main import main
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_eval.benchmark import IMAGE_LINE, prompt_sample
 from coat_eval.own_model import CoatAdapter
-from coat_eval.runner import load_adapter
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 
 NAME = "seedbench_likelihood"
 CHOICES = ("red", "yes no B C", "a dog", "")
-
-
-@pytest.fixture(scope="module")
-def adapter(speaking_model: Path) -> CoatAdapter:
-    found = load_adapter(str(speaking_model), torch.device("cpu"))
-    assert isinstance(found, CoatAdapter)
-    return found
 
 
 def loss_alone(adapter: CoatAdapter, folder: Path, text: str, image: Media, answer: str) -> float:

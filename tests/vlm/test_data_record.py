@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 from PIL import Image
 from shared_run import make_data
+from tiny_run import edit_answer
 
 from coat_vlm.config import SourceConfig
 from coat_vlm.train.data_record import describe_sources, find_source_changes
 from coat_vlm.train.open_sources import open_sources
-
-
-def edit_answer(data: Path) -> None:
-    """One that is not among the sampled rows, without another size."""
-    file = data / "data.json"
-    rows = json.loads(file.read_text())
-    rows[2]["conversations"][1]["value"] = rows[2]["conversations"][1]["value"][::-1]
-    file.write_text(json.dumps(rows))
 
 
 def shuffle_rows(data: Path) -> None:

@@ -2,26 +2,15 @@
 
 import contextlib
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny_run import wait_for
 
 from coat_vlm.distributed import World
 from coat_vlm.report.run_folder import describe_run, read_run_folder
 from coat_vlm.run.heartbeat import FOLDER, Heartbeat, read_states
-
-
-def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.05)
-    return value
 
 
 def world_of(rank: int) -> World:
