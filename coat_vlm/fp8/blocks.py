@@ -185,7 +185,7 @@ class Fp8ExpertsDecoderLayer(Fp8DecoderLayer):
 
 
 class Fp8MlpLayer(Fp8Layer):
-    """Mixin for decoder layers of which only the norm and MLP are FP8.
+    """Mixin for decoder layers with FP8 only in the norm and MLP.
 
     The original's forward pass computes the rest in the model's dtype: linear attention, short
     convolutions, keys that layers share, inputs per layer.
@@ -198,7 +198,7 @@ class Fp8MlpLayer(Fp8Layer):
     NOTE = ", only its MLP"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the original, whose norm returns its input, which the MLP normalizes itself."""
+        """Call the original; its norm returns the input, and the MLP normalizes it."""
         norm = getattr(self, self.NORMS[0])
         *into, last = (self.get_submodule(name) for name in self.LINEARS)
         mlp = self.get_submodule(self.LINEARS[0].partition(".")[0])

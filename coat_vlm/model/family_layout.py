@@ -236,7 +236,7 @@ def _encode_tiles(
     pixel_attention_mask: Tensor | None = None,
     **_: Any,
 ) -> BaseModelOutputWithPooling:
-    """Return Idefics3's features of tiles (1, N, 3, H, W), of which none fills up a row."""
+    """Return Idefics3's features of tiles (1, N, 3, H, W); none of the tiles is padding."""
     tower, side = model.vision_model, model.vision_model.config.patch_size
     tiles, mask = pixel_values[0], None
     shown = tiles[:, 0].isfinite() if pixel_attention_mask is None else pixel_attention_mask[0]

@@ -560,7 +560,7 @@ class _ShapesOnly:
 
 
 def _empty_image(medium: Media) -> Tensor:
-    """Return an image (3, H, W) without values, of which a processor computes only shapes."""
+    """Return an image (3, H, W) without values, for which a processor computes only shapes."""
     width, height = image_size(medium)
     return torch.empty((3, height, width), dtype=torch.uint8, device="meta")
 

@@ -205,6 +205,6 @@ class FamilyMedia(MediaLoader):
 
 
 def _empty(about: VideoMetadata, width: int, height: int) -> Tensor:
-    """Return frames without values, of which a processor computes only shapes."""
+    """Return frames without values, for which a processor computes only shapes."""
     shape = (len(about.frames_indices or ()), 3, height, width)
     return torch.empty(shape, dtype=torch.uint8, device="meta")

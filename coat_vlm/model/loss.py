@@ -44,7 +44,7 @@ def next_token_loss(
 ) -> Tensor:
     """Compute the next-token cross-entropy of logits (B, T, V) in FP32, as transformers does.
 
-    The sum over labels (B, T), of which -100 is ignored, is divided by ``num_items_in_batch``, the
+    The sum over labels (B, T), where -100 is ignored, is divided by ``num_items_in_batch``, the
     supervised tokens by default; without any, the loss is 0 with a graph. ``shifted`` labels are
     targets of their own positions, others of the position before.
     """

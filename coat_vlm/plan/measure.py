@@ -3,7 +3,7 @@
 Training's code builds and runs a stage, with three differences: weights are random and generated on
 the model's device; rows are generated once and copied to the GPU in every step; a step has at most
 two micro-batches per rank. A row has the shape that a plan assumes: one token of text, random
-images, and random text, of which all tokens are supervised.
+images, and random text with a label on every token.
 """
 
 import copy

@@ -63,7 +63,7 @@ def build_evaluation_rows(
     """Build the rows of each set: its headline metric, then its other required metrics.
 
     ``eval_json`` is ``{set: {metric: percent}}`` and ``precision``; ``reports`` has
-    RUN/eval/<set>/report.json by set, of which only ``headline`` is required.
+    RUN/eval/<set>/report.json by set; only ``headline`` is required.
     """
     measured = [name for name, value in eval_json.items() if isinstance(value, Mapping)]
     rows = []

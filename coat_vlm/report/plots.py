@@ -30,7 +30,7 @@ Value = Callable[[Mapping[str, Any]], float | None]  # of an entry of metrics.js
 
 
 def plot_stage(stage: StageLog) -> list[tuple[str, str]]:
-    """Plot the curves of which the log has values; return titles and URLs."""
+    """Plot the curves that the log has values for; return titles and URLs."""
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
         ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),

@@ -153,7 +153,7 @@ class Fp8Monitor:
 def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     """Return the blocks that ``monitor.layers`` selects, in the model's order.
 
-    Blocks with the same parent form one part, in each of which first, middle and last are chosen.
+    Blocks with the same parent form one part; first, middle and last are chosen in each part.
     Raises ValueError if a name is not an FP8 block, or there are none.
     """
     parts: dict[str, list[str]] = {}

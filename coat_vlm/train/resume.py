@@ -1,8 +1,8 @@
 """Prepares a run folder: which recipe keys may change when a run continues, and what is removed.
 
 A key may change freely (:data:`MAY_CHANGE`), only with ``--allow-changed-data``
-(:data:`CHANGES_DATA`), or not at all (:data:`FIXED`, with the reason). In a stage of which nothing
-is saved yet every key may change; in a finished stage none.
+(:data:`CHANGES_DATA`), or not at all (:data:`FIXED`, with the reason). In a stage that has
+saved nothing yet every key may change; in a finished stage none.
 """
 
 import dataclasses

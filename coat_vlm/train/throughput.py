@@ -97,9 +97,9 @@ class Throughput:
 def measure_imbalance(work: np.ndarray) -> float:
     """Return the share of the time that ranks wait for each other, if time is proportional to work.
 
-    It is the mean over micro-steps of ``1 - mean / max`` over ranks, in each of which ranks wait
-    with ZeRO-2 and ZeRO-3. With ZeRO-0 and ZeRO-1 they wait once a step, and less. ``work`` has the
-    shape (micro-steps, ranks).
+    It is the mean over micro-steps of ``1 - mean / max`` over ranks: with ZeRO-2 and ZeRO-3 ranks
+    wait in every micro-step. With ZeRO-0 and ZeRO-1 they wait once a step, and less. ``work`` has
+    the shape (micro-steps, ranks).
     """
     largest = work.max(axis=1)
     return float(np.mean(1 - work.mean(axis=1) / largest))

@@ -209,7 +209,7 @@ def _read_workbook(path: Path, file: _File) -> Table:
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """Raise DataError if two columns have one name, of which a row would keep the last."""
+    """Raise DataError if columns share a name, as a row would keep only the last of them."""
     for name in filter(None, names):
         if names.count(name) > 1:
             problem = f"{names.count(name)} columns are named {name!r}"

@@ -34,7 +34,7 @@ class Judge:
         self._known = known.get(self.name, {})
 
     def answer(self, prompts: Sequence[str]) -> dict[str, str]:
-        """Return the answers by prompt, of which a cache may lack some; DataError: no reply."""
+        """Return the answers by prompt; a cache may lack some. DataError: no reply."""
         found = {prompt: self._known[prompt] for prompt in prompts if prompt in self._known}
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in found]
         if self.model is None or not missing:

@@ -170,7 +170,7 @@ def _split_windows(
 def _predict(
     model: "PreTrainedModel", batch: Sequence[tuple[int, Sequence[int], list[int]]]
 ) -> Iterator[tuple[float, list[bool]]]:
-    """Yield per window the loss of its counted tokens, and whether each is the likeliest."""
+    """Yield per window the loss of its counted tokens, and whether each is the most likely one."""
     longest = max(len(ids) for _, ids, _ in batch)
     inputs = torch.tensor([[*ids, *[ids[0]] * (longest - len(ids))] for _, ids, _ in batch])
     logits = model(input_ids=inputs.to(model.device), use_cache=False).logits

@@ -90,7 +90,7 @@ class Estimate:
 
 
 def estimate(terms: Sequence[Term], unit: str = "questions", maximum: float = 100.0) -> Estimate:
-    """Estimate a metric from its terms, of which there is at least one."""
+    """Estimate a metric from its terms, at least one."""
     above, below = defaultdict(float), defaultdict(float)
     for term in terms:
         above[term.part] += term.numerator

@@ -50,7 +50,7 @@ def scaled_mm(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Multiply a [M, K] with b [N, K], of which at most one is E5M2; add a bias [N].
+    """Multiply a [M, K] with b [N, K]; at most one of them is E5M2; add a bias [N].
 
     Returns [M, N] in ``dtype``: FP32, BF16 or FP16. ``fast``: fast accumulation.
     """

@@ -1,4 +1,4 @@
-"""Scales that several processes share, for matrices of which each process has some rows."""
+"""Scales that several processes share, for matrices whose rows are divided among them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

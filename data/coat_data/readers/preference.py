@@ -37,7 +37,7 @@ _REMEDY = "give both answers, or remove the row"
 
 
 class Pair(NamedTuple):
-    """A preference row, taken apart."""
+    """The parts of a preference row."""
 
     row: dict[str, Any]
     """The row of the same format with only the chosen answer."""
@@ -62,7 +62,7 @@ def with_chosen(row: Any) -> Any:
 
 
 def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Pair:
-    """Take a preference row apart; DataError if it is not a pair of answers to one conversation."""
+    """Split a preference row; DataError if it is not a pair of answers to one conversation."""
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
     if not swift and not is_missing(row.get(RESPONSE)):

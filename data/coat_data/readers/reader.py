@@ -47,7 +47,7 @@ class Place:
     def sample(
         self, row: Mapping[str, Any], turns: Sequence[Turn], media: Sequence[Media] = ()
     ) -> Sample:
-        """Return the checked sample of a row, of which ``id`` and ``continues`` are used."""
+        """Return the checked sample of a row, with the row's ``id`` and ``continues``."""
         turns = convert_tags(turns, self.where, has_media=bool(media), keep=self.keep_boxes)
         own = {"id": self.row_id(row), "source": self.source, "row": self.row}
         sample = Sample(turns=turns, media=tuple(media), **own).check()

@@ -134,7 +134,7 @@ def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) 
 
 
 def with_fields(turns: Sequence[Turn], read: Sequence[RawTurn]) -> tuple[Turn, ...]:
-    """Return the turns, the last ones of which are those ``read``, with their fields."""
+    """Return the turns; the last ones get the fields of the turns that were ``read``."""
     first = len(turns) - len(read)
     pairs = zip(turns[first:], read, strict=True)
     return (*turns[:first], *(replace(t, **raw.fields) if raw.fields else t for t, raw in pairs))

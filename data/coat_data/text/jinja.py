@@ -479,7 +479,7 @@ def _find_start(text: str, prompt: str, turn: Turn, own: list[_Span], edits: _Ed
 
 
 def _find_cut(turns: Sequence[Turn], pieces: Sequence[_Piece]) -> set[int]:
-    """Return the numbers of answers of which a part is not found; other parts must be."""
+    """Return the numbers of answers with a missing part; other turns must be complete."""
     cut: set[int] = set()
     for piece in pieces:
         if piece.found == piece.words:

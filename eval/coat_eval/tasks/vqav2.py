@@ -96,7 +96,7 @@ class VqaV2(Benchmark):
         return (row.image(name, (images, f"images/{images}", "images", ".")),)
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """The text as it is compared with the answers."""
+        """The text in the form that is compared with the answers."""
         if settings.profile == "lmms":
             return vqa_text.normalize_vqa(text)
         if settings.profile == "vlmeval":
