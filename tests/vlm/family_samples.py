@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torch import nn
 
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.model.families import FAMILIES
@@ -53,3 +54,15 @@ IMAGES = {
 def sample_of(folder: Path, name: str) -> Sample:
     answers = ("red",) if FAMILIES[folder.name].has_prefix else ("red", "yes")
     return conversation(*IMAGES[name], answers=answers)
+
+
+def assert_equal_gradients(ours: nn.Module, stock: nn.Module, least: float = 1e-7) -> None:
+    """Compare all gradients up to the order of FP32 sums; a missing one is missing in both."""
+    gradients = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        expected = gradients[name].grad
+        if parameter.grad is None or expected is None:
+            assert parameter.grad is expected, name
+        else:
+            difference = (parameter.grad - expected).norm()
+            assert difference <= 1e-4 * expected.norm() + least, name

@@ -10,10 +10,10 @@ import pytest
 import torch
 from families import build
 from family_folders import MAKERS
-from family_samples import sample_of
+from family_samples import assert_equal_gradients, sample_of
 from one_block import relative
 from one_stage import one_stage
-from test_fp8_families import known_blocks, live_inputs, run_model, without_rounding
+from test_fp8_families import known_blocks, live_inputs, run_block, run_model, without_rounding
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
@@ -82,10 +82,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(folder: Path) -> None:
     assert mean.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     found.loss.backward()
     expected.loss.backward()
-    gradients = dict(stock.named_parameters())
-    for name, parameter in ours.named_parameters():
-        difference = (parameter.grad - gradients[name].grad).norm()
-        assert difference <= 1e-4 * gradients[name].grad.norm() + 1e-7, name
+    assert_equal_gradients(ours, stock)
 
 
 def test_micro_batches_contribute_by_their_supervised_tokens(folder: Path) -> None:
@@ -187,19 +184,6 @@ def adapted_blocks(model: nn.Module) -> list[str]:
     return [name for name in known_blocks(model) if "language_model" in name]
 
 
-def run_frozen(block: Any, live: Any) -> dict[str, Tensor]:
-    """Output, and gradients of the input and of what is trained."""
-    block.zero_grad()
-    x = live.args[0].clone().requires_grad_()
-    y = block(x, *live.args[1:], **live.kwargs)
-    y.backward(live.gradient)
-    assert x.grad is not None
-    trained = {n: p.grad for n, p in block.named_parameters() if p.requires_grad}
-    return {"output": y.detach(), "input": x.grad} | {
-        n: g for n, g in trained.items() if g is not None
-    }
-
-
 @pytest.mark.usefixtures("without_rounding")
 def test_without_rounding_stored_experts_compute_what_the_original_does(
     monkeypatch: pytest.MonkeyPatch,
@@ -220,8 +204,8 @@ def test_without_rounding_stored_experts_compute_what_the_original_does(
     for name in names:
         store_experts(converted.get_submodule(name).mlp.experts)
     for name in names:
-        exact = run_frozen(model.get_submodule(name), live[name])
-        found = run_frozen(converted.get_submodule(name), live[name])
+        exact = run_block(model.get_submodule(name), live[name])
+        found = run_block(converted.get_submodule(name), live[name])
         assert found.keys() == exact.keys()
         assert len(exact) == 2 + 9
         for tensor, value in exact.items():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from clips import write_clip
 from family_folders import make_folders
+from family_samples import assert_equal_gradients
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -355,14 +356,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         total += expected.item()
     # FP32 sums in another order.
     assert loss.item() == pytest.approx(total, rel=1e-5)
-    gradients = dict(stock.named_parameters())
-    for name, parameter in ours.named_parameters():
-        of_stock = gradients[name].grad
-        if parameter.grad is None or of_stock is None:
-            assert parameter.grad is of_stock, name
-        else:
-            difference = (parameter.grad - of_stock).norm()
-            assert difference <= 1e-4 * of_stock.norm() + 1e-6, name
+    assert_equal_gradients(ours, stock, 1e-6)
 
 
 def count_calls(model: Any) -> list[int]:

@@ -71,13 +71,14 @@ def live_inputs(model: Any, batch: Batch, blocks: list[str]) -> dict[str, LiveIn
 
 
 def run_block(block: Any, live: LiveInput) -> dict[str, Tensor]:
-    """Output, input gradient and parameter gradients."""
+    """Output, input gradient and gradients of the parameters that train."""
     block.zero_grad()
     x = live.args[0].clone().requires_grad_()
     y = block(x, *live.args[1:], **live.kwargs)
     y.backward(live.gradient)
     assert x.grad is not None
-    gradients = {name: p.grad.clone() for name, p in block.named_parameters()}
+    trained = {name: p.grad for name, p in block.named_parameters() if p.requires_grad}
+    gradients = {name: grad.clone() for name, grad in trained.items() if grad is not None}
     return {"output": y.detach(), "input": x.grad} | gradients
 
 
