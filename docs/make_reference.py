@@ -32,10 +32,16 @@ def commands_page() -> str:
         "# Commands",
         "",
         "`coat-vlm COMMAND --help` shows the same. Every command has `--debug`, which shows the "
-        "traceback of an error. Exit status: 0 success; 1 a required figure was missed, or rows or "
-        "the installation have problems, or a fault of the program, whose traceback is in a file "
-        "that the message names; 2 an error of the user, in one line; 75 a signal stopped the "
-        "command, which the same command continues; 130 interrupted.",
+        "traceback of an error.",
+        "",
+        "| exit status | meaning |",
+        "|---|---|",
+        "| 0 | success |",
+        "| 1 | a required metric was missed, `lint` or `doctor` found problems, or an internal "
+        "error, with its traceback in the file that the message names |",
+        "| 2 | an error of the input, in one line |",
+        "| 75 | stopped by a signal; the same command continues |",
+        "| 130 | Ctrl-C |",
     ]
     for name, parser in _leaves(build_parser(), "coat-vlm"):
         lines += ["", f"## {name}", "", _text(parser.purpose)]

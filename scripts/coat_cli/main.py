@@ -3,7 +3,7 @@
 Nothing imports this module, and every command imports what it needs when it runs. User errors (a
 wrong key, a broken file, a full disk) end with one readable message and exit status 2; ``--debug``
 adds the traceback. Exit status 1 means that a required metric was not reached, that ``lint`` found
-bad rows, that ``doctor`` found a problem, or a fault of the program, whose traceback is in a file
+bad rows, that ``doctor`` found a problem, or an internal error, whose traceback is in a file
 that the message names; 75 that a signal stopped the command, which the same command (train: with
 ``--resume auto``) continues; 130 Ctrl-C.
 """
@@ -148,7 +148,7 @@ def _print_to_stderr(record: logging.LogRecord) -> bool:
 
 
 def _format_error(error: Exception) -> str:
-    """Return the message to the user; empty for a fault of the program."""
+    """Return the message to the user; empty for an internal error."""
     text = str(error) or type(error).__name__
     whole = f"{type(error).__name__}: {text}"
     remedies = (f" -> {remedy}" for words, remedy in _REMEDIES.items() if re.search(words, whole))
@@ -166,7 +166,7 @@ def _save_fault(error: Exception) -> str:
         where = f"with {path}, which holds the traceback"
     except OSError:
         where = f"with this traceback:\n{trace}"
-    return f"a fault of the program: {type(error).__name__}: {error}; please report it {where}"
+    return f"internal error: {type(error).__name__}: {error}; please report it {where}"
 
 
 if __name__ == "__main__":
