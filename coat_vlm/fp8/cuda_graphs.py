@@ -8,7 +8,7 @@ eager ones, and replayed afterwards:
     later           hidden -> [static input -> graph -> static output] -> copy; the same backward
 
 Tensors saved for backward are statically allocated, in the same memory for all shapes, so a
-captured model occupies its activations' peak memory during the optimizer's step too. Weights are
+captured model occupies its activations' peak memory also during the optimizer's step. Weights are
 quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run eagerly until
 :mod:`coat_vlm.fp8.memory_choices` has chosen the blocks for which the GPU waits.
 

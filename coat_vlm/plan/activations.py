@@ -113,7 +113,7 @@ def use_flash_attention() -> Iterator[None]:
 
 
 def flash_workspace_bytes(query: torch.Size, key_heads: int, element_size: int) -> int:
-    """Return the bytes that the backward pass of flash attention allocates besides its gradients.
+    """Return the bytes that flash attention's backward pass allocates in addition to gradients.
 
     ``mha_bwd`` in pytorch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
     allocates row sums and a query gradient in FP32, with lengths rounded up to 128 and head widths

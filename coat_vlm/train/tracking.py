@@ -170,17 +170,17 @@ def split_steps(
     queues. The others ``measured`` FP8, or were ``capturing`` CUDA graphs.
     """
     steady: list[Entry] = []
-    apart: dict[str, list[Entry]] = defaultdict(list)
+    excluded: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         if entry["step"] in first:
-            apart["first"].append(entry)
+            excluded["first"].append(entry)
         elif entry["peak_memory_mb"] is None:
-            apart["measured"].append(entry)
+            excluded["measured"].append(entry)
         elif entry.get("captured"):
-            apart["capturing"].append(entry)
+            excluded["capturing"].append(entry)
         else:
             steady.append(entry)
-    return steady, dict(apart)
+    return steady, dict(excluded)
 
 
 def average_rates(entries: Sequence[Entry], ranks: int) -> dict[str, float]:
@@ -237,7 +237,7 @@ class StepLine:
         step = entry["step"]
         if step % self._every and step != self._total:
             return
-        steady, apart = split_steps(self._entries, self._first)
+        steady, excluded = split_steps(self._entries, self._first)
         rates = average_rates(steady, self._world.size)
         self._step_s = rates.get("step_s", self._step_s)
         tokens, vision, tflop, wait, uneven = map(rates.get, _RATES)
@@ -259,7 +259,7 @@ class StepLine:
             *(
                 f"{f'{len(steps)} {kind} steps' if len(steps) > 1 else f'{kind} step'} "
                 f"{add_up(steps, 'step_s'):.1f} s"
-                for kind, steps in apart.items()
+                for kind, steps in excluded.items()
             ),
             f"eta {timedelta(seconds=left)}",
         ]

@@ -1,7 +1,7 @@
 """Locks a file or a folder against other processes of this and other hosts; works on NFS.
 
 The lock is a file of JSON with its holder and a random token. It is created by linking a complete
-file to its name, which is atomic on NFS too; a thread of the holder renews its modification time.
+file to its name, which is also atomic on NFS; a thread of the holder renews its modification time.
 If the holder ran on this host (same name, boot and process namespace), the lock is refused while
 that process lives. Else it is taken over when its modification time has not advanced for
 :data:`LIMIT_S` seconds by the clock of the file system. A holder that was stopped may wake up after

@@ -76,7 +76,7 @@ def check_labels(
     spans = _split(labels, tokenizer)
     if len(spans) > len(remaining):
         rest = tokenizer.decode([token for span in spans[len(remaining) :] for token in span])
-        raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
+        raise _error(sample, f"in addition to its answers the labels train {rest[:_SHOWN]!r}")
     # From the last one: a template may leave out the reasoning of earlier answers, which are then
     # not supervised.
     for number, span in reversed([*enumerate(spans)]):

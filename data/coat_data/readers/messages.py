@@ -63,7 +63,7 @@ def to_sample(row: Any, place: Place) -> Sample:
       (:mod:`coat_data.readers.boxes`).
     - ``continues``, ``weight`` and ``loss`` as in LLaVA's rows.
     """
-    if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
+    if "label" in row and isinstance(row["label"], int):  # also a boolean; a text is a property
         place.refuse(row, {"label": "use rows with answers, not labels"})
     raw = _messages(row, place)
     read = read_turns(raw, "messages", ("role", "from"), ("content", "value"), ROLES, place)

@@ -87,7 +87,7 @@ class Gqa(Benchmark):
         return text if settings.raw else text.rstrip(".").lower()
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """Return 1 for the reference string; other profiles normalize the reference too."""
+        """Return 1 for the reference string; other profiles also normalize the reference."""
         if settings.profile == "official":
             return float(extracted == question.answer)
         return float(extracted == self.extract(question.answer, question, settings))

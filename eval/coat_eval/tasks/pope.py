@@ -65,7 +65,7 @@ class Pope(Benchmark):
             return super().questions(references, predictions)
         if not labels:
             problem = "has questions but no labels"
-            remedy = "give the three coco_pope_*.json of RUCAIBox/POPE too"
+            remedy = "also give the three coco_pope_*.json of RUCAIBox/POPE"
             raise DataError(str(asked[0].path), problem, remedy)
         return [question for table in asked for question in self._pair_labels(table, labels)]
 
