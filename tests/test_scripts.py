@@ -165,10 +165,15 @@ def test_several_nodes_take_their_hostfile(tmp_path: Path):
 @pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
 def test_slurm_requeues_after_a_signal_only(status: int, requeued: bool, tmp_path: Path):
     programs = {
-        "scontrol": 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi',
+        "scontrol": (
+            'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; echo node-b; fi'
+        ),
         # The real srun starts one task per GPU with these variables set.
         "srun": 'shift 2; SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4 exec "$@"',
-        "coat-vlm": f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR: $*"; exit {status}',
+        "coat-vlm": (
+            'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $SRUN_CPUS_PER_TASK: $*"; '
+            f"exit {status}"
+        ),
     }
     done = run_bash(
         "bash scripts/train_slurm.sbatch my.yaml seed=1",
@@ -176,10 +181,20 @@ def test_slurm_requeues_after_a_signal_only(status: int, requeued: bool, tmp_pat
         programs,
         SLURM_JOB_ID="7",
         SLURM_JOB_NODELIST="node-[a-b]",
+        SLURM_CPUS_PER_TASK="8",
     )
     assert done.returncode == status
-    assert done.stdout.splitlines()[0] == "3 1 4 node-a: train my.yaml seed=1 --resume auto"
+    assert done.stdout.splitlines()[0] == "3 1 4 node-a 8: train my.yaml seed=1 --resume auto"
     assert ("requeue 7" in done.stdout) == requeued
+
+
+def test_slurm_starts_a_task_per_gpu():
+    text = (SCRIPTS / "train_slurm.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.M))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"] == "USR1@300"  # of the tasks; with B: only of the script
+    code = text.split("set -euo pipefail\n")[1]
+    assert "#SBATCH" not in code  # sbatch reads options before the first command only
 
 
 def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):

@@ -103,8 +103,21 @@ def write_programs(folder: Path) -> Path:
     return folder
 
 
+def children(pid: int) -> list[int]:
+    """The living processes that a process started, from /proc."""
+    return _processes_by_parent().get(pid, [])
+
+
 def descendants(pid: int) -> list[int]:
     """The living processes below one, from /proc."""
+    parents, found, left = _processes_by_parent(), [], [pid]
+    while left:
+        left += (below := parents.get(left.pop(), []))
+        found += below
+    return found
+
+
+def _processes_by_parent() -> dict[int, list[int]]:
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -113,11 +126,7 @@ def descendants(pid: int) -> list[int]:
             continue
         if fields[0] != "Z":
             parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, left = [], [pid]
-    while left:
-        left += (below := parents.get(left.pop(), []))
-        found += below
-    return found
+    return parents
 
 
 def alive(pid: int) -> bool:

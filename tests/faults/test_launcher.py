@@ -1,6 +1,7 @@
 """Ranks die with their launcher, and its signals end with a checkpoint and a status to requeue."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from fault_runs import (
     TORCHRUN,
     Run,
     alive,
+    children,
     count_steps,
     descendants,
     find_port,
@@ -123,3 +125,61 @@ def test_a_signal_of_deepspeeds_launcher_is_a_status_to_requeue(
     assert run.end() == 75, run.output()[-3000:]
     wait_until_dead(processes)
     assert find_checkpoint(run_dir / "sft/checkpoints").path is not None
+
+
+SRUN = """#!/usr/bin/env bash
+# Starts the tasks of a job on this machine, and returns their highest status.
+while [[ "$1" == --* ]]; do shift; done
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+  SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+  tasks+=($!)
+done
+for task in "${tasks[@]}"; do
+  wait "$task" || { code=$?; ((code <= ${status:-0})) || status=$code; }
+done
+exit "${status:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo 127.0.0.1; echo node-b; else echo "scontrol $*"; fi
+"""
+
+
+def test_a_slurm_job_trains_is_requeued_and_continues(
+    programs: Path, text_data: Path, start: Start, tmp_path: Path
+) -> None:
+    run_dir, recipe = write(tmp_path, text_data)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NTASKS": "2"}
+    job["PATH"] = f"{tmp_path}:{programs}:{os.environ['PATH']}"
+    steps = 0
+    for _ in range(2):  # the second time as the queue starts it again
+        run = start(["bash", SCRIPTS / "train_slurm.sbatch", recipe], {**ENV, **job})
+        run.wait_for(lambda least=steps + 3: count_steps(run_dir) > least, "training")
+        (srun,) = children(run.pid)
+        tasks = children(srun)
+        assert len(tasks) == 2
+        for task in tasks:  # as SLURM does, five minutes before the time limit
+            os.kill(task, signal.SIGUSR1)
+        assert run.end() == 75, run.output()[-3000:]
+        assert "[rank 1] SIGUSR1 received; stops after this step" in run.output()
+        assert "scontrol requeue 7" in run.output()
+        steps = len(losses(run_dir))
+
+
+def test_torchrun_on_each_machine_as_the_script_says(
+    programs: Path, text_data: Path, start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    recipe = write_recipe(tiny_recipe(text_data, run_dir, max_steps=4), tmp_path / "recipe.yaml")
+    text = (SCRIPTS / "train_multi_node.sh").read_text()
+    found = re.search(r"^#   (torchrun --nnodes 2 .*)\\\n# +(.*)$", text, re.M)
+    assert found is not None
+    changes = {"node-a:29500": f"127.0.0.1:{find_port()}", "8": "1", "RECIPE": str(recipe)}
+    words = [changes.get(word, word) for word in f"{found[1]} {found[2]}".split()]
+    environment = {**ENV, "PATH": f"{programs}:{os.environ['PATH']}"}
+    machines = [start([programs / "torchrun", *words[1:]], environment) for _ in range(2)]
+    # Two runs of one process each would find the folder locked.
+    assert [run.end() for run in machines] == [0, 0], machines[0].output()[-3000:]
+    assert len(losses(run_dir)) == 4
