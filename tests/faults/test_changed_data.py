@@ -1,22 +1,14 @@
 """Data that changed between start and resume is found; a copy of the data is not a change."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
+from tiny_run import edit_answer
 
 RESUME = ("--resume", "auto")
-
-
-def edit_answer(data: Path) -> None:
-    """One that is not among the sampled rows, without another size."""
-    file = data / "data.json"
-    rows = json.loads(file.read_text())
-    rows[2]["conversations"][1]["value"] = rows[2]["conversations"][1]["value"][::-1]
-    file.write_text(json.dumps(rows))
 
 
 @pytest.fixture

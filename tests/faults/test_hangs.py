@@ -6,25 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_run import ENV, TRAIN, tiny_recipe, write_recipe
+from tiny_run import ENV, TRAIN, tiny_recipe, wait_for, write_recipe
 
 from coat_vlm.report.run_folder import describe_run
 from coat_vlm.run.heartbeat import FOLDER
-
-
-def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.05)
-    return value
 
 
 @pytest.mark.faults
