@@ -12,7 +12,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -90,14 +90,17 @@ def _apply_liger(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def convert_to_torchao(module: nn.Module) -> nn.Module:
-    """Convert the linear layers of a module to torchao's tensorwise FP8, in place."""
+def convert_to_torchao(module: nn.Module, pad: bool = False) -> nn.Module:
+    """Convert the linear layers of a module to torchao's tensorwise FP8, in place.
+
+    ``pad``: the number of tokens is not a multiple of 16, and has to be padded to it.
+    """
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
         convert_to_float8_training,
     )
 
-    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=pad)
     return convert_to_float8_training(module, config=config)
 
 

@@ -40,7 +40,14 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.config.stage import LoraTraining, PackingConfig
-from coat_vlm.fp8.blocks import Fp8DecoderLayer, Fp8Encoder, Fp8Layer, find_layer
+from coat_vlm.fp8.blocks import (
+    Fp8DecoderLayer,
+    Fp8Encoder,
+    Fp8GatedPackedEncoderLayer,
+    Fp8Layer,
+    Fp8PackedEncoderLayer,
+    find_layer,
+)
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_layout import describe_batch
 from coat_vlm.model.family_model import complete_inputs, known_layout
@@ -360,9 +367,15 @@ def _find_blocks(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> li
 
 
 def _apply_torchao(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> None:
-    """Use torchao's tensorwise FP8 in the linear layers of the decoder, or of all blocks."""
-    for layer in _find_blocks(model, kind):
-        convert_to_torchao(layer)
+    """Use torchao's tensorwise FP8 in the linear layers of the decoder, or of all blocks.
+
+    A row of packed images does not always have a multiple of 16 patches.
+    """
+    for block in _find_blocks(model, kind):
+        convert_to_torchao(block, pad=find_layer(block) in _PACKED_TOWERS)
+
+
+_PACKED_TOWERS = (Fp8PackedEncoderLayer, Fp8GatedPackedEncoderLayer)
 
 
 def _pad_tower(model: nn.Module) -> None:

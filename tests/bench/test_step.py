@@ -204,14 +204,16 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
 def test_compiled_towers(published: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths of 70, as 3,420 in Qwen2.5-VL, are padded to 80; results stay the same."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    monkeypatch.setattr(step_models, "_LIGER_LOSS", lambda _: None)
+    padded: list[bool] = []
+    monkeypatch.setattr(step_models, "convert_to_torchao", lambda _, pad: padded.append(pad))
     model = build_stage_model(tiny(size), CPU)
     loaded = make_step_batch(model, SIZES[size], 1, None, 0)
     expected = step.run_pass(model, loaded)
-    for part in step_models.BASELINES["tower"].parts[1:]:
-        if part is not step_models._apply_torchao:
-            part(model)
+    for part in step_models.BASELINES["fp8_tower"].parts[1:]:  # without Liger
+        part(model)
     assert step.run_pass(model, loaded) == pytest.approx(expected, rel=1e-5)
+    assert len(padded) >= 4
+    assert padded.count(True) == (0 if size == "tiny" else 2)
     mlps = [p for n, p in model.named_parameters() if "vis" in n and ".mlp." in n]
     assert mlps
     assert not any(width % 16 for parameter in mlps for width in parameter.shape)
