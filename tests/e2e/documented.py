@@ -211,14 +211,14 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def _make_runs(folder: Path) -> None:
-    """Runs under the other names that the guides use: copies, and one with LoRA."""
+    """Runs under the other names that the guides use: copies, and two with LoRA."""
     for name in ("bf16_0", "bf16_1", "coat_0", "coat_1"):
         shutil.copytree(folder / "runs/my_vlm", folder / "runs" / name)
     for name in ("bf16", "coat"):
         shutil.copytree(folder / "out/my_vlm", folder / "out" / name)
-    run(
-        "coat-vlm train my_recipe.yaml precision=bf16 output_dir=runs/my_lora "
-        "stages.sft.lora.rank=4 stages.sft.lora.alpha=8",
-        folder,
-    )
-    shutil.copytree(folder / "runs/my_lora", folder / "runs/my_lora_1")
+    for recipe, name in (("my_recipe", "my_lora"), ("my_qwen", "my_adapter_1")):
+        run(
+            f"coat-vlm train {recipe}.yaml precision=bf16 output_dir=runs/{name} "
+            "stages.sft.lora.rank=4 stages.sft.lora.alpha=8",
+            folder,
+        )
