@@ -48,8 +48,9 @@ def test_its_output_is_the_original_blocks_and_its_gradients_are_fp8s(
     for name, gradient in gradients.items():
         if gradient.norm() > 1e-3 * x.norm():  # keys have no gradient by their bias
             error = relative(gradients16[name], gradient)
-            # The norm of n independent errors deviates by 1 / sqrt(2 n), so two by 1 / sqrt(n).
-            most = 1.05 + gradient.numel() ** -0.5
+            # The norm of n independent errors deviates by 1 / sqrt(2 n), so two by 1 / sqrt(n);
+            # three deviations are allowed.
+            most = 1.05 + 3 * gradient.numel() ** -0.5
             assert error < max(0.02, most * relative(gradients8[name], gradient)), name
 
 
