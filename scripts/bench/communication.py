@@ -11,9 +11,9 @@ P weights are trained in BF16, in m micro-batches on N ranks, with the collectiv
     hpZ   reduce-scatter, m times    all-gather, once; 2 m - 1 times within a machine
 
 Gradients have 2 bytes, at ZeRO 0 and 1 with more than 8 micro-batches 4. A rank sends (N - 1) / N
-of an all-gather's or a reduce-scatter's bytes, of an all-reduce's twice. A step has the passes of
-one GPU, a constant, the optimizer of P / N weights, copies to and from buckets, and communication,
-which ZeRO-3 hides behind the passes; its hooks take a time per tensor.
+of the bytes in an all-gather or a reduce-scatter, and twice that in an all-reduce. A step has the
+passes of one GPU, a constant, the optimizer of P / N weights, copies to and from buckets, and
+communication, which ZeRO-3 hides behind the passes; its hooks take a time per tensor.
 """
 
 import argparse
