@@ -32,7 +32,7 @@ preference pairs, and are saved in the published layout.
 
 - **videos**: `own`: the family's processor samples, sizes and times them; `frames`: as images
   ([details](../guides/long_video.md#published-models))
-- **packing**: several samples per row; **shared rows**:
+- **packing**: several samples per sequence; **sequence parallel**:
   [`sequence_parallel`](../guides/long_context.md)
 - **FP8**: `blocks`: attention projections and MLPs; `MLP`: only MLPs ([details](fp8_blocks.md))
 - **plan**: `coat-vlm plan` and `memory` know the memory
@@ -42,7 +42,7 @@ preference pairs, and are saved in the published layout.
 
 A dash: a message refuses it; for FP8, the blocks stay in BF16."""
 COLUMNS = (
-    *("family", "`model_type`", "videos", "packing", "shared rows", "LoRA", "FP8 tower"),
+    *("family", "`model_type`", "videos", "packing", "sequence parallel", "LoRA", "FP8 tower"),
     *("FP8 language", "plan", "pixels", "boxes"),
 )
 
@@ -111,7 +111,7 @@ def _yes(value: bool) -> str:
 
 
 def _recipe(folder: Path, model: dict[str, Any], **changes: Any) -> Recipe:
-    """Make a recipe that trains all parts on one row of text."""
+    """Make a recipe that trains all parts on one sample of text."""
     turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "red"}]
     rows = folder / "rows.json"
     rows.write_text(json.dumps([{"conversations": turns}]), encoding="utf-8")
@@ -141,7 +141,7 @@ def _prepares(recipe: Recipe) -> bool:
 
 
 def _plans(recipe: Recipe) -> bool:
-    """Whether the memory of a row with an image can be planned."""
+    """Whether the memory of a sequence with an image can be planned."""
     try:
         plan_recipe(recipe, ranks=1, gpu_bytes=80e9, images=1)
     except ValueError as error:

@@ -27,7 +27,7 @@ VOCABULARY, TOKENS = 64, 32
 
 
 class Counting(Dataset[dict[str, Any]]):
-    """Rows of tokens; each row counts up by 1, 2 or 3."""
+    """Sequences of tokens; each counts up by 1, 2 or 3."""
 
     def __len__(self) -> int:
         return 512

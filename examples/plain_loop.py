@@ -39,7 +39,7 @@ def build_model(precision: str) -> nn.Module:
 
 
 def batches(steps: int, batch: int = BATCH) -> Iterator[Tensor]:
-    """Yield token ids [batch, TOKENS]; each row counts up by 1, 2 or 3."""
+    """Yield token ids [batch, TOKENS]; each sequence counts up by 1, 2 or 3."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         start = torch.randint(VOCABULARY, (batch, 1), generator=generator)

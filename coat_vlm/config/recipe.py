@@ -121,7 +121,7 @@ class Recipe:
     memory: MemoryConfig | None = None
     """Choose settings that fit into GPU memory; a stage may then omit ``micro_batch_size``."""
     cudnn_attention: Literal["auto"] | bool = "auto"
-    """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed, where
+    """Allow cuDNN attention where torch prefers it: on Hopper, without packing, where
     it is faster than the flash kernel. ``auto``: except where its gradients may be NaN (tokens
     modulo 128 are 64, and attention has a mask or is not causal; coat_vlm/model/cudnn.py)."""
     num_workers: NonNegative = 2

@@ -12,7 +12,7 @@ ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft", "dpo"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ROW_MULTIPLE = 128
-"""Packed rows are padded to a multiple of this number of tokens, which suits the FP8 kernels."""
+"""Packed sequences are padded to a multiple of this many tokens, which suits the FP8 kernels."""
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft", "dpo")
@@ -169,7 +169,7 @@ class PackingConfig:
     """Number of consecutive samples, in training order, from which sequences are filled."""
 
     def row_tokens(self, max_length: int) -> int:
-        """Return the tokens per row; ValueError if ``tokens`` does not suit ``max_length``."""
+        """Return the tokens per sequence; ValueError if ``tokens`` does not suit ``max_length``."""
         aligned = -(-max_length // ROW_MULTIPLE) * ROW_MULTIPLE
         if self.tokens is None:
             return aligned
@@ -287,11 +287,14 @@ class StageConfig:
             return
         dropout = 0.0 if self.lora is None else self.lora.dropout
         refused = {
-            "packing": (self.packing is not None, "TRL computes one row per answer; remove it"),
+            "packing": (
+                self.packing is not None,
+                "TRL computes one sequence per answer; remove it",
+            ),
             "balance": (self.balance, "rows are measured by a single answer; remove it"),
             "sequence_parallel": (
                 self.sequence_parallel > 1,
-                "TRL needs whole rows; remove it, and lower micro_batch_size if memory is short",
+                "TRL needs whole sequences; remove it, and lower micro_batch_size to save memory",
             ),
             "lora.dropout": (
                 dropout > 0,

@@ -377,7 +377,7 @@ class BlockGraphs:
                 logger.log(
                     level,
                     "FP8 blocks have CUDA graphs for %d shapes; other shapes, such as %s, run "
-                    "eagerly. Packed rows and a fixed number of images reduce the shapes",
+                    "eagerly. Packing and a fixed number of images reduce the shapes",
                     len(self._captured),
                     tuple(key[0]),
                 )

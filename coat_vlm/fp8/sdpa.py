@@ -2,7 +2,7 @@
 
 Autograd saves q, k, v and the output of attention in high precision. With separate calls, the
 caller provides them to the backward pass (which may compute q, k and v again).
-Sequences packed into one row use the variable-length flash kernel or, on a CPU, separate calls.
+Packed samples use the variable-length flash kernel or, on a CPU, separate calls.
 """
 
 from dataclasses import dataclass, replace

@@ -46,7 +46,7 @@ def find_jinja_template(name: str, tokenizer: TokenizerLike) -> str | None:
 
 
 def find_pad_id(tokenizer: Any, vocab_size: int, image_token: str | None) -> int:
-    """Return a token that pads rows: the tokenizer's pad or end token, or any other one.
+    """Return a token that pads sequences: the tokenizer's pad or end token, or any other one.
 
     Padding is masked by its position, so any row of the embedding can be used for it. Published
     tokenizers have pad tokens outside of the embedding, none, or the image token.

@@ -62,8 +62,8 @@ class Family:
     """Input of the model that is 1 at image tokens, 2 at video tokens and 0 elsewhere, if any."""
     videos: Videos = _FRAMES
     shares_tokens: bool = True
-    """Whether ranks can share the tokens of a row. They cannot where tokens attend to later ones,
-    such as within an image, or where another loss, such as the experts', reads all tokens."""
+    """Whether ranks can share the tokens of a sequence. They cannot where tokens attend to later
+    ones, such as within an image, or where another loss, such as the experts', reads all tokens."""
     has_prefix: bool = False
     """Whether ``token_types`` is 0 up to the first answer, where attention is in both directions,
     and 1 from there on."""

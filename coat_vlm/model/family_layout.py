@@ -69,7 +69,7 @@ def _drop_missing_tiles(tiles: Tensor, extras: dict[str, Any]) -> Tensor:
 def _find_positions(batch: Batch, config: Any) -> Tensor | None:
     """Return positions (3, B, T) in time, height and width, or None for a model without them.
 
-    In a packed row they restart with each sequence.
+    In a packed sequence they restart with each sample.
     """
     model_class: Any = AutoModel._model_mapping.get(type(config), None)  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(model_class, "get_rope_index"):

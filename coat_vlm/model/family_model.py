@@ -81,12 +81,12 @@ class FamilyVlm:
 
     @property
     def packs(self) -> bool:
-        """Whether samples of a packed row get the positions and attention of single samples."""
+        """Whether packed samples get the positions and attention of single samples."""
         return self.family.is_known
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether ranks may share the tokens of a row, if the decoder's attention allows it."""
+        """Whether ranks may share a sequence's tokens, if the decoder's attention allows it."""
         return self.family.is_known and self.family.shares_tokens
 
     def distribute_media(self, batch: Mapping[str, Any], *_: Any) -> tuple[dict[str, Any], None]:
@@ -94,7 +94,7 @@ class FamilyVlm:
         return {name: batch[name] for name in ("pixel_values", "extras") if name in batch}, None
 
     def prepare_attention(self: Any, *, packed: bool) -> None:
-        """Have images that share a row attend in one call, and samples if rows are ``packed``."""
+        """Have all images attend in one call, and samples of a sequence if they are ``packed``."""
         if not self.family.is_known:
             return
         vision = self.config.vision_config
@@ -219,8 +219,8 @@ def _read_packing(model: Any, inputs: dict[str, Any]) -> Packing | None:
     if inputs.get("position_ids") is None:
         if hasattr(model.base_model, "get_rope_index"):
             raise ValueError(
-                f"a packed row of {model.family.name} needs the positions of its images; pass the "
-                "batch through the encoder's complete"
+                f"a packed sequence of {model.family.name} needs the positions of its images; pass "
+                "the batch through the encoder's complete"
             )
         inputs["position_ids"] = packing.positions(tokens)
     return packing

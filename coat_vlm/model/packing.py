@@ -122,7 +122,9 @@ def read_packing(
             f"{', '.join(name for name, value in given.items() if value is not None)}"
         )
     if batch != 1:
-        raise ValueError(f"packed sequences require one row, got {batch} rows; give [1, T]")
+        raise ValueError(
+            f"packed sequences require batch size 1, got {batch}; concatenate them to [1, T]"
+        )
     if mask is not None and mask.numel():
         raise ValueError(
             "packed sequences take no mask; remove attention_mask, and give position_ids that "
@@ -143,7 +145,7 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
     lengths = [end - start for start, end in pairwise(values)]
     if not lengths or values[0] != 0 or values[-1] != tokens or min(lengths) < 1:
         raise ValueError(
-            f"cu_seq_lens_q = {values} does not split a row of {tokens} tokens; it must increase "
+            f"cu_seq_lens_q = {values} does not split {tokens} tokens; it must increase "
             f"from 0 to {tokens}"
         )
     if max(lengths) > longest:
@@ -156,8 +158,8 @@ def check_packing(model: PreTrainedModel) -> None:
     """Raise ValueError if a decoder reads other tokens of a row outside of its attention."""
     if (why := why_attention_is_unknown(model)) is not None:
         raise ValueError(
-            f"packing: {type(model).__name__} {why}, so the samples of a row would read each "
-            "other; remove packing, or use a model with full or sliding-window attention"
+            f"packing: {type(model).__name__} {why}, so packed samples would read each other; "
+            "remove packing, or use a model with full or sliding-window attention"
         )
 
 
@@ -252,8 +254,8 @@ def packed_attention(
     if packing is None:
         if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
-                "position_ids restart within a row, or the model makes its own mask; for packed "
-                "sequences give cu_seq_lens_q and max_length_q, otherwise use attention sdpa"
+                "position_ids restart within a sequence, or the model makes its own mask; for "
+                "packed sequences give cu_seq_lens_q and max_length_q, otherwise use attention sdpa"
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs

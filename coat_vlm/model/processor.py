@@ -160,7 +160,7 @@ class CoatVlmProcessor(ProcessorMixin):
 
     @property
     def pad_token_id(self) -> int:
-        """The token that pads rows."""
+        """The token that pads sequences."""
         image_token = IMAGE_TOKEN if self.tokens_per_image else None
         return find_pad_id(self.tokenizer, len(self.tokenizer), image_token)
 
@@ -227,7 +227,7 @@ class CoatVlmProcessor(ProcessorMixin):
             videos: a video, a list of videos, or a list per row; a video is a path, a URL,
                 encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
             return_tensors: ``pt``, ``np``, or None for lists of token ids.
-            padding: as for a tokenizer. Default: pad to the longest row if tensors are returned.
+            padding: as for a tokenizer. Default: pad to the longest if tensors are returned.
             **options: ``return_mm_token_type_ids`` (1 at image tokens), and the tokenizer's.
 
         Returns:

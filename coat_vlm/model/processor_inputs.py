@@ -107,5 +107,7 @@ def find_padded_length(longest: int, padding: bool | str, max_length: int | None
     if padding != "max_length":
         return longest
     if max_length is None:
-        raise ValueError("padding='max_length' needs max_length, the number of tokens of a row")
+        raise ValueError(
+            "padding='max_length' needs max_length, the number of tokens of a sequence"
+        )
     return max(longest, max_length)

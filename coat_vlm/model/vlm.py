@@ -142,10 +142,10 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         return {name: part for name, part in parts.items() if part is not None}
 
     packs = shares_tokens = True
-    """Whether rows may have several samples, and several ranks; the language model decides."""
+    """Whether sequences may have several samples, and several ranks; the language model decides."""
 
     def prepare_attention(self, *, packed: bool) -> None:
-        """Prepare attention for training, with ``packed`` for rows of several samples."""
+        """Prepare attention for training, with ``packed`` for sequences of several samples."""
         if packed and self.language_model.config._attn_implementation == "sdpa":
             self.language_model.set_attn_implementation(PACKED)
 
@@ -185,7 +185,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             input_ids: (B, T) with image placeholders.
             attention_mask: (B, T), or another mask of the language model; on the CPU it is dropped
                 if the loss does not need it.
-            pixel_values: (N, 3, S, S), the images of all rows in order; N may be 0.
+            pixel_values: (N, 3, S, S), the images of all sequences in order; N may be 0.
             image_grids: (M, 2) rows and columns of each image's largest scale (``s2_scales``).
             frame_groups: (G,) numbers of consecutive tiles that share one's tokens. Default: 1.
             inputs_embeds: (B, T, H) instead of input_ids and images.
@@ -198,10 +198,10 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             image_positions: as ``given`` of :func:`find_placeholders`.
             sequence_shard: the other arguments are a shard of ``sequence_parallel.shard_batch``.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
-                ``max_length_q`` the batch is one row of N packed sequences.
+                ``max_length_q`` the batch is one packed sequence of N samples.
 
         Raises ValueError if placeholders and images do not match, arguments contradict each other,
-        or packed sequences do not fill the row.
+        or packed samples do not fill the sequence.
         """
         shifted = sequence_shard is not None
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -231,7 +231,7 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         if labels is not None and fused:
             layer: Any = self.get_output_embeddings()
             loss_inside = loss_for_logits(layer, labels, num_items_in_batch, shifted)
-        # Packed rows have position_ids here, which restart.
+        # Packed sequences have position_ids here, which restart.
         with loss_inside, skip_packing_search(position_ids is None):
             outputs = self.language_model(
                 inputs_embeds=hidden,

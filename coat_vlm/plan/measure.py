@@ -1,9 +1,9 @@
 """Measures the training step of a recipe's stages: ``coat-vlm plan RECIPE --measure``.
 
 Training's code builds and runs a stage, with three differences: weights are random and generated on
-the model's device; rows are generated once and copied to the GPU in every step; a step has at most
-two micro-batches per rank. A row has the shape that a plan assumes: one token of text, random
-images, and random text with a label on every token.
+the model's device; sequences are generated once and copied to the GPU in every step; a step has at
+most two micro-batches per rank. A sequence has the shape that a plan assumes: one token of text,
+random images, and random text with a label on every token.
 """
 
 import copy
@@ -80,7 +80,7 @@ def measure_stage(recipe: Recipe, plan: StagePlan, world: World) -> str:
         release_engine(step.passes.engine, model)
     text = (
         f"measured, stage {case.name}: {world.size} GPU(s), {case.accumulation} micro-batch(es) of "
-        f"{stage.micro_batch_size} row(s) of {row.tokens:,} tokens with {row.images} "
+        f"{stage.micro_batch_size} sequence(s) of {row.tokens:,} tokens with {row.images} "
         "image(s), random weights\n"
     )
     if skipped:
@@ -150,7 +150,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> Any:
 
 
 def make_batch(row: Row, rows: int, packing: PackingConfig | None, seed: int) -> LoadedBatch:
-    """Make a micro-batch of random rows on the CPU; with packing they become one packed row."""
+    """Make a micro-batch of random sequences on the CPU; with packing they become one."""
     generator = torch.Generator().manual_seed(seed)
     samples = [row.make(generator) for _ in range(rows)]
     batch, counts = row.collate(samples, packing), sum_counts(samples)

@@ -1,4 +1,4 @@
-"""The rows that plans assume: full ones, with as many images as the data has.
+"""The sequences that plans assume: full ones, with as many images as the data has.
 
 Images of a composed model are tiles. Images of a published model are as large as in the data, and
 pass the model's own processor.
@@ -38,7 +38,7 @@ _SIZE = (640, 480)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A full row of a stage: a token of text, images, and text."""
+    """A full sequence of a stage: a token of text, images, and text."""
 
     tokens: int
     images: int
@@ -68,9 +68,9 @@ class Row:
         return patches // self.images if self.images else 0
 
     def trace(self, model: Any, rows: int) -> Activations:
-        """Trace a rank's shard of so many rows; see :func:`coat_vlm.plan.activations.trace_inputs`.
+        """Trace a rank's shard of so many sequences, packed or not.
 
-        Packed rows take the same memory as full ones. ValueError for a model that cannot be traced.
+        See :func:`coat_vlm.plan.activations.trace_inputs`; ValueError if it cannot trace the model.
         """
         on_meta = replace(self.shown, pixel_values=self.shown.pixel_values.to("meta"))
         row = replace(self, shown=on_meta).make(None)
@@ -90,7 +90,7 @@ class Row:
             ) from error
 
     def make(self, generator: torch.Generator | None) -> EncodedSample:
-        """Make a row with random text and pixels; None: with one token and the row's pixels."""
+        """Make a sequence with random text and pixels; None: one token and the planned pixels."""
         shown, shape = self.shown, self.shown.pixel_values.shape
         ids = self.text_ids[:1].repeat(self.tokens)
         if generator is not None:
@@ -108,7 +108,7 @@ class Row:
         return replace(shown, input_ids=ids, labels=labels, pixel_values=pixels)
 
     def collate(self, samples: Sequence[EncodedSample], packing: PackingConfig | None) -> Batch:
-        """Collate rows as training does; with packing they become one packed row."""
+        """Collate sequences as training does; with packing they become one."""
         if packing is None:
             batch = collate(samples, pad_token_id=0)
         else:
@@ -117,13 +117,13 @@ class Row:
 
 
 def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
-    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row."""
+    """Return the tokens of a full sequence of a stage: ``model.max_length``, or packed."""
     longest = recipe.model.max_length
     return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
 def plan_row(recipe: Recipe, stage: StageConfig, model: Any, images: int | None) -> Row:
-    """Plan a full row of a stage, by default with as many images as the data has.
+    """Plan a full sequence of a stage, by default with as many images as the data has.
 
     Raises ValueError if they leave no tokens for text.
     """
@@ -140,10 +140,10 @@ def plan_row(recipe: Recipe, stage: StageConfig, model: Any, images: int | None)
 def compose_row(
     model: CoatVlm, tokens: int, images: int, pool_frames: int | None = None, reason: str = ""
 ) -> Row:
-    """Make a row of a composed model, in which ``pool_frames`` images share the tokens of one.
+    """Make a sequence of a composed model, in which ``pool_frames`` images share the tokens of one.
 
     With ``s2_scales`` only the tiles of the largest scale have tokens. Raises ValueError if the
-    images have more tokens than the row, or there is no tower.
+    images have more tokens than the sequence, or there is no tower.
     """
     config, tower = cast(CoatVlmConfig, model.config), model.vision_tower
     if tower is None and images:
@@ -157,7 +157,7 @@ def compose_row(
     if count >= tokens:
         raise ValueError(
             f"{len(groups)} images of {config.tokens_per_image} tokens leave no tokens for text in "
-            f"rows of {tokens}; raise model.max_length or lower --images"
+            f"sequences of {tokens}; raise model.max_length or lower --images"
         )
     every = torch.arange(config.text_config.vocab_size)
     ids = torch.full((count,), config.image_token_id or 0)
@@ -196,7 +196,10 @@ def _plan_published(
     elif stage.packing is not None:
         images, why = stage.packing.images, "packing.images"
         if images is None:
-            images, why = _count_fitting(encoder, size, tokens), "as many as fit into a packed row"
+            images, why = (
+                _count_fitting(encoder, size, tokens),
+                "as many as fit into a packed sequence",
+            )
     elif needed:
         images, why = math.ceil(mean(needed) / each), "mean of the data's first rows, rounded up"
         why += notes
@@ -206,7 +209,7 @@ def _plan_published(
     if images and len(shown.input_ids) >= tokens:
         raise ValueError(
             f"{images} images of {size[0]} x {size[1]} pixels have {len(shown.input_ids):,} tokens "
-            f"and leave none for text in rows of {tokens:,}; raise model.max_length, or lower "
+            f"and leave none for text in sequences of {tokens:,}; raise model.max_length, or lower "
             "--images or model.max_pixels"
         )
     names = ("_token_id", "_token_index")
@@ -262,9 +265,9 @@ def _read_data(
 def count_images_per_row(
     recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
 ) -> tuple[int, str]:
-    """Count the tiles per row of ``tokens`` tokens, and return the source of the number as text.
+    """Count the tiles per sequence of ``tokens`` tokens; return where the number is from as text.
 
-    Packed rows are assumed to contain as many tiles as possible.
+    Packed sequences are assumed to contain as many tiles as possible.
     """
     if not model.has_vision:
         return 0, "no vision tower"
@@ -276,7 +279,7 @@ def count_images_per_row(
         placed = (tokens - 1) // model.tokens_per_image
         smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
         most = placed * (recipe.model.video.pool_frames or 1) + smaller
-        return most, "as many as fit into a packed row"
+        return most, "as many as fit into a packed sequence"
     counts: list[int] = []
     try:
         for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:

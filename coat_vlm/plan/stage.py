@@ -95,7 +95,7 @@ class StagePlan:
     fp8: Fp8Config | None  # resolved
     optimizer: type[torch.optim.Optimizer]
     sizes: Sizes
-    traced: list[Activations]  # micro-batches of 1, 2 and 4 times the recipe's rows
+    traced: list[Activations]  # micro-batches of 1, 2 and 4 times the recipe's size
     graphs: CudaGraphs  # fp8.cuda_graphs; False where graphs are not supported
     graph_blocks: dict[str, tuple[int, int]]
     """Part of the model -> number of its FP8 blocks that may be captured, and their parameters."""
@@ -215,8 +215,8 @@ def plan_recipe(
 ) -> list[StagePlan]:
     """Plan the stages of a recipe in order, or ``only_stage``; raises ValueError as training does.
 
-    ``gpu_bytes``: nominal memory of each GPU. ``images``: tiles per row, by default counted in the
-    data.
+    ``gpu_bytes``: nominal memory of each GPU. ``images``: tiles per sequence, by default counted in
+    the data.
     """
     chosen = select_stages(recipe, only_stage)
     refuse_unmeasured(recipe, chosen, "coat-vlm plan")
@@ -269,7 +269,7 @@ def plan_recipe(
 def _share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
     """Return the activations of one of several ranks that share the tokens of traced micro-batches.
 
-    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. What the
+    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the sequences. What the
     exchanges of tokens need for a moment is not counted.
     """
     one, two, four = traced

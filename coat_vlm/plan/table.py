@@ -147,10 +147,10 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
             *([f"  assumed: {plan.assumed}"] if plan.assumed else []),
             f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
             f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
-            f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
+            f"  a step: {stage.batch_size} sequences = {plan.replicas} {sharing} x {micro_batches} "
             f"micro-batch(es) x {stage.micro_batch_size}",
             *([f"  {describe_sums(sums, micro_batches)}"] if micro_batches > 1 else []),
-            f"  a row: {row.tokens:,} tokens, all filled; {pictures} ({row.reason})",
+            f"  a sequence: {row.tokens:,} tokens, all filled; {pictures} ({row.reason})",
             *_graphs(plan),
             *(_table(plan) if verbose else []),
         ]

@@ -71,7 +71,7 @@ class StageData:
     """The first row as it is trained, as text."""
     packing: PackingEstimate | None
     row_tokens: int | None
-    """Token budget of a packed row; None without packing."""
+    """Token budget of a packed sequence; None without packing."""
     unpadded: bool
     """Whether micro-batches that would be padded much are packed."""
     validation_batches: Callable[[str], Iterator[Batch]]

@@ -52,7 +52,7 @@ _UNPADDED = frozenset(
         *("qwen3_vl_text", "qwen3_vl_moe_text"),
     )
 )
-"""Decoders (``model_type``) that compute a packed row in one call of attention per layer."""
+"""Decoders (``model_type``) that compute a packed sequence in one call of attention per layer."""
 
 
 def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
@@ -125,10 +125,10 @@ def set_train_mode(model: PreTrainedModel, stage: StageConfig) -> None:
 def avoids_padding(
     model: PreTrainedModel, recipe: Recipe, stage: StageConfig, device: torch.device
 ) -> bool:
-    """Whether micro-batches with much padding are computed as one packed row, without padding.
+    """Whether micro-batches with much padding are computed as one packed sequence.
 
     Only on a GPU, where one call of variable-length attention computes all sequences; with
-    ``fp8.cuda_graphs: true`` a row of another length would be another graph. Ranks that share
+    ``fp8.cuda_graphs: true`` a sequence of another length would be another graph. Ranks that share
     tokens never compute padding (:func:`coat_vlm.model.sequence_parallel.shard_batch`).
     """
     graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs is True
@@ -154,8 +154,8 @@ def prepare_model(
 ) -> ConversionReport | None:
     """Prepare a model, in place, for a stage: adapters, frozen modules, attention, precision.
 
-    ``packed`` allows packed rows for which the stage does not ask. Raises ValueError if the model
-    does not fit ``lora``, ``packing``, ``sequence_parallel`` or FP8.
+    ``packed`` allows packed sequences for which the stage does not ask. Raises ValueError if the
+    model does not fit ``lora``, ``packing``, ``sequence_parallel`` or FP8.
     """
     set_trainable(model, stage)
     _check_attention(model, stage)
@@ -176,8 +176,8 @@ def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
     if stage.packing is not None:
         if not vlm.packs:
             raise ValueError(
-                f"packing: {name} is not in a tested family, so its positions in a packed row are "
-                "not known; remove packing"
+                f"packing: {name} is not in a tested family, so its positions in a packed sequence "
+                "are not known; remove packing"
             )
         check_packing(vlm.language)
 

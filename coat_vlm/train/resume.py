@@ -223,8 +223,8 @@ def continue_sampler(
 ) -> SamplerState:
     """Return the state at which a sampler continues.
 
-    With changed data, the packing window may have fewer rows than were used; it then starts over,
-    or ValueError is raised if changed data is not allowed.
+    With changed data, the packing window may have fewer sequences than were used; it then starts
+    over, or ValueError is raised if changed data is not allowed.
     """
     try:
         sampler.step(state)

@@ -472,13 +472,13 @@ def _print_tables(
     total_steps: int,
 ) -> None:
     samples = total_steps * data.samples_per_step(stage)
-    rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
+    rows = "samples" if data.packing is None else f"sequences of {data.row_tokens:,} tokens"
     rows = rows if stage.dpo is None else "preference pairs"
     lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}"]
     if data.packing is not None:
         lines.append(
             f"  packed: {data.packing.samples_per_row:.1f} samples and "
-            f"{data.packing.images_per_row:.1f} images in a row, {data.packing.fill:.1%} full"
+            f"{data.packing.images_per_row:.1f} images per sequence, {data.packing.fill:.1%} full"
         )
     if data.unpadded:
         lines.append(f"  micro-batches with over {MAX_PADDING:.0%} of padding are packed instead")

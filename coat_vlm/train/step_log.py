@@ -130,7 +130,7 @@ class StepLog:
     memory: PeakMemory
     world_size: int
     row_tokens: int | None
-    """Token budget of a packed row; None without packing."""
+    """Token budget of a packed sequence; None without packing."""
     read_at: float = -math.inf
     """``time.perf_counter()`` when results were read last."""
     waited: float = 0.0

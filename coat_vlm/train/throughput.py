@@ -115,7 +115,7 @@ def measure_work(loaded: LoadedBatch, media_token_ids: Sequence[int]) -> Work:
     placed = torch.isin(batch["input_ids"], torch.tensor(media_token_ids, dtype=torch.int64)) & mask
     answers = max(1, len(mask) // loaded.num_samples)  # two of a preference pair
     if "cu_seq_lens_q" in batch:
-        used = int(mask.sum())  # padding is the last sequence of a packed row
+        used = int(mask.sum())  # padding is the last sample of a packed sequence
         bounds = batch["cu_seq_lens_q"].tolist()
         lengths = [end - start for start, end in pairwise(bounds) if start < used]
     else:
@@ -130,7 +130,7 @@ def measure_work(loaded: LoadedBatch, media_token_ids: Sequence[int]) -> Work:
 
 
 def count_supervised_tokens(batch: Batch) -> int:
-    """Count the tokens with a label; the first token of a row is not a target."""
+    """Count the tokens with a label; the first token of a sequence is not a target."""
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 

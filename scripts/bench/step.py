@@ -1,7 +1,7 @@
 """Measures the training step of a full model, on one GPU or several.
 
 Each implementation is built from the same random weights, compared with BF16, run for a few steps
-of one batch size, and freed. Every micro-batch of a step is the same batch of random rows.
+of one batch size, and freed. Every micro-batch of a step is the same batch of random sequences.
 
 --precisions are ours (bf16 included, with its chunked loss). --baselines are transformers'
 BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
@@ -16,7 +16,7 @@ between steps; the batch is on the GPU already. own runs DeepSpeed as training d
 precision's default optimizer and attention kernels. --lora freezes the tower and trains the
 projector and LoRA adapters on all linear layers of the language model. For a recipe with other keys
 use coat-vlm plan RECIPE --measure. --mixed draws samples as in an instruction mix; baselines of
-packed rows have this project's positions and variable-length attention.
+packed sequences have this project's positions and variable-length attention.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
 factor of 1.5: with random weights every loss is near the logarithm of the vocabulary size, so a
@@ -450,8 +450,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="ZeRO stages; default 0")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters; default: all weights")
     add("--mixed", choices=("packed", "padded"),
-        help="published models: samples of mixed lengths and image sizes in one packed row, or in "
-        "padded rows, with as many tokens as --batch full ones; padding does not count")
+        help="published models: samples of mixed lengths and image sizes in one packed sequence, "
+        "or in padded ones, with as many tokens as --batch full ones; padding does not count")
     add("--cap-gib", type=float, metavar="GIB", help="limit torch's allocator on each GPU")
     add("--batch", nargs="+", type=positive, default=[1], metavar="N",
         help="samples per micro-batch on one GPU, ascending; default 1")

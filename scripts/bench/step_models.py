@@ -200,7 +200,7 @@ _MIXED_SIZES = {(640, 480): 5, (640, 427): 2, (480, 640): 2, (427, 640): 1}
 
 
 def make_row(model: Any, tokens: int, sizes: Sequence[tuple[int, int]]) -> Row:
-    """Make a row with images, of a published model of these sizes (width, height)."""
+    """Make a sequence with images, of a published model of these sizes (width, height)."""
     if isinstance(model, CoatVlm):
         return compose_row(model, tokens, len(sizes))
     # As the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches.
@@ -255,7 +255,7 @@ def draw_samples(model: Any, tokens: int, seed: int) -> list[EncodedSample]:
 def make_step_batch(
     model: Any, size: StepModel, rows: int, mixed: str | None, seed: int
 ) -> LoadedBatch:
-    """Make a random micro-batch of full rows, or if ``mixed`` of as many tokens in samples."""
+    """Make a random micro-batch of full sequences, or if ``mixed`` of as many tokens in samples."""
     tokens = size.model.max_length
     row = make_row(model, tokens, [_IMAGE_SIZE] * size.images)
     if mixed is None:
@@ -277,7 +277,7 @@ class Baseline(NamedTuple):
 
 
 _BOUNDS = {"cu_seq_lens_q", "position_ids"}
-"""Inputs of packed rows that the model would copy to the GPU in every layer."""
+"""Inputs of packed sequences that the model would copy to the GPU in every layer."""
 
 
 def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
@@ -299,7 +299,7 @@ def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
         pixel_values: Tensor | None = None,
         image_positions: Tensor | None = None,
         num_items_in_batch: float | None = None,
-        **_: Any,  # the mask: rows are full
+        **_: Any,  # the mask: sequences are full
     ) -> CausalLMOutputWithPast:
         hidden = self.embed(input_ids, pixel_values, image_positions=image_positions)
         labels = copy_to_device(labels, hidden.device)
@@ -369,7 +369,7 @@ def _find_blocks(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> li
 def _apply_torchao(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> None:
     """Use torchao's tensorwise FP8 in the linear layers of the decoder, or of all blocks.
 
-    A row of packed images does not always have a multiple of 16 patches.
+    A sequence of packed images does not always have a multiple of 16 patches.
     """
     for block in _find_blocks(model, kind):
         convert_to_torchao(block, pad=find_layer(block) in _PACKED_TOWERS)

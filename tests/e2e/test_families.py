@@ -339,7 +339,7 @@ def test_two_ranks(family: str, published: Path, tiny_data: Path, tmp_path: Path
         recipe["model"]["max_length"] = 256
         if packed:
             recipe["stages"]["sft"] |= {"packing": {"tokens": 512, "images": 5}}
-        assert ("rows of 512 tokens" in train(recipe, tmp_path, ranks=ranks)) == packed
+        assert ("sequences of 512 tokens" in train(recipe, tmp_path, ranks=ranks)) == packed
     one, two = (tiny_run.steps(tmp_path / name) for name in recipes)
     for name in ("samples", "tokens", "supervised_tokens", "packing_fill", "tiles", "tflop"):
         assert [row.get(name) for row in two] == [row.get(name) for row in one]

@@ -30,8 +30,8 @@ def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed_one_rank")
     done = train(packed_recipe(tiny_data, folder / "run", save_steps=3), folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rows of 256 tokens" in done.stderr + done.stdout
-    assert "images in a row" in done.stderr + done.stdout
+    assert "sequences of 256 tokens" in done.stderr + done.stdout
+    assert "images per sequence" in done.stderr + done.stdout
     return folder / "run"
 
 

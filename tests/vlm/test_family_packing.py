@@ -26,11 +26,11 @@ from coat_vlm.train.passes import copy_batch_to_device
 
 CPU = torch.device("cpu")
 WHY_NOT = {
-    "lfm2_vl": "Lfm2Model has layers of type conv, so the samples of a row would read each other",
+    "lfm2_vl": "Lfm2Model has layers of type conv, so packed samples would read each other",
     "paligemma": "cannot compute attention with sdpa; set model.attn_implementation: eager",
-    "qwen3_5": "Qwen3_5TextModel has layers of type linear_attention, so the samples of a row",
+    "qwen3_5": "Qwen3_5TextModel has layers of type linear_attention, so packed samples",
 }
-"""Families whose samples cannot share a row."""
+"""Families whose samples cannot be packed."""
 READING = {"gemma4", "lfm2_vl", "mistral3"}
 """Families whose models in transformers read sizes of images, or masks, from the GPU."""
 

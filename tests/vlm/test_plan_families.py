@@ -113,7 +113,7 @@ def test_numbers_of_images(folder: Path, tmp_path: Path) -> None:
     if folder.name not in UNPACKED:
         packed = plan(None, "stages.sft.packing={}")
         assert packed.row.images >= 3
-        assert "as many as fit into a packed row" in format_plan([packed])
+        assert "as many as fit into a packed sequence" in format_plan([packed])
     with pytest.raises(ValueError, match=r"150 images of 640 x 480 pixels have .* raise model"):
         plan(150)
 

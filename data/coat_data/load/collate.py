@@ -1,4 +1,4 @@
-"""Collates encoded samples: padded to one length, or packed into one row without padding."""
+"""Collates encoded samples: padded to one length, or packed into one sequence without padding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 
 MAX_PADDING = 0.1
 """Part of a micro-batch that may be padding. Packed sequences use flash attention, with which a
-step at 8B takes 8% more time than with cuDNN's for padded rows (docs/experiments/balance.md)."""
+step at 8B takes 8% more time than with cuDNN's for padded ones (docs/experiments/balance.md)."""
 
 
 class Batch(TypedDict):
@@ -111,7 +111,7 @@ def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
-    """Concatenate ``samples`` to one row (1, T), T a multiple of ``align``.
+    """Concatenate ``samples`` to one sequence (1, T), T a multiple of ``align``.
 
     The padding is a separate sequence without labels, and no first token is supervised. A filler
     becomes one as well.
@@ -140,9 +140,9 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 
 
 def collate_unpadded(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
-    """Collate ``samples`` as one packed row if more than ``MAX_PADDING`` would be padding.
+    """Collate ``samples`` as one packed sequence if more than ``MAX_PADDING`` would be padding.
 
-    The loss is the same as with padded rows, as in VILA's ``repack_multimodal_data``.
+    The loss is the same as with padding, as in VILA's ``repack_multimodal_data``.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     if sum(lengths) < (1 - MAX_PADDING) * len(lengths) * max(lengths, default=0):

@@ -68,13 +68,13 @@ class LoadedBatch:
 class TrainLoader:
     """Endless training batches for one rank.
 
-    :func:`coat_data.mixture.sampler.assign_to_ranks` assigns the ``batch_size`` batch rows of an
-    optimizer step to ranks and micro-batches of ``micro_batch_size`` batch rows. A micro-batch has
-    one padded row per sample, or, with ``packing`` or ``unpad``, one row of all its samples. A bad
-    sample of a packed batch row is replaced by one that fits into that row.
+    :func:`coat_data.mixture.sampler.assign_to_ranks` assigns the ``batch_size`` sequences of an
+    optimizer step to ranks and micro-batches of ``micro_batch_size`` sequences. A micro-batch has
+    one padded sequence per sample, or, with ``packing`` or ``unpad``, one packed sequence of all
+    its samples. A bad sample of a packed sequence is replaced by one that fits into it.
 
     Args:
-        costs: estimated work of the rows of each source, by which rows that are not packed are
+        costs: estimated work of the rows of each source, by which sequences that are not packed are
             assigned to ranks; None assigns them in order.
         unpad: :func:`coat_data.load.collate.collate_unpadded`'s ``align``; None pads.
         complete: called with each batch, in the worker process.
@@ -158,7 +158,7 @@ class TrainLoader:
         return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
 
     def _encode_row(self, row: BatchRow, bad: list[BadSample]) -> list[EncodedSample]:
-        """Encode a batch row; a packed sample without a replacement that fits is left out."""
+        """Encode a sequence; a packed sample without a replacement that fits is left out."""
         packing = self._packing
         free_tokens = free_images = math.inf
         if packing is not None:
@@ -241,7 +241,7 @@ def _check_fits(encoded: EncodedSample, where: str, tokens: float, images: float
     if own_tokens > tokens or own_images > images:
         raise DataError(
             where,
-            f"does not fit the row it was measured for: {own_tokens} tokens and {own_images} "
+            f"does not fit the sequence it was measured for: {own_tokens} tokens and {own_images} "
             f"images, {tokens} and {own_images if images == math.inf else images} are free",
             "raise packing.images if it has more, and continue with --allow-changed-data; if its "
             "file has changed, restore it or start a new run",

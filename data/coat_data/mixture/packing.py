@@ -2,14 +2,14 @@
 
 The positions of an epoch are split into windows of at most ``buffer`` consecutive positions. The
 samples of a window are packed by two heuristics under a token and an image budget; the result with
-fewer rows is used, in shuffled order. So the rows depend only on the seed, the mixture and the
-measured lengths. Samples are never truncated or split.
+fewer sequences is used, in shuffled order. So the sequences depend only on the seed, the mixture
+and the measured lengths. Samples are never truncated or split.
 
 Minimum bin slack: the longest remaining sample opens a bin, and the set of other samples that fills
 it best is added (Gupta and Ho 1999, Production Planning & Control 10(6); Fleszar and Hindi 2002,
 Computers & Operations Research 29(7)). Best fit decreasing: the longest remaining sample joins the
 fullest bin that it fits (Johnson 1974, "Near-optimal bin packing algorithms", MIT). The first is
-better for rows of about five samples of similar length, the second for rows of two.
+better with about five samples of similar length, the second with two.
 """
 
 from bisect import bisect_left, insort
@@ -34,7 +34,7 @@ _TRIED_UNDER_BOTH = 64
 """Samples, spread over all lengths, that are tried if the image budget matters: it is slower."""
 
 _SCARCE = 0.75
-"""Mean share of the image budget that rows full of tokens need, above which images are scarce:
+"""Mean share of the image budget that full sequences need, above which images are scarce:
 filling bins only by tokens would use up the samples without images, and the last bins would be
 limited by images."""
 
@@ -43,7 +43,7 @@ _CACHED_WINDOWS = 4  # packed windows in memory: worker processes prefetch a few
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of a batch row, and the size of the packing windows."""
+    """Limits of a packed sequence, and the size of the packing windows."""
 
     tokens: int
     """LLM tokens, image tokens included; a multiple of ``align``."""
@@ -52,7 +52,7 @@ class Budget:
     buffer: int = 1000
     """Maximum samples of a packing window."""
     align: int = 128
-    """Rows are padded to a multiple of this number of tokens."""
+    """Sequences are padded to a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class PackingEstimate:
     samples_per_row: float
     images_per_row: float
     fill: float
-    """Tokens divided by the token budgets of all rows."""
+    """Tokens divided by the token budgets of all sequences."""
 
 
 def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[list[int]]:
@@ -156,7 +156,7 @@ def _fullest(
 
 
 class PackedSampler:
-    """Sampler whose batch rows are packed.
+    """Sampler whose sequences are packed.
 
     ``sizes``: tokens and images, the first two columns, of the rows of each source; 0 tokens mark a
     bad row.
@@ -184,7 +184,7 @@ class PackedSampler:
             raise ValueError("packing: no row can be used; check the data with coat-vlm data lint")
 
     def step(self, state: SamplerState) -> tuple[list[BatchRow], SamplerState]:
-        """Return the batch rows of the step that starts at ``state``, and the state after it."""
+        """Return the sequences of the step that starts at ``state``, and the state after it."""
         rows: list[BatchRow] = []
         position, used = state
         while len(rows) < self._batch_size:
@@ -192,7 +192,7 @@ class PackedSampler:
             window = self._pack_window(start, stop)
             if used > len(window):
                 raise ValueError(
-                    f"packing: the checkpoint has used {used} rows of the packing window at "
+                    f"packing: the checkpoint has used {used} sequences of the packing window at "
                     f"position {position}, which now has {len(window)}: the data has changed; "
                     "restore it, continue with --allow-changed-data, or start the stage over"
                 )
@@ -282,7 +282,7 @@ class PackedSampler:
 
 
 Sampler = PlainSampler | PackedSampler
-"""Returns the batch rows of optimizer steps."""
+"""Returns the sequences of optimizer steps."""
 
 
 def replacement(mixture: Mixture, seed: int, position: int, attempt: int) -> int:

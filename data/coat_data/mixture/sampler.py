@@ -2,7 +2,7 @@
 
 Samples have positions 0, 1, 2, ..., counted on from epoch to epoch. The sample at a position
 depends only on the seed and the position, so a run resumes at any position, on any number of ranks.
-A sampler returns the batch rows (one sample, or several packed ones) of the optimizer step that
+A sampler returns the sequences (one sample, or several packed ones) of the optimizer step that
 starts at a :class:`SamplerState`; :func:`assign_to_ranks` assigns them to ranks and micro-batches.
 """
 
@@ -173,7 +173,7 @@ class SamplerState(NamedTuple):
     position: int = 0
     """All samples before this position have been used."""
     rows: int = 0
-    """Packing: number of used batch rows of the packing window that starts at ``position``."""
+    """Packing: number of used sequences of the packing window that starts at ``position``."""
 
 
 class BatchRow(NamedTuple):
@@ -202,7 +202,7 @@ class PlainSampler:
         self._costs = costs
 
     def step(self, state: SamplerState) -> tuple[list[BatchRow], SamplerState]:
-        """Return the batch rows of the step that starts at ``state``, and the state after it."""
+        """Return the sequences of the step that starts at ``state``, and the state after it."""
         end = state.position + self._batch_size
         rows = [BatchRow((position,)) for position in range(state.position, end)]
         if self._costs is not None:
@@ -219,13 +219,14 @@ class PlainSampler:
 def assign_to_ranks(
     rows: Sequence[BatchRow], micro_batch_size: int, world_size: int
 ) -> list[list[list[BatchRow]]]:
-    """Assign the batch rows of a step to micro-steps and ranks.
+    """Assign the sequences of a step to micro-steps and ranks.
 
-    With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step: rows are sorted by cost,
-    then images, then tokens, largest first, and each joins the group of its micro-step with the
-    least work that has fewer than ``micro_batch_size`` rows (Graham 1969, SIAM J. Appl. Math.
-    17(2), longest processing time first). With ZeRO-0 and ZeRO-1 ranks wait once a step: the
-    largest group goes to the rank with the least work so far. Unmeasured rows keep their order.
+    With ZeRO-2 and ZeRO-3 ranks wait for each other in every micro-step: sequences are sorted by
+    cost, then images, then tokens, largest first, and each joins the group of its micro-step
+    with the least work that has fewer than ``micro_batch_size`` sequences (Graham 1969, SIAM
+    J. Appl. Math. 17(2), longest processing time first). With ZeRO-0 and ZeRO-1 ranks wait once a
+    step: the largest group goes to the rank with the least work so far. Unmeasured ones keep their
+    order.
     """
     unit = micro_batch_size * world_size
     ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed
