@@ -28,12 +28,12 @@ INTRO = """# Model families
 
 `model.pretrained` [fine-tunes](../guides/huggingface.md) these families. All of them read text and
 images, several per conversation; all train in full or with LoRA, in every precision, also on
-preference pairs, and are saved in the published layout.
+preference pairs, and are saved in the published layout. Experts are frozen with LoRA.
 
 - **videos**: `own`: the family's processor samples, sizes and times them; `frames`: as images
   ([details](../guides/long_video.md#published-models))
-- **packing**: several samples per sequence; **sequence parallel**:
-  [`sequence_parallel`](../guides/long_context.md)
+- **packing**: several samples per sequence; **shared**: several GPUs share a sequence
+  ([`sequence_parallel`](../guides/long_context.md))
 - **FP8**: `blocks`: attention projections and MLPs; `MLP`: only MLPs ([details](fp8_blocks.md))
 - **plan**: `coat-vlm plan` and `memory` know the memory
 - **pixels**: `model.max_pixels` limits the size of images
@@ -42,7 +42,7 @@ preference pairs, and are saved in the published layout.
 
 A dash: a message refuses it; for FP8, the blocks stay in BF16."""
 COLUMNS = (
-    *("family", "`model_type`", "videos", "packing", "sequence parallel", "LoRA", "FP8 tower"),
+    *("family", "`model_type`", "videos", "packing", "shared", "FP8 tower"),
     *("FP8 language", "plan", "pixels", "boxes"),
 )
 
@@ -96,7 +96,6 @@ def _features(family: Family, settings: dict[str, Any], folder: Path) -> Iterato
     shared = _recipe(folder, {"pretrained": str(folder)}, sequence_parallel=2)
     yield _yes(_prepares(shared))
     experts = any(issubclass(layer, Fp8ExpertsDecoderLayer) for layer in layers["language"])
-    yield "attention" if experts else "yes"
     for part in ("vision", "language"):
         only_mlp = all(issubclass(layer, Fp8MlpLayer) for layer in layers[part])
         whole = "attention, frozen experts" if experts and part == "language" else "blocks"

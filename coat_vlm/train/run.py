@@ -472,9 +472,9 @@ def _print_tables(
     total_steps: int,
 ) -> None:
     samples = total_steps * data.samples_per_step(stage)
-    rows = "samples" if data.packing is None else f"sequences of {data.row_tokens:,} tokens"
-    rows = rows if stage.dpo is None else "preference pairs"
-    lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}"]
+    unit = "samples" if data.packing is None else f"sequences of {data.row_tokens:,} tokens"
+    unit = unit if stage.dpo is None else "preference pairs"
+    lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {unit}"]
     if data.packing is not None:
         lines.append(
             f"  packed: {data.packing.samples_per_row:.1f} samples and "
@@ -497,7 +497,7 @@ def _print_tables(
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     unused: tuple[str, ...] = getattr(model, "unused", ())
     if unused:
-        lines.append(f"  are not trained, because no output uses them: {', '.join(unused)}")
+        lines.append(f"  not trained, because no output uses them: {', '.join(unused)}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")
     width = max(20, *(len(share.name) + 2 for share in data.shares))

@@ -24,7 +24,7 @@ from tokenizers import (
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports beside a CPU-only torch
+import coat_vlm  # noqa: F401 - first, so that torchvision imports next to a CPU-only torch
 
 TEXTS = [
     "A chat between a curious user and an artificial intelligence assistant.",

@@ -83,7 +83,7 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any, tmp_path:
 
 
 def test_texts_by_content(tmp_path: Path) -> None:
-    """JSONL and Parquet with other fields beside the text; .txt files, patterns and folders."""
+    """JSONL and Parquet with other fields next to the text; .txt files, patterns and folders."""
     rows = [{"text": "One.", "url": "https://a"}, {"text": "Two.", "url": "https://b"}]
     Dataset.from_list(rows).to_parquet(tmp_path / "web.parquet")
     (tmp_path / "web.jsonl").write_text('{"content": "One."}\n{"content": "Two."}\n')

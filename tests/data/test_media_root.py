@@ -22,7 +22,7 @@ from coat_datasets.download import unpack
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """An image beside the media root, which no data file may reach."""
+    """An image next to the media root, which no data file may reach."""
     (tmp_path / "root/frames").mkdir(parents=True)
     path = tmp_path / "secret.png"
     Image.new("RGB", (4, 4)).save(path)

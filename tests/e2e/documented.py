@@ -128,12 +128,6 @@ def _make_data(place: Path) -> None:
                 archive.add(caption, f"{number}.txt")
                 caption.unlink()
     clip(place / "clip.mp4")
-    (place / "videos").mkdir()
-    shutil.copy(place / "clip.mp4", place / "videos")
-    row = (
-        rows(2, "What is it?", "noise").replace("<image>", "<video>").replace('"image"', '"video"')
-    )
-    (place / "clips.json").write_text(re.sub(r"\d\.jpg", "clip.mp4", row))
     (place / "held_out.json").write_text(rows(4, "Is there a dog?", "no"))
     folder = place / "my_questions"
     (folder / "images").mkdir(parents=True)

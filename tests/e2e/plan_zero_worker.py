@@ -1,4 +1,4 @@
-"""Trains a tiny model through DeepSpeed and prints its peaks beside the plan's, as JSON.
+"""Trains a tiny model through DeepSpeed and prints its peaks next to the plan's, as JSON.
 
 Started by ``test_plan_zero.py``, once per process: ``DTYPE ACCUMULATION BUCKET``, where
 DTYPE is ``bf16``, ``fp32`` or ``low_bits``.

@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(
 
 
 def test_only_adapters_and_the_projector_moved(run: Path) -> None:
-    """The model folder holds the aligned weights plus scale B A, and the adapters beside."""
+    """The model folder holds the aligned weights plus scale B A, and the adapters next to."""
     before, after = (weights(run / stage / "model") for stage in ("align", "sft"))
     adapters = weights(run / "sft/model/adapter", "adapter_model.safetensors")
     assert before.keys() == after.keys()

@@ -1,4 +1,4 @@
-"""A stage ``dpo`` as a user runs it, beside TRL's own training loop on the same rows."""
+"""A stage ``dpo`` as a user runs it, next to TRL's own training loop on the same rows."""
 
 import json
 import math

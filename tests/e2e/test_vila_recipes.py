@@ -30,7 +30,7 @@ LEARNING_RATE = 2e-5
 
 @pytest.fixture(scope="module")
 def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: both towers, and the image processor beside them."""
+    """As published: both towers, and the image processor next to them."""
     folder = tmp_path_factory.mktemp("siglip")
     torch.manual_seed(1)
     text = {
@@ -49,7 +49,7 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: weights, a tokenizer with ChatML beside them, a padded vocabulary."""
+    """As published: weights, a tokenizer with ChatML next to them, a padded vocabulary."""
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(2)
     tokenizer = train_tokenizer(["What is this? A red square, and a blue one."] * 4, 300)

@@ -1,4 +1,4 @@
-"""``coat-vlm eval --adapter`` beside the evaluation of the models that peft merges."""
+"""``coat-vlm eval --adapter`` next to the evaluation of the models that peft merges."""
 
 import json
 import logging

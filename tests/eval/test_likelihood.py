@@ -1,4 +1,4 @@
-"""Losses of given answers by this project's checkpoints, beside one answer at a time."""
+"""Losses of given answers by this project's checkpoints, next to one answer at a time."""
 
 import json
 from pathlib import Path

@@ -92,7 +92,7 @@ def test_lmms_eval_evaluates_a_model_and_its_log_scores_here(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 0\n")
     text = [f"{name} = {value}" for name, value in points["lmms_eval.models"].items()]
     (info / "entry_points.txt").write_text("\n".join(["[lmms_eval.models]", *text]) + "\n")
-    # coat_vlm first: it makes torchvision importable beside a CPU build of torch.
+    # coat_vlm first: it makes torchvision importable next to a CPU build of torch.
     start = "import coat_vlm, runpy; runpy.run_module('lmms_eval', run_name='__main__')"
     command = [
         *(sys.executable, "-c", start, "--model", "coat_vlm"),
@@ -121,7 +121,7 @@ def test_lmms_eval_evaluates_a_model_and_its_log_scores_here(
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin beside what it needs of lmms-eval's interface."""
+    """The plugin next to what it needs of lmms-eval's interface."""
     names = ("api", "api.model", "models", "models.registry_v2")
     modules = {f"lmms_eval.{name}": ModuleType(f"lmms_eval.{name}") for name in names}
     modules["lmms_eval.api.model"].lmms = type("lmms", (), {})  # type: ignore[attr-defined]

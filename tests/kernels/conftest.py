@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest, poisoned_memory: None) -> Run:
 
 @pytest.fixture(scope="session")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Runs a program beside the tests in which Triton compiles, and reads the report it writes."""
+    """Runs a program next to the tests in which Triton compiles, and reads the report it writes."""
 
     def report_of(script: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(script.removesuffix(".py"))

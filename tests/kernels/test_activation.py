@@ -140,7 +140,7 @@ def test_the_largest_output_is_found_among_negative_inputs(
     expected = exact_activation(a.double(), kind).abs().amax() / 448
     torch.testing.assert_close(scale.double(), expected, rtol=2e-6, atol=0)
     for bad in (float("nan"), float("-inf")):
-        a[0, 0] = bad  # beside an input that is large enough, and in a group of its own
+        a[0, 0] = bad  # next to an input that is large enough, and in a group of its own
         a[1, 5] = 3.0
         assert run("activation_stats", (a, kind, 16, "e4m3"))[2].isnan()
 

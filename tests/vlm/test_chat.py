@@ -1,4 +1,4 @@
-"""``coat-vlm chat`` beside ``model.generate`` on the rendered conversation."""
+"""``coat-vlm chat`` next to ``model.generate`` on the rendered conversation."""
 
 import io
 import json

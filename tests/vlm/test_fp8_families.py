@@ -170,7 +170,7 @@ def test_training_steps_on_a_gpu(family: str) -> None:
 
 
 def test_what_fp8_does_not_know_is_listed_by_name() -> None:
-    """A tower of another family beside a language model of a known one."""
+    """A tower of another family next to a language model of a known one."""
     tower = {"model_type": "aimv2_vision_model", "hidden_size": 64, "intermediate_size": 96}
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 8}
     text = TEXT | sizes | {"model_type": "mistral", "num_key_value_heads": 2}

@@ -46,7 +46,7 @@ def plan_peak_gb(
 def output_bytes(model: Any, row: Row) -> int:
     """Bytes of attention's outputs in FP8 in trained blocks.
 
-    Until 2c3a988 they were saved beside the same outputs in BF16.
+    Until 2c3a988 they were saved next to the same outputs in BF16.
     """
     rows, tiles = int(row["micro_batch"]), int(row["images"])
     sizes = model.config.vision_config.image_size, model.config.vision_config.patch_size
