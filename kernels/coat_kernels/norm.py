@@ -5,24 +5,30 @@
     dx = rstd (g - avg(g) - xhat avg(g xhat)) + residual,   g = dy weight,  xhat = (x - mean) rstd
     dweight = sum over tokens of dy xhat,   dbias = sum over tokens of dy
 
-RMSNorm has no mean, no bias and no avg(g). Forward has two passes, because y's per-tensor scale
-depends on all of y:
+RMSNorm has no mean, no bias and no avg(g). xhat has a mean square of at most 1, so |xhat| is at
+most sqrt(N), and y's per-tensor scale follows from the weights, without y's amax:
 
-* ``norm_stats`` reads x once (and a residual delta: then it writes x + delta). It computes rstd,
-  mean, group-scaled x (all that is saved for backward: N + N / G bytes and one or two FP32 per
-  token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section 4.2).
-* ``norm_apply`` reads x (forward) or saved group-scaled x (backward) and writes y in FP8, row-major
-  for the forward GEMM or transposed for the grad-weight GEMM. y is never stored in high precision.
+    scale = (sqrt(N) max|weight| + max|bias|) / max
+
+E4M3 loses no precision to the unused part of its range: its normal numbers span 15 binades. Forward
+is one pass (COAT's Group Scaling, arXiv 2410.19313 section 4.2, has two):
+
+* ``norm_fwd`` reads x (and a residual delta: then it writes x + delta). It writes y in FP8,
+  row-major for the forward GEMM, and what is saved for backward: group-scaled x, rstd and mean (N +
+  N / G bytes and one or two FP32 per token).
+* ``norm_recompute`` reads group-scaled x in backward and writes y again, transposed, for the
+  grad-weight GEMM. y is never stored in high precision.
 
 Backward, ``norm_bwd``, is one pass over group-scaled x. Partial sums for weight and bias are added
 in a fixed order, so they are deterministic. Derivation: ``kernels/README.md``.
 
-``norm_stats`` and ``norm_bwd`` are persistent kernels. A row is held in one or two segments whose
+``norm_fwd`` and ``norm_bwd`` are persistent kernels. A row is held in one or two segments whose
 widths are powers of two: 1152 channels are 1024 and 128, with no lane idle, where one power of two
 would be 2048. Each program processes every n-th row and prefetches the next. Reference:
 ``reference/norm.py``.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_kernels.device import (
+    block_amax_bits,
     inverse_scale,
     load_grouped,
-    load_tile,
-    magnitude_bits,
-    publish_scale,
     spread_exponents,
     store_grouped,
     store_quantized,
@@ -43,6 +47,7 @@ from coat_kernels.device import (
 )
 from coat_kernels.formats import (
     E4M3,
+    MIN_SCALE,
     GroupScaled,
     TensorScaled,
     check_group,
@@ -52,12 +57,10 @@ from coat_kernels.formats import (
     get_format,
     pad_length,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, count_sms, launch, tile_grid, transposing_tile
+from coat_kernels.launch import COUNTS, TOKENS, count_sms, launch, tile_grid, transposing_tile
 from coat_kernels.quantize import empty_layouts
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
-from coat_kernels.scale_pool import new_scale
-from coat_kernels.shared_scales import finish_scale
 
 REGISTER_FILE = 65536
 """Registers of a multiprocessor."""
@@ -69,17 +72,16 @@ MIN_WIDTH = 128
 """Minimum width of a row's first segment."""
 
 WARPS_AND_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "stats": ((1280, 1, 128), (2048, 2, 128), (4096, 4, 128), (8192, 16, 80)),
+    "fwd": ((1280, 1, 128), (2048, 2, 128), (4096, 4, 128), (8192, 16, 80)),
     "sum": ((2048, 2, 128), (4096, 8, 80), (8192, 16, 128)),
     "bwd": ((1152, 1, 255), (1536, 2, 168), (2048, 4, 128), (4096, 8, 128), (8192, 16, 128)),
 }
 """Kernel -> (maximum row width in lanes of both segments, warps, maximum registers per thread); the
-last entry also serves wider rows. ``sum`` is ``norm_stats`` with a delta. Without a bound the
+last entry also serves wider rows. ``sum`` is ``norm_fwd`` with a delta. Without a bound the
 compiler uses so many registers that one or two programs fill a multiprocessor. All entries compile
 without spills."""
 
-LANE = tl.constexpr(16)
-"""Channels that share one running maximum."""
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 
 
 @triton.jit
@@ -121,40 +123,57 @@ def _add_delta(x, delta, sum_ptr, row, o_n, N):
 
 
 @triton.jit
-def _max_magnitude_bits(
-    middle, rstd, weight, bias_ptr, o_n, N, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Return the bits of y's largest magnitude per LANE channels: [1, WIDTH / LANE]."""
-    y = middle * rstd * weight.to(tl.float32)
-    if HAS_BIAS:
+def _load_parameter(ptr, o_h, o_t, N, TAIL: tl.constexpr):
+    """Load both segments of a parameter, and return its largest magnitude; a NaN stays."""
+    head = load_channels(ptr, o_h, N)
+    bits = block_amax_bits(head.to(tl.float32))
+    tail = head
+    if TAIL:
+        tail = load_channels(ptr, o_t, N)
+        bits = tl.maximum(bits, block_amax_bits(tail.to(tl.float32)))
+    return head, tail, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_output(middle, factor, weight, bias_ptr, y_ptr, inverse, row, o_n, N):
+    """Store (middle factor weight + bias) / scale; ``inverse`` is 1 / scale."""
+    y = middle * factor * weight.to(tl.float32)
+    if bias_ptr is not None:
         y += load_channels(bias_ptr, o_n, N).to(tl.float32)
-    return tl.max(tl.reshape(magnitude_bits(y), (1, WIDTH // LANE, LANE)), axis=2)
+    store_row(y * inverse, y_ptr, row, o_n, N)
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
-def _norm_stats_kernel(  # noqa: C901 - constexpr branches
+def _norm_fwd_kernel(  # noqa: C901 - constexpr branches
     x_ptr, delta_ptr, weight_ptr, bias_ptr,  # (M, N), (M, N) or null, (N,), (N,) or null
     sum_ptr,  # (M, N) if there is a delta
-    q_ptr, e_ptr, rstd_ptr, mean_ptr, scale_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
+    q_ptr, e_ptr, rstd_ptr, mean_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,)
+    y_ptr, scale_ptr,  # (M, N) FP8, ()
     M, N, programs, eps,
-    HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
-    HEAD: tl.constexpr, TAIL: tl.constexpr,
+    ROOT: tl.constexpr, INVERSE_MAX: tl.constexpr,  # sqrt(N) / max, 1 / max
+    HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, MASKED: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     o_h = tl.arange(0, HEAD)
-    weight_h = load_channels(weight_ptr, o_h, N)
-    bits_h = tl.zeros((1, HEAD // LANE), dtype=tl.int32)
+    o_t = o_h
     next_h = load_row(x_ptr, row, o_h, M, N)
     if HAS_DELTA:
         next_delta_h = load_row(delta_ptr, row, o_h, M, N)
     if TAIL:
         o_t = HEAD + tl.arange(0, TAIL)
-        weight_t = load_channels(weight_ptr, o_t, N)
-        bits_t = tl.zeros((1, TAIL // LANE), dtype=tl.int32)
         next_t = load_row(x_ptr, row, o_t, M, N)
         if HAS_DELTA:
             next_delta_t = load_row(delta_ptr, row, o_t, M, N)
+    weight_h, weight_t, largest = _load_parameter(weight_ptr, o_h, o_t, N, TAIL)
+    scale = largest * ROOT
+    if bias_ptr is not None:
+        _, _, largest = _load_parameter(bias_ptr, o_h, o_t, N, TAIL)
+        scale += largest * INVERSE_MAX
+    scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)  # a NaN stays
+    inverse = tl.math.div_rn(1.0, scale)
+    if row == 0:
+        tl.store(scale_ptr, scale)
     for i in range(tl.cdiv(M - row, programs)):
         # The next row is loaded while this one is processed.
         row = tl.program_id(0) + i * programs
@@ -191,46 +210,34 @@ def _norm_stats_kernel(  # noqa: C901 - constexpr branches
             squares += row_sum(x_t * x_t)
         rstd = tl.math.rsqrt(squares / N + eps)
         tl.store(rstd_ptr + row, rstd)
-        bits = _max_magnitude_bits(x_h, rstd, weight_h, bias_ptr, o_h, N, HAS_BIAS, HEAD)
-        bits_h = tl.maximum(bits_h, bits)
+        _store_output(x_h, rstd, weight_h, bias_ptr, y_ptr, inverse, row, o_h, N)
         if TAIL:
-            bits = _max_magnitude_bits(x_t, rstd, weight_t, bias_ptr, o_t, N, HAS_BIAS, TAIL)
-            bits_t = tl.maximum(bits_t, bits)
-    largest = tl.max(tl.max(bits_h, axis=1), axis=0)
-    if TAIL:
-        largest = tl.maximum(largest, tl.max(tl.max(bits_t, axis=1), axis=0))
-    publish_scale(largest, scale_ptr, INVERSE_MAX)
+            _store_output(x_t, rstd, weight_t, bias_ptr, y_ptr, inverse, row, o_t, N)
 
 
 @triton.jit(do_not_specialize=TOKENS)
-def _norm_apply_kernel(
-    x_ptr, e_ptr, weight_ptr, bias_ptr, rstd_ptr, mean_ptr, scale_ptr,
-    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) FP8
+def _norm_recompute_kernel(
+    q_ptr, e_ptr, weight_ptr, bias_ptr, rstd_ptr, mean_ptr, scale_ptr,
+    yt_ptr,  # (N, M_PADDED) FP8
     M, N, M_PADDED, tiles_n,
-    GROUPED: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
     o_m = word_offsets(i_m, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
-    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
-    if GROUPED:
-        x = load_grouped(x_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
-    else:
-        x = load_tile(x_ptr, o_m, o_n, m_mn, N)
+    x = load_grouped(q_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
     rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)
     if CENTERED:
         x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
     y = x * rstd[:, None] * load_channels(weight_ptr, o_n, N).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += load_channels(bias_ptr, o_n, N).to(tl.float32)
         y = tl.where(o_m[:, None] < M, y, 0.0)
     store_quantized(
-        y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
-        M_PADDED, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
+        y * inverse_scale(scale_ptr), yt_ptr, yt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
+        M_PADDED, False, True, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -383,63 +390,59 @@ def _persistent(kernel: str, M: int, N: int, device: torch.device) -> tuple[int,
     return min(M, count_sms(device) * each), options
 
 
-def _empty_stats(
-    x: Tensor, delta: Tensor | None, centered: bool, group_size: int, fmt: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Allocate the results of ``norm_stats``, except the scale."""
+def _empty_fwd(x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    """Allocate the results of ``norm_fwd``."""
+    *_, centered, group_size, fmt = rest
     M = x.shape[0]
     total = torch.empty_like(x) if delta is not None else x.new_empty(0)
     rstd = x.new_empty((M,), dtype=torch.float32)
     mean = x.new_empty((M if centered else 0,), dtype=torch.float32)
-    return total, *empty_grouped(x, group_size, fmt), rstd, mean
+    y = torch.empty_like(x, dtype=get_format(fmt).dtype)
+    scale = x.new_empty((), dtype=torch.float32)
+    return total, *empty_grouped(x, group_size, fmt), rstd, mean, y, scale
 
 
-@register(
-    fake=lambda x, delta, _weight, _bias, _eps, *rest: (
-        *_empty_stats(x, delta, *rest),
-        x.new_empty((), dtype=torch.float32),
-    ),
-)
-def _norm_stats(
+@register(fake=_empty_fwd)
+def _norm_fwd(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     centered: bool, group_size: int, fmt: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     form = get_format(fmt)
     M, N = x.shape
-    total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)
-    programs, options = _persistent("stats" if delta is None else "sum", M, N, x.device)
-    scale = new_scale(x.device)
+    made: Any = _empty_fwd(x, delta, centered, group_size, fmt)
+    total, q, exponents, rstd, mean, y, scale = made
+    kernel = "fwd" if delta is None else "sum"
+    programs, options = _persistent(kernel, max(1, M), N, x.device)  # M = 0: one writes the scale
     launch(
-        _norm_stats_kernel, (programs,),
+        _norm_fwd_kernel, (programs,),
         x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
-        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, scale_ptr=scale, M=M, N=N,
-        programs=programs, eps=float(eps), HAS_DELTA=delta is not None, CENTERED=centered,
-        HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
-        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
+        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, y_ptr=y, scale_ptr=scale, M=M, N=N,
+        programs=programs, eps=float(eps), ROOT=math.sqrt(N) / form.max,
+        INVERSE_MAX=1.0 / form.max, HAS_DELTA=delta is not None, CENTERED=centered,
+        MASKED=options["HEAD"] + options["TAIL"] > N, MAX_EXPONENT=form.max_exponent,
+        GROUP=group_size, **options,
     )  # fmt: skip
-    return total, q, exponents, rstd, mean, finish_scale(scale)
+    return made
 
 
 @register(
-    fake=lambda x, *rest: empty_layouts(len(x), x.shape[1], x, *rest[-3:]),
+    fake=lambda q, *rest: empty_layouts(len(q), q.shape[1], q, rest[-1], False, True)[1],
 )
-def _norm_apply(
-    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
-    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, N = x.shape
-    q, qt = empty_layouts(M, N, x, fmt, rows, transposed)
-    group = 1 if exponents is None else N // exponents.shape[1]
-    tile = transposing_tile(group) if transposed else TILE
-    grid, options = tile_grid(pad_length(M) if transposed else M, N, tile)
+def _norm_recompute(
+    q: Tensor, exponents: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor,
+    scale: Tensor, fmt: str,
+) -> Tensor:  # fmt: skip
+    M, N = q.shape
+    _, yt = empty_layouts(M, N, q, fmt, False, True)
+    group = N // exponents.shape[1]
+    grid, options = tile_grid(pad_length(M), N, transposing_tile(group))
     launch(
-        _norm_apply_kernel, grid,
-        x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
-        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=pad_length(M),
-        GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
-        ROWS=rows, TRANSPOSED=transposed, GROUP=group, **options,
+        _norm_recompute_kernel, grid,
+        q_ptr=q, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
+        scale_ptr=scale, yt_ptr=yt, M=M, N=N, M_PADDED=pad_length(M), CENTERED=mean.numel() > 0,
+        GROUP=group, **options,
     )  # fmt: skip
-    return q, qt
+    return yt
 
 
 def _empty_bwd(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -505,24 +508,19 @@ def norm_fwd(
     check_vector("norm_fwd", "bias", bias, x.shape[1])
     if delta is not None:
         check_like("norm_fwd", "delta", delta, "x", x)
-    total, q, exponents, rstd, mean, scale = _norm_stats(
+    total, q, exponents, rstd, mean, y, scale = _norm_fwd(
         x, delta, weight, bias, eps, centered, group_size, E4M3.name
     )
-    source = x if delta is None else total
-    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, E4M3.name, True, False)
     saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
-    return source, TensorScaled(y, scale), saved
+    return x if delta is None else total, TensorScaled(y, scale), saved
 
 
 def norm_recompute(saved: NormSaved, weight: Tensor, bias: Tensor | None) -> TensorScaled:
     """Recompute the norm's output from the saved input, transposed [N, M'], for grad-weight."""
     check_vector("norm_recompute", "weight", weight, saved.x.q.shape[1])
     check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
-    _, qt = _norm_apply(
-        saved.x.q, saved.x.exponents, weight, bias, saved.rstd, saved.mean, saved.scale,
-        E4M3.name, False, True,
-    )  # fmt: skip
-    return TensorScaled(qt, saved.scale)
+    yt = _norm_recompute(*saved.x, weight, bias, *saved[1:], E4M3.name)
+    return TensorScaled(yt, saved.scale)
 
 
 def norm_bwd(

@@ -192,25 +192,19 @@ def _build_norm_cases(shape: LayerShape) -> list[Case]:
         bias = draw.vector(h) if centered else None
         return (draw.matrix(t, h), delta, draw.vector(h), bias, 1e-6, centered, GROUP_SIZE, "e4m3")
 
-    def from_x(draw: Draw) -> Arguments:
-        args = of_x(draw)
-        _, _, _, rstd, mean, scale = OPS["norm_stats"].reference(*args)
-        return (args[0], None, args[2], args[3], rstd, mean, scale, "e4m3", True, False)
-
     def from_saved(draw: Draw) -> Arguments:
         args = of_x(draw)
-        _, q, exponents, rstd, mean, scale = OPS["norm_stats"].reference(*args)
-        return (q, exponents, args[2], args[3], rstd, mean, scale, "e4m3", False, True)
+        _, q, exponents, rstd, mean, _, scale = OPS["norm_fwd"].reference(*args)
+        return (q, exponents, args[2], args[3], rstd, mean, scale, "e4m3")
 
     def backward(draw: Draw) -> Arguments:
         q, exponents, weight, _, rstd, mean, *_ = from_saved(draw)
         return (draw.matrix(t, h), q, exponents, weight, rstd, mean, draw.matrix(t, h))
 
     return [
-        Case("norm_stats", "of x", of_x),
-        Case("norm_stats", "of x + delta", lambda draw: of_x(draw, True)),
-        Case("norm_apply", "rows, from x", from_x),
-        Case("norm_apply", "transposed, from the copy", from_saved),
+        Case("norm_fwd", "of x", of_x),
+        Case("norm_fwd", "of x + delta", lambda draw: of_x(draw, True)),
+        Case("norm_recompute", "from the copy", from_saved),
         Case("norm_bwd", "with a residual", backward),
     ]
 

@@ -137,7 +137,7 @@ def format_ops(results: Sequence[OpResult]) -> str:
 
 EXAMPLES = """\
   python scripts/bench/ops.py                  # all ops, in the sizes of Llama-2-7B's block
-  python scripts/bench/ops.py --shape siglip-so400m --op norm_stats norm_bwd --csv kernels.csv
+  python scripts/bench/ops.py --shape siglip-so400m --op norm_fwd norm_bwd --csv kernels.csv
 """
 
 
@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness.make_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=["llama-2-7b"], help="default llama-2-7b")
-    add("--op", nargs="+", default=[], metavar="NAME", help="such as norm_stats; default all")
+    add("--op", nargs="+", default=[], metavar="NAME", help="such as norm_fwd; default all")
     return parser
 
 

@@ -94,7 +94,7 @@ def recorded_launches() -> list[tuple[str, Any, dict[str, Any]]]:
                 # Whole chunks of AdamW and the end of a tensor, which take a launch each.
                 rows = 65 if op == "adamw_step" else 64
                 # Rows in two pieces.
-                columns = 144 if op in {"norm_stats", "norm_bwd"} else 128
+                columns = 144 if op in {"norm_fwd", "norm_bwd"} else 128
                 OPS[op].triton(*examples(op, rows, columns, dtype)[variant])
     return launches
 

@@ -21,7 +21,7 @@ from triton.runtime import JITFunction, driver
 
 from coat_kernels import OPS, launch
 
-OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope", "activation_apply")
+OPS_TRIED = ("quantize_group", "norm_fwd", "norm_bwd", "rope", "activation_apply")
 PLAIN_RUN = JITFunction.run
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -111,7 +111,7 @@ def _dequantize_tensor(i: _Inputs) -> Examples:
     return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
 
 
-def _norm_stats(i: _Inputs) -> Examples:
+def _norm_fwd(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, centered, has_bias, fmt in (
         ("rms", False, False, "e4m3"),
@@ -126,23 +126,19 @@ def _norm_stats(i: _Inputs) -> Examples:
     return examples
 
 
-def _norm_apply(i: _Inputs) -> Examples:
+def _norm_recompute(i: _Inputs) -> Examples:
     examples: Examples = {}
-    for name, args in _norm_stats(i).items():
-        x, delta, weight, bias, *_, fmt = args
-        total, q, exponents, rstd, mean, scale = reference.norm_stats(*args)
-        x = x if delta is None else total
-        common = (weight, bias, rstd, mean, scale, fmt)
-        examples[f"{name}-both"] = (x, None, *common, True, True)
-        examples[f"{name}-grouped"] = (q, exponents, *common, False, True)
+    for name, args in _norm_fwd(i).items():
+        _, q, exponents, rstd, mean, _, scale = reference.norm_fwd(*args)
+        examples[name] = (q, exponents, *args[2:4], rstd, mean, scale, args[-1])
     return examples
 
 
 def _norm_bwd(i: _Inputs) -> Examples:
     examples: Examples = {}
-    for name, args in _norm_stats(i).items():
+    for name, args in _norm_fwd(i).items():
         delta = args[1]
-        _, q, exponents, rstd, mean, _ = reference.norm_stats(*args)
+        _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*args)
         residual = None if delta is None else i.matrix()
         examples[name] = (i.matrix(), q, exponents, args[2], rstd, mean, residual)
     return examples
@@ -335,8 +331,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "dequantize_group": _dequantize_group,
     "transpose_quantized": _transpose_quantized,
     "dequantize_tensor": _dequantize_tensor,
-    "norm_stats": _norm_stats,
-    "norm_apply": _norm_apply,
+    "norm_fwd": _norm_fwd,
+    "norm_recompute": _norm_recompute,
     "norm_bwd": _norm_bwd,
     "activation_stats": _activation_stats,
     "activation_apply": _activation_apply,

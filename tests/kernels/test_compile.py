@@ -8,8 +8,8 @@ import pytest
 WRITES_CODES = {
     "quantize_tensor_kernel",
     "_quantize_group_kernel",
-    "_norm_stats_kernel",
-    "_norm_apply_kernel",
+    "_norm_fwd_kernel",
+    "_norm_recompute_kernel",
     "_activation_stats_kernel",
     "_activation_apply_kernel",
     "_activation_bwd_apply_kernel",

@@ -58,25 +58,40 @@ def test_values_and_statistics(centered: bool, has_bias: bool, columns: int, run
     rstd64 = (middle.square().mean(-1) + EPS).rsqrt()
 
     for body in (run, run_reference):
-        _, q, exponents, rstd, mean, scale = body(
-            "norm_stats", (x, None, weight, bias, EPS, centered, 16, "e4m3")
+        _, q, exponents, rstd, mean, codes, scale = body(
+            "norm_fwd", (x, None, weight, bias, EPS, centered, 16, "e4m3")
         )
         assert_same_bits("copy", dequantize_group(GroupScaled(q, exponents)), x)
         assert relative_rms(rstd, rstd64) < 1e-6
         assert relative_rms(mean, x64.mean(-1) if centered else torch.empty(0)) < 1e-6
-        torch.testing.assert_close(scale.double(), y64.abs().amax() / 448, rtol=1e-6, atol=0)
+        bound = columns**0.5 * weight.double().max()
+        bound += 0 if bias is None else bias.double().abs().max()
+        torch.testing.assert_close(scale.double(), bound / 448, rtol=1e-6, atol=0)
 
         y = reference.norm_values(x, weight, bias, rstd, mean if centered else None)
         assert relative_rms(y, y64) < 1e-6
-        for source in ((x, None), (q, exponents)):
-            args = (*source, weight, bias, rstd, mean, scale, "e4m3", True, True)
-            codes, transposed = body("norm_apply", args)
-            half_step = torch.maximum(y64.abs() * 2**-4, scale.double() * 2**-10)
-            assert (
-                (codes.double() * scale - y64).abs() <= half_step + 1e-6 * y64.abs().amax()
-            ).all()
-            assert_same_bits("transposed", transposed[:, :21].t().contiguous(), codes)
-            assert not transposed[:, 21:].float().any()
+        half_step = torch.maximum(y64.abs() * 2**-4, scale.double() * 2**-10)
+        assert ((codes.double() * scale - y64).abs() <= half_step + 1e-6 * y64.abs().amax()).all()
+        args = (q, exponents, weight, bias, rstd, mean, scale, "e4m3")
+        (transposed,) = body("norm_recompute", args)
+        assert_same_bits("transposed", transposed[:, :21].t().contiguous(), codes)
+        assert not transposed[:, 21:].float().any()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_scale_bounds_any_input(has_bias: bool, sign: int, run: Run):
+    """A row with one value is sqrt(N) there, which is the largest value of FP8."""
+    x = torch.zeros(1, 256)
+    x[0, 7] = sign * 1e6
+    weight = torch.full((256,), 0.1)
+    weight[7] = -3.0
+    bias = torch.where(weight < 0, -sign * 5.0, 0.2) if has_bias else None
+    args = (x, None, weight, bias, 1e-6, False, 16, "e4m3")
+    for body in (run, run_reference):
+        *_, codes, scale = body("norm_fwd", args)
+        torch.testing.assert_close(scale.item() * 448, 16 * 3.0 + 5 * has_bias)
+        assert codes.float()[0, 7] == -sign * 448
 
 
 @KINDS
@@ -92,7 +107,7 @@ def test_gradients(centered: bool, has_bias: bool, dtype: torch.dtype, columns: 
     dx64, dweight64, *dbias64 = torch.autograd.grad(y64, leaves, dy.double())
 
     args = (x, None, weight, bias, EPS, centered, 16, "e4m3")
-    _, q, exponents, rstd, mean, _ = reference.norm_stats(*args)
+    _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*args)
     for body in (run, run_reference):
         dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
         # One rounding to dtype: at most half a unit in the last place of each element.
@@ -107,7 +122,7 @@ def test_layer_norm_keeps_its_precision_far_from_zero(run: Run):
     """The mean of squares minus the square of the mean would leave nothing of the variance."""
     x = 1000 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(64)
-    _, _, _, rstd, mean, _ = run("norm_stats", (x, None, ones, None, 1e-6, True, 16, "e4m3"))
+    _, _, _, rstd, mean, *_ = run("norm_fwd", (x, None, ones, None, 1e-6, True, 16, "e4m3"))
     assert relative_rms(mean, x.double().mean(-1)) < 1e-6
     assert relative_rms(rstd, 1 / x.double().std(-1, correction=0)) < 1e-5
 
@@ -116,23 +131,14 @@ def test_layer_norm_keeps_its_precision_far_from_zero(run: Run):
 def test_rows_of_zeros_give_the_bias_and_no_nan(centered: bool, run: Run):
     weight, bias = torch.full((48,), 2.0), torch.full((48,), 0.5)
     x = torch.zeros(3, 48)
-    _, q, exponents, rstd, mean, scale = run(
-        "norm_stats", (x, None, weight, bias, 1e-6, centered, 16, "e4m3")
+    _, q, exponents, rstd, mean, codes, scale = run(
+        "norm_fwd", (x, None, weight, bias, 1e-6, centered, 16, "e4m3")
     )
     torch.testing.assert_close(rstd, torch.full((3,), 1000.0))
-    codes, _ = run("norm_apply", (x, None, weight, bias, rstd, mean, scale, "e4m3", True, False))
-    torch.testing.assert_close(codes.float() * scale, torch.full((3, 48), 0.5))
+    error = (codes.float() * scale - 0.5).abs()
+    assert (error <= 0.5 * 2**-4).all()
     dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean, None))
     assert not dx.any()
-
-
-@pytest.mark.parametrize("centered", [False, True])
-def test_the_bias_outside_of_the_matrix_does_not_count_for_the_scale(centered: bool, run: Run):
-    """In a tile that is partly outside, rows of zeros would have the bias as their output."""
-    x = torch.tensor([1.0, -1.0]).repeat(24)[None]
-    args = (x, None, torch.ones(48), -x[0], 1e-12, centered, 16, "e4m3")
-    *_, scale = run("norm_stats", args)
-    assert scale < 1e-6 / 448
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -141,11 +147,11 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
     x[1, 3] = bad
     weight = torch.ones(48)
     args = (x, None, weight, None, 1e-6, True, 16, "e4m3")
-    _, q, exponents, rstd, mean, scale = run("norm_stats", args)
-    codes, transposed = run(
-        "norm_apply", (x, None, weight, None, rstd, mean, scale, "e4m3", True, True)
-    )
-    assert (codes.float() * scale).isnan().all()
+    _, q, exponents, rstd, mean, codes, scale = run("norm_fwd", args)
+    (transposed,) = run("norm_recompute", (q, exponents, weight, None, rstd, mean, scale, "e4m3"))
+    for y in (codes.float(), transposed.float()[:, :4].t()):
+        assert y[1].isnan().all()
+        assert y[[0, 2, 3]].isfinite().all()
     assert not transposed[:, 4:].float().any()
     dx, dweight, _ = run("norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean, None))
     assert dx[1].isnan().all()
@@ -167,7 +173,7 @@ def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(norm, "count_sms", lambda _: 1)
     x, weight, _ = inputs(has_bias=False, rows=60, columns=144)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
-    _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)
+    _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*stats)
     args = (torch.randn(x.shape), q, exponents, weight, rstd, mean, None)
     dx, dweight, dbias = run("norm_bwd", args)
     for actual, expected in zip((dx, dweight, dbias), reference.norm_bwd(*args), strict=True):
@@ -186,15 +192,15 @@ def test_a_residual_connection_is_added_before_and_its_gradient_after(
     weight = 1 + 0.1 * torch.randn(columns, generator=generator)
     settings = (weight, None, EPS, centered, 16, "e4m3")
     for body in (run, run_reference):
-        total, *summed = body("norm_stats", (x, delta, *settings))
+        total, *summed = body("norm_fwd", (x, delta, *settings))
         assert_same_bits("sum", total, x + delta)
-        _, *given = body("norm_stats", (x + delta, None, *settings))
+        _, *given = body("norm_fwd", (x + delta, None, *settings))
         for actual, expected in zip(summed, given, strict=True):
             if actual.dtype == torch.float32:  # another kernel's sums round in another order
                 torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
             else:
                 assert_same_bits("copy of the sum", actual, expected)
-        q, exponents, rstd, mean, _ = summed
+        q, exponents, rstd, mean, *_ = summed
         args = (q, exponents, weight, rstd, mean)
         with_residual = body("norm_bwd", (dy, *args, residual))[0]
         plain = body("norm_bwd", (dy.float(), *args, None))[0]  # not rounded to dtype

@@ -65,7 +65,7 @@ def test_a_replayed_graph_finds_the_scale_of_what_is_there_now():
         assert torch.equal(captured.q.view(torch.uint8), expected.q.view(torch.uint8))
 
 
-SCALES = {"tensor_scale": 0, "norm_stats": 5, "activation_stats": 2, "activation_bwd_stats": 0,
+SCALES = {"tensor_scale": 0, "activation_stats": 2, "activation_bwd_stats": 0,
           "quantize_gradient": 2, "rope_gradient": 2}  # fmt: skip
 """Op -> the place of a scale of a whole matrix in its results."""
 

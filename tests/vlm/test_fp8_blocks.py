@@ -95,7 +95,7 @@ def test_a_block_runs_one_gemm_per_fused_weight(
     convert(model, Fp8Config(recompute_qkv=recompute_qkv))
     run_block(model, inputs(model))
     assert calls["scaled_mm"] == 4 + 8 + recompute_qkv
-    assert sum(calls.values()) == 47 + 3 * recompute_qkv, calls
+    assert sum(calls.values()) == 45 + 3 * recompute_qkv, calls
 
 
 def test_partly_frozen_linears_train_the_rest() -> None:
@@ -171,7 +171,8 @@ def test_the_monitor_counts_each_kind_of_tensor() -> None:
         "activation output",
     }
     assert rates["norm input"]["values"] == 2 * x.numel()
-    assert 0 < rates["norm output"]["saturated"] < 0.01
+    assert rates["norm output"]["saturated"] == 0.0  # the scale is a bound
+    assert 0 < rates["linear input"]["saturated"] < 0.01
     assert all(0 <= rate["underflowed"] < 0.5 for rate in rates.values())
     # Powers of two across more than FP8's range: what is too small for the largest underflows.
     layer = nn.Linear(32, 16)
