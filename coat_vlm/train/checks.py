@@ -67,14 +67,14 @@ class Findings:
             self.add(f"{where}: {error}" if where else f"{error}")
 
     def add(self, problem: str) -> None:
-        """Add a problem; the same one of several stages once."""
+        """Add a problem, once if several stages have it."""
         if problem not in self.problems:
             self.problems.append(problem)
 
     def raise_problems(self) -> None:
         """Raise ValueError with all problems, if there are any.
 
-        Only the first rank of a node lists them; another one repeats its first problem.
+        Only the first rank of a node lists them; other ranks raise their first problem.
         """
         if not self.problems:
             return

@@ -88,7 +88,7 @@ class Detector:
     def _find(self, loss: float, norm: float | None, limit: float) -> str | None:
         if loss > limit:
             return f"loss {loss:.4g}, above {limit:.4g} (twice the first step's or chance level)"
-        if norm == 0:  # an exploded model whose activations saturate: loss of guessing, no gradient
+        if norm == 0:  # diverged until activations saturate: loss at chance level, no gradient
             return "the gradient norm is 0"
         if len(self._losses) < min(MIN_STEPS, self._config.window):
             return None
@@ -110,7 +110,7 @@ class Watchdog:
     """Acts on what :class:`Detector` finds in a stage."""
 
     detector: Detector
-    """With the finished steps."""
+    """It has seen the finished steps."""
     config: DivergenceConfig
     saver: CheckpointSaver
     metrics: Metrics

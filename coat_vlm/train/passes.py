@@ -99,7 +99,7 @@ class Passes:
         *,
         step: int,
     ) -> Results:
-        """Launch forward, backward and the optimizer.
+        """Launch forward, backward and the optimizer's update.
 
         ``divisor`` is the number of terms of the loss of all micro-batches and ranks.
         ``step`` counts from 1. ``read_previous`` reads and checks the previous step, while the GPU

@@ -220,7 +220,7 @@ class StepLine:
     Rates cover the steady steps since the last line; the time of other steps follows
     (:func:`split_steps`).
 
-    ``done`` are the steps before a resume; the last step has a line whatever ``every`` is.
+    ``done`` are the steps before a resume; the last step always has a line.
     """
 
     def __init__(self, stage: str, total_steps: int, done: int, every: int, world: World) -> None:

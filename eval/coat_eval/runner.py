@@ -238,7 +238,6 @@ def run_benchmark(
         settings=eval_task.settings,
         judge=judge,
         allow_missing=True,
-        with_items=True,
         only={prompt.key for prompt in asked},
         submission_path=out_dir / SUBMISSION_FILE if to_submit else None,
         warnings=warnings,

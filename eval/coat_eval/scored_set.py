@@ -1,4 +1,4 @@
-"""Reads scored answers: reports of ``coat-vlm eval`` and of ``coat-vlm score --items``."""
+"""Reads scored answers: reports of ``coat-vlm eval`` and of ``coat-vlm score``."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
     if not reports:
         raise FileNotFoundError(
             f"{path} has no scored set: give a RUN after coat-vlm eval --model RUN, a report of "
-            "coat-vlm score --items, or a folder with TASK/report.json"
+            "coat-vlm score, or a folder with TASK/report.json"
         )
     return {report.parent.name: _read_report(report) for report in reports}
 
@@ -87,8 +87,7 @@ def _read_report(path: Path) -> ScoredSet:
     report = read_json(path, _AGAIN)
     if not isinstance(report.get("items"), list) or "task" not in report:
         problem = "has no items to compare"
-        remedy = "score again with --items: coat-vlm score TASK --predictions ... --items --out ..."
-        raise DataError(str(path), problem, remedy)
+        raise DataError(str(path), problem, _AGAIN)
     shown, own_set = _read_questions(path.parent), report["task"] in TASKS
     rows = [
         {**shown.get(_get_key(row), {}), **row}

@@ -74,7 +74,6 @@ def score_tables(
     settings: Settings = Settings(),  # noqa: B008 - frozen
     judge: Judge | None = None,
     allow_missing: bool = False,
-    with_items: bool = False,
     only: Collection[tuple[str, str]] | None = None,
     submission_path: Path | None = None,
     warnings: Sequence[str] = (),
@@ -168,7 +167,7 @@ def score_tables(
         **{f"n_{kind}": number for kind, number in problems.items()},
         "warnings": [*warnings, *describe_answers(asked_about, problems["empty"])],
         "inputs": {str(path): hash_file(path) for path in inputs},
-        **({"items": [_format_item(one) for one in scored]} if with_items else {}),
+        "items": [_format_item(one) for one in scored],
     }
 
 

@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
         _compare,
         "find out which model is better, with confidence intervals",
         """\
-  coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score --items
+  coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score
   coat-vlm compare out/bf16/pope/report.json out/coat/pope/report.json --html pope.html --limit 100
   coat-vlm compare runs/bf16_0 runs/coat_0 --json difference.json       # evaluated run folders
   coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1

@@ -150,7 +150,6 @@ def _add_ingest(jobs: Commands) -> None:
         metavar="N",
         help="skip and list up to N bad samples; default 0",
     )
-    add("--shard-rows", type=at_least(1), default=10_000, metavar="N", help="default 10000")
 
 
 def _ingest(args: argparse.Namespace) -> int:
@@ -162,7 +161,6 @@ def _ingest(args: argparse.Namespace) -> int:
         embed_media=args.embed_media,
         check_media=args.check_media != "none",
         max_bad_samples=args.max_bad_samples,
-        shard_rows=args.shard_rows,
         **_options(args),
     )
     say(

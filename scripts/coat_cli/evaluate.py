@@ -396,7 +396,6 @@ also read; docs/reference/benchmarks.md lists the metrics and formats.
         choices=("random", "wrong"),
         help="mmmu: unparsable choices are random (default, official) or wrong",
     )
-    add("--items", action="store_true", help="write every item to the report")
     add(
         "--submission",
         type=Path,
@@ -428,11 +427,10 @@ def _score(args: argparse.Namespace) -> int:
         settings=Settings(raw=args.raw, **{k: v for k, v in chosen.items() if v is not None}),
         judge=_make_judge(args),
         allow_missing=args.allow_missing,
-        with_items=args.items,
         report_path=args.out,
         submission_path=args.submission,
     )
-    say(f"{format_headline(report)}\n{args.out} has all metrics")
+    say(f"{format_headline(report)}\n{args.out} has all metrics and items")
     _warn(report)
     return 0
 

@@ -87,7 +87,7 @@ def score_files(
 ) -> dict[str, Any]:
     """Score official files by name."""
     files = [find(name) / file for file in (predictions, *references)]
-    return score(name, *files, **{"with_items": True, **options})
+    return score(name, *files, **{**options})
 
 
 def expected(name: str, predictions: str) -> Any:

@@ -52,7 +52,6 @@ def pope_report(folder: Path, answers: list[str], **changes: Any) -> Path:
         get_benchmark("pope"),
         [folder / "predictions.jsonl"],
         [folder / "labels.jsonl"],
-        with_items=True,
         report_path=folder / "report.json",
     )
     report = json.loads((folder / "report.json").read_text())
@@ -160,7 +159,7 @@ def test_what_does_not_compare_is_an_error(
     short = pope_report(tmp_path / "short", ANSWERS["a"][:8])
     assert "pope: 4 items in one only, first 'adversarial/0'" in fails(models[0], short)
     empty = pope_report(tmp_path / "empty", ANSWERS["a"], items=None)
-    assert "score again with --items" in fails(models[0], empty)
+    assert "has no items to compare" in fails(models[0], empty)
     wrong = json.loads((models[1] / "pope/report.json").read_text())["items"]
     wrong[3] = {**wrong[3], "extracted": "yes"}
     edited = pope_report(tmp_path / "edited", ANSWERS["b"], items=wrong)
@@ -217,7 +216,7 @@ def answer_doors(folder: Path, name: str, answers: Sequence[str | None], *option
     rows = [{"question_id": str(i), "prediction": text} for i, text in enumerate(answers)]
     given = folder / f"{name}.predictions.json"
     given.write_text(json.dumps([row for row in rows if row["prediction"] is not None]))
-    words = ["--predictions", str(given), "--references", str(folder / "questions.json"), "--items"]
+    words = ["--predictions", str(given), "--references", str(folder / "questions.json")]
     assert main(["score", "gqa", *words, "--out", str(folder / name), *options]) == 0
     return folder / name
 
@@ -329,7 +328,6 @@ def test_figures_of_official_files_are_the_scorers(
             get_benchmark(task),
             [folder / name],
             [folder / file for file in references],
-            with_items=True,
             allow_missing=True,
             report_path=report,
         )

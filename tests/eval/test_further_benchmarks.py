@@ -410,14 +410,14 @@ def test_tabmwp_extracts_choices_times_and_numbers(tmp_path: Path):
     # As GPT-3's script reads it: "B." is the second choice.
     said = dict(zip(problems, ["The answer is 1200.", "at 7:25 P.M.", "B.", "(C)"], strict=True))
     rows = [{"question_id": key, "prediction": text} for key, text in said.items()]
-    report = score("tabmwp", write(tmp_path / "p.jsonl", rows), references, with_items=True)
+    report = score("tabmwp", write(tmp_path / "p.jsonl", rows), references)
     assert [item["extracted"] for item in report["items"]] == ["1200", "7:25 P.M", "no", None]
     assert (report["metrics"]["overall"], report["n_unparsed"]) == (75, 1)  # upstream draws for (C)
     for extracted in ("no", "yes it is"):  # what GPT-3's and T5's script saved
         saved = {key: {"output": text} for key, text in said.items()}
         saved["3"]["prediction"] = extracted
         given = write(tmp_path / "r.json", {"results": saved})
-        items = score("tabmwp", given, references, with_items=True)["items"]
+        items = score("tabmwp", given, references)["items"]
         assert items[2]["extracted"] == extracted
     assert "is not a file of tabmwp predictions" in refuse("tabmwp", references, references)
     assert prompts_of(tmp_path, "tabmwp")[2].text == (

@@ -79,7 +79,7 @@ def mmvet_files(folder: Path) -> tuple[Path, Path]:
 
 def score(name: str, answers: Path, *references: Path, judge: Judge | None = None) -> dict:
     return score_official(
-        get_benchmark(name), [answers], references, judge=judge, allow_missing=True, with_items=True
+        get_benchmark(name), [answers], references, judge=judge, allow_missing=True
     )
 
 

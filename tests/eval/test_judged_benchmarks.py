@@ -24,7 +24,7 @@ SHORT = "Answer the question using a single word or phrase."
 
 def score(name: str, *predictions: Path, references: tuple[Path, ...] = (), **options: Any) -> dict:
     settings = Settings(profile=options.pop("profile", "official"))
-    given = {"allow_missing": True, "with_items": True, **options}
+    given = {"allow_missing": True, **options}
     return score_official(get_benchmark(name), predictions, references, settings=settings, **given)
 
 

@@ -85,7 +85,7 @@ def mmstar_rows(number: int = 4) -> list[dict[str, Any]]:
 def test_mmstar(tmp_path: Path):
     table = write(tmp_path / "MMStar.tsv", mmstar_rows())
     said = answers(tmp_path / "p.jsonl", ["B", "A", "There are two plums", "A or B"])
-    report = score("mmstar", said, table, with_items=True)
+    report = score("mmstar", said, table)
     # Of the last question, A and C exist: "A or B" contains the letter A alone.
     assert report["metrics"] == {
         "overall": 75,
@@ -102,7 +102,7 @@ def test_mmstar(tmp_path: Path):
     assert report["warnings"] == ["4 questions; complete sets of mmstar have 1,500 (val)"]
     first = score("mmstar", said, table, profile="first_letter")
     assert (first["metrics"]["overall"], first["n_unparsed"]) == (50, 1)  # "T" is no option
-    lmms = score("mmstar", said, table, profile="lmms", with_items=True)
+    lmms = score("mmstar", said, table, profile="lmms")
     assert [item["extracted"] for item in lmms["items"]] == ["B", "A", None, "A"]
     assert lmms["follows"] == "EvolvingLMMs-Lab/lmms-eval @v0.7.3"
 
@@ -298,7 +298,7 @@ def test_mmbench_is_circular(tmp_path: Path):
     right = {str(row["index"]): row["answer"] for row in rows}
     said = right | {"2000007": "B", "1000009": "perhaps"}
     assert right["2000007"] == "A"
-    report = score("mmbench", answers(tmp_path / "p.jsonl", said), table, with_items=True)
+    report = score("mmbench", answers(tmp_path / "p.jsonl", said), table)
     assert report["metrics"] == {
         "overall": pytest.approx(100 / 3),
         "first_rotation": 100,

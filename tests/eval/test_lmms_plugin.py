@@ -108,7 +108,7 @@ def test_lmms_eval_evaluates_a_model_and_its_log_scores_here(
     (results,) = (tmp_path / "out").rglob("*_results.json")
     theirs = json.loads(results.read_text())["results"]["own_pope"]
     lmms = Settings(profile="lmms")
-    report = score_official(get_benchmark("pope"), [log], [data], settings=lmms, with_items=True)
+    report = score_official(get_benchmark("pope"), [log], [data], settings=lmms)
     ours = report["metrics"]
     assert report["n"] == len(rows) == 6
     assert ours["popular.accuracy"] == pytest.approx(100 * theirs["pope_accuracy,none"])

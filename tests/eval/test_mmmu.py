@@ -49,9 +49,7 @@ def run(*paths: Path, references: tuple[Path, ...] = (), **settings) -> dict:
     chosen = Settings(**settings)
     # Without references, a part of the benchmark has to be allowed.
     part = not references
-    return score_official(
-        MMMU, paths, references, settings=chosen, with_items=True, allow_missing=part
-    )
+    return score_official(MMMU, paths, references, settings=chosen, allow_missing=part)
 
 
 def test_subjects_are_drawn_in_the_official_order_and_by_number(tmp_path: Path):

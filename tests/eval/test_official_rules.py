@@ -209,6 +209,6 @@ def test_mmvet():
     assert printed == [wanted["published"]["total"], wanted["published"]["std"]]
     folder = find("mmvet")
     answers = [folder / "llava-v1.5-7b.json", folder / grades]
-    again = score_official(get_benchmark("mmvet"), answers, with_items=True)
+    again = score_official(get_benchmark("mmvet"), answers)
     assert again["metrics"] == report["metrics"]
     assert again["items"][0]["prediction"] == json.loads(answers[0].read_text())["v1_0"]

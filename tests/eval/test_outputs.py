@@ -88,7 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recipe = {"name": "a", "output_dir": "run", "model": model, "stages": {"sft": stage}}
     write(tmp_path / "recipe.yaml", yaml.safe_dump(recipe))
     for name in ("first.json", "second.json"):
-        assert main([*SCORE.split(), name, "--items"]) == 0
+        assert main([*SCORE.split(), name]) == 0
     return tmp_path
 
 

@@ -111,7 +111,7 @@ def test_the_report_says_what_became_of_the_reasoning(tmp_path: Path):
     texts = ["<think>no</think>Yes", "<think>It is yes</think>\nNo", "<think>No, not", "no"]
     said = [{"question_id": i, "prediction": text} for i, text in enumerate(texts)]
     said = write(tmp_path / "p.jsonl", said)
-    report = score("pope", said, labels, with_items=True)
+    report = score("pope", said, labels)
     assert report["metrics"]["random.accuracy"] == 75
     counts = [report[f"n_{name}"] for name in ("unparsed", "reasoning", "unfinished")]
     assert counts == [1, 3, 1]
@@ -149,7 +149,7 @@ def test_rotations_and_submissions_have_answers_without_reasoning(tmp_path: Path
         said = {0: "A", 1_000_000: second}
         said = [{"question_id": i, "prediction": text} for i, text in said.items()]
         said = write(tmp_path / "p.jsonl", said)
-        report = score("mmbench", said, references, with_items=True)
+        report = score("mmbench", said, references)
         assert (report["metrics"]["overall"], report["n_unfinished"]) == (overall, unfinished)
         assert report["items"][0]["prediction"] == f"A\n{second}"
     asked = [{"questionId": i, "question": "What?", "docId": i} for i in range(2)]

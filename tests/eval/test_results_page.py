@@ -80,7 +80,7 @@ def gqa_report(folder: Path, right: range, items: int = 200) -> Path:
     (folder / "questions.json").write_text(json.dumps(questions))
     (folder / "predictions.json").write_text(json.dumps(rows))
     paths = [folder / "predictions.json"], [folder / "questions.json"]
-    report = score_official(get_benchmark("gqa"), *paths, with_items=True)
+    report = score_official(get_benchmark("gqa"), *paths)
     report |= {"n_official": items, "dtype": "bfloat16", "precision": "coat"}
     (folder / "report.json").write_text(json.dumps(report))
     return folder.parent

@@ -198,7 +198,7 @@ def make_report(folder: Path, name: str, questions: Any, rows: list[dict[str, An
     (folder / "references.json").write_text(json.dumps(questions))
     write(folder / "predictions.jsonl", rows)
     paths = [folder / "predictions.jsonl"], [folder / "references.json"]
-    options: Any = {"with_items": True, "allow_missing": True}
+    options: Any = {"allow_missing": True}
     score_official(get_benchmark(name), *paths, **options, report_path=folder / "report.json")
     return folder.parent
 
@@ -309,7 +309,7 @@ def test_score_compare_groups_and_page_have_one_unit(tmp_path: Path) -> None:
             rows.append({"question_id": name, "prediction": said})
         write(tmp_path / "questions.jsonl", questions)
         write(tmp_path / "predictions.jsonl", rows)
-        words = ["--predictions", str(tmp_path / "predictions.jsonl"), "--items", "--out"]
+        words = ["--predictions", str(tmp_path / "predictions.jsonl"), "--out"]
         report = folder / "eval" / "naming" / "report.json"
         assert main(["score", f"short_answer={tmp_path}", *words, str(report)]) == 0
         (folder / "eval.json").write_text("{}")

@@ -20,9 +20,7 @@ from coat_eval.tasks import get_benchmark
 def score(name: str, said: dict[str, str], *references: Path) -> dict[str, Any]:
     folder = references[0].parent
     predictions = write(folder / "p.json", [{"question_id": i, "text": t} for i, t in said.items()])
-    return score_official(
-        get_benchmark(name), [predictions], references, allow_missing=True, with_items=True
-    )
+    return score_official(get_benchmark(name), [predictions], references, allow_missing=True)
 
 
 def row(video: str, answer: str = "a dog", **further: Any) -> dict[str, Any]:

@@ -190,12 +190,12 @@ def test_textvqa_joins_llavas_answers_by_image_and_prompt(tmp_path: Path):
     rows = [{"question_id": i, "prompt": p, "text": t} for i, p, t in prompts]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    report = score("textvqa", path, textvqa_file(tmp_path), with_items=True)
+    report = score("textvqa", path, textvqa_file(tmp_path))
     # Questions 7 and 8 have the same key; as in eval_textvqa.py the last one's answers count.
     assert [item["score"] for item in report["items"]] == [1, 0, 1]
     chunks = [write(tmp_path / f"chunk{number}.json", [row]) for number, row in enumerate(rows)]
     references = [textvqa_file(tmp_path)]
-    chunked = score_official(get_benchmark("textvqa"), chunks, references, with_items=True)
+    chunked = score_official(get_benchmark("textvqa"), chunks, references)
     assert chunked["items"] == report["items"]
     path.write_text(json.dumps({"question_id": "img1", "prompt": "a\nb\nc", "text": "x"}))
     with pytest.raises(DataError, match="cannot parse the question in the prompt"):

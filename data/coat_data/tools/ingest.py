@@ -43,8 +43,6 @@ def ingest(
     ``max_bad_samples`` bad rows are left out and listed in ``bad_samples.jsonl``.
     """
     out_dir = Path(out_dir).absolute()
-    if shard_rows < 1:
-        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
     with new_folder(out_dir) as folder:
         dataset = SampleDataset(path, in_order=True, **options)
         bad: list[DataError] = []
