@@ -33,14 +33,14 @@ preference pairs, and are saved in the published layout. Experts are frozen with
 - **videos**: `own`: the family's processor samples, sizes and times them; `frames`: as images
   ([details](../guides/long_video.md#published-models))
 - **packing**: several samples per sequence; **shared**: several GPUs share a sequence
-  ([`sequence_parallel`](../guides/long_context.md))
+  ([details](../guides/long_context.md))
 - **FP8**: `blocks`: attention projections and MLPs; `MLP`: only MLPs ([details](fp8_blocks.md))
 - **plan**: `coat-vlm plan` and `memory` know the memory
 - **pixels**: `model.max_pixels` limits the size of images
 - **boxes**: the convention of the family's publishers
   ([details](../guides/conversations.md#boxes))
 
-A dash: a message refuses it; for FP8, the blocks stay in BF16."""
+A dash means that a message refuses it; for FP8, that the blocks stay in BF16."""
 COLUMNS = (
     *("family", "`model_type`", "videos", "packing", "shared", "FP8 tower"),
     *("FP8 language", "plan", "pixels", "boxes"),
