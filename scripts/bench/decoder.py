@@ -156,7 +156,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, bench: DecoderBench, fp8: Fp8Config | None = None) -> None:
-        self._weights = list(model.parameters())
+        self._weights = [p for p in model.parameters() if p.requires_grad]
         self._copies = [nn.Parameter(p.detach().float().clone()) for p in self._weights]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self._copies if p.ndim > 1], "weight_decay": bench.weight_decay},

@@ -12,6 +12,9 @@ The trained weights are evaluated twice, in the precision of training and in BF1
 has the cost of training and of inference in FP8, the second one only of training, as for a
 model that is served in BF16.
 
+--lora trains adapters on all linear layers of the blocks instead of the weights. In coat, the
+frozen weights are then stored in FP8 only.
+
 --blocks trains nothing: it prints what each block costs if only its forward GEMMs are rounded, as
 the Kullback-Leibler divergence of the next token from the model without rounding, in nats.
 
@@ -29,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import peft
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import harness
 from coat_cli.command import at_least
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import fp8_blocks, graph_blocks
+from coat_vlm.fp8 import fp8_blocks, graph_blocks, store_frozen_weights
 from decoder import (
     Corpus,
     DecoderBench,
@@ -70,6 +74,8 @@ class FinetuneResult(VersionedResult):
     seed: int
     steps: int
     lr: float
+    lora: int | None
+    """Rank of the adapters; None: all weights were trained."""
     before: float
     """In the precision, before training."""
     own: float
@@ -95,8 +101,8 @@ class _Rounded(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None, None
 
 
-def load(llm: Path, precision: str) -> Any:
-    """Load the model in a precision; ValueError if there is no such precision."""
+def load(llm: Path, precision: str, rank: int | None = None) -> Any:
+    """Load the model in a precision, with adapters of a rank; ValueError: no such precision."""
     fmt, _, scales = precision.partition("/")
     plain = bool(scales) or precision == "torchao"
     arithmetic = parse_arithmetic("bf16" if plain else precision)
@@ -104,6 +110,11 @@ def load(llm: Path, precision: str) -> Any:
     model.to(get_device())
     model.config.use_cache = False
     layers = model.get_decoder().layers
+    if rank is not None:
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=r".*\.layers\..*_proj"),
+            model,
+        )
     if precision == "torchao":
         convert_to_torchao(layers)
     elif scales:
@@ -113,6 +124,7 @@ def load(llm: Path, precision: str) -> Any:
                 layer.forward = partial(_forward, layer, *rounding)
     else:
         arithmetic.apply(model)
+        store_frozen_weights(model)
     return model
 
 
@@ -147,9 +159,12 @@ def thin(ids: Tensor, bench: DecoderBench, sequences: int) -> Tensor:
     return rows[:: -(-len(rows) // sequences)].flatten()
 
 
-def train_one(llm: Path, bench: DecoderBench, corpus: Corpus, precision: str, seed: int) -> Record:
+def train_one(
+    llm: Path, rank: int | None, bench: DecoderBench, corpus: Corpus, precision: str, seed: int
+) -> Record:
     """Train and evaluate a run: ``training``, a loss per step, and ``measures``."""
-    model, started = load(llm, precision), time.perf_counter()
+    torch.manual_seed(seed)  # of the adapters
+    model, started = load(llm, precision, rank), time.perf_counter()
     held_out = thin(corpus.held_out, bench, HELD_OUT)
     before = text_loss(model, held_out, bench)
     graph_blocks(model, enabled=bool(fp8_blocks(model)) and get_device().type == "cuda")
@@ -157,8 +172,9 @@ def train_one(llm: Path, bench: DecoderBench, corpus: Corpus, precision: str, se
     batches = shuffled_batches(corpus.training, bench, seed)
     training = [*train_steps(model, master_weights, batches, bench)]
     own = text_loss(model, held_out, bench)
-    plain = load(llm, "bf16")
-    plain.load_state_dict(model.state_dict())
+    plain = load(llm, "bf16", rank)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    plain.load_state_dict(trained, strict=False)
     measures = {"before": before, "own": own, "bf16": text_loss(plain, held_out, bench)}
     return {"training": training, "measures": measures, "seconds": time.perf_counter() - started}
 
@@ -218,6 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=at_least(1), default=16, help="sequences a step; default 16")
     add("--tokens", type=at_least(1), default=1024, help="tokens a sequence; default 1024")
     add("--lr", type=float, default=1e-4, help="peak learning rate; default 1e-4")
+    add("--lora", type=at_least(1), metavar="RANK", help="train adapters; default: all weights")
     add("--blocks", action="store_true", help="compare blocks instead of training")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of runs")
     # fmt: on
@@ -237,13 +254,17 @@ def main(args: argparse.Namespace) -> None:
     count_steps(corpus, bench)
     files = [(file.name, file.stat().st_size) for file in (*args.text, *args.held_out)]
     settings: Record = {"bench": asdict(bench), "llm": args.llm.name, "text": files}
+    settings |= {} if args.lora is None else {"lora": args.lora}
     keys = [(p, s) for s in dict.fromkeys(args.seeds) for p in dict.fromkeys(args.precisions)]
-    runs = {f"{p.replace('/', ':')}, seed {s}": (args.llm, bench, corpus, p, s) for p, s in keys}
+    runs = {
+        f"{p.replace('/', ':')}, seed {s}": (args.llm, args.lora, bench, corpus, p, s)
+        for p, s in keys
+    }
     records = [*sweep(args.out, settings, runs, train_one).values()]
     harness.append_results(args.csv, [
         FinetuneResult(
             *(
-                *record["origin"], args.llm.name, *key, args.steps, args.lr,
+                *record["origin"], args.llm.name, *key, args.steps, args.lr, args.lora,
                 *record["measures"].values(), record["seconds"],
             )
         )

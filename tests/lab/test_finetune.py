@@ -68,3 +68,12 @@ def test_blocks_are_compared(command: list[str], capsys: pytest.CaptureFixture[s
     assert max(found.values()) == found["all"]
     assert run([*command, "--precisions", "bf16", "--blocks"]) == 2
     assert "no FP8 blocks" in capsys.readouterr().err
+
+
+def test_adapters_are_trained_alone(command: list[str], tmp_path: Path) -> None:
+    words = [*command, "--steps", "10", "--lr", "3e-2", "--lora", "4"]
+    assert run([*words, "--csv", str(tmp_path / "rows.csv"), "--precisions", "bf16", "coat"]) == 0
+    files = [tmp_path / "out" / "runs" / f"{name}, seed 0.json" for name in ("bf16", "coat")]
+    bf16, coat = (json.loads(file.read_text())["measures"] for file in files)
+    assert bf16["own"] == bf16["bf16"] < bf16["before"] - 0.1
+    assert coat["own"] != coat["bf16"] == pytest.approx(bf16["bf16"], rel=0.05)
