@@ -176,9 +176,24 @@ class MasterWeights:
         for group in self.optimizer.param_groups:
             group["lr"] = bench.lr * factor
         self.optimizer.step()
-        with torch.no_grad():
-            for weight, copy in zip(self._weights, self._copies, strict=True):
-                weight.copy_(copy)
+        self._update_model()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return master weights and optimizer states."""
+        return {"weights": self._copies, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with master weights and optimizer states."""
+        for copy, saved in zip(self._copies, state["weights"], strict=True):
+            copy.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._update_model()
+
+    @torch.no_grad()
+    def _update_model(self) -> None:
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            weight.copy_(copy)
 
 
 def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:

@@ -19,7 +19,7 @@ frozen weights are then stored in FP8 only.
 the Kullback-Leibler divergence of the next token from the model without rounding, in nats.
 
 Documents are rows with a field text: JSON lines or Parquet, also compressed. The same command
-continues with the runs that OUT does not contain.
+continues with the runs that OUT does not contain, and inside a run after the last 500 steps.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harness
 from coat_cli.command import at_least
+from coat_data.saved_files import replace_file
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import fp8_blocks, graph_blocks, store_frozen_weights
 from decoder import (
@@ -61,6 +63,7 @@ from layer import convert_to_torchao
 
 HELD_OUT = 128
 """Held-out sequences, evenly spaced in the text."""
+SAVE_STEPS = 500
 SAMPLES = 16
 """Sequences that ``--blocks`` reads."""
 
@@ -160,22 +163,41 @@ def thin(ids: Tensor, bench: DecoderBench, sequences: int) -> Tensor:
 
 
 def train_one(
-    llm: Path, rank: int | None, bench: DecoderBench, corpus: Corpus, precision: str, seed: int
+    llm: Path,
+    rank: int | None,
+    bench: DecoderBench,
+    corpus: Corpus,
+    precision: str,
+    seed: int,
+    checkpoint: Path,
 ) -> Record:
-    """Train and evaluate a run: ``training``, a loss per step, and ``measures``."""
+    """Train and evaluate a run: ``training``, a loss per step, and ``measures``.
+
+    It continues from ``checkpoint``, which is written every ``SAVE_STEPS`` and removed at the end.
+    """
     torch.manual_seed(seed)  # of the adapters
     model, started = load(llm, precision, rank), time.perf_counter()
     held_out = thin(corpus.held_out, bench, HELD_OUT)
     before = text_loss(model, held_out, bench)
     graph_blocks(model, enabled=bool(fp8_blocks(model)) and get_device().type == "cuda")
     master_weights = MasterWeights(model, bench, Fp8Config().resolved("coat"))
-    batches = shuffled_batches(corpus.training, bench, seed)
-    training = [*train_steps(model, master_weights, batches, bench)]
+    training: list[float] = []
+    if checkpoint.is_file():
+        saved = torch.load(checkpoint, map_location=get_device())
+        training = saved.pop("training")
+        master_weights.load_state_dict(saved)
+    batches = islice(shuffled_batches(corpus.training, bench, seed), len(training), None)
+    for loss in train_steps(model, master_weights, batches, bench, len(training)):
+        training.append(loss)
+        if len(training) % SAVE_STEPS == 0:
+            with replace_file(checkpoint) as file:
+                torch.save({"training": training, **master_weights.state_dict()}, file)
     own = text_loss(model, held_out, bench)
     plain = load(llm, "bf16", rank)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     plain.load_state_dict(trained, strict=False)
     measures = {"before": before, "own": own, "bf16": text_loss(plain, held_out, bench)}
+    checkpoint.unlink(missing_ok=True)
     return {"training": training, "measures": measures, "seconds": time.perf_counter() - started}
 
 
@@ -256,9 +278,10 @@ def main(args: argparse.Namespace) -> None:
     settings: Record = {"bench": asdict(bench), "llm": args.llm.name, "text": files}
     settings |= {} if args.lora is None else {"lora": args.lora}
     keys = [(p, s) for s in dict.fromkeys(args.seeds) for p in dict.fromkeys(args.precisions)]
+    names = [f"{p.replace('/', ':')}, seed {s}" for p, s in keys]
     runs = {
-        f"{p.replace('/', ':')}, seed {s}": (args.llm, args.lora, bench, corpus, p, s)
-        for p, s in keys
+        name: (args.llm, args.lora, bench, corpus, *key, args.out / f"{name}.pt")
+        for name, key in zip(names, keys, strict=True)
     }
     records = [*sweep(args.out, settings, runs, train_one).values()]
     harness.append_results(args.csv, [

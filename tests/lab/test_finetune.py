@@ -1,15 +1,20 @@
 """The fine-tuning study on a CPU, small."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import harness
 import lab_finetune as bench
 from coat_vlm.model.processor import train_tokenizer
+from lab_single_pass import shuffled_batches
 
 WORDS = ["red", "green", "blue", "circle", "square", "star", "is", "the", "."]
 
@@ -57,6 +62,30 @@ def test_precisions_start_alike_and_are_evaluated_twice(
     for found in (coat, int8, e5m2):
         assert found["own"] != found["bf16"] == pytest.approx(bf16["bf16"], rel=0.05)
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + len(precisions)
+
+
+def test_an_interrupted_run_continues(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*args: Any) -> Iterator[Tensor]:
+        yield from itertools.islice(shuffled_batches(*args), 3)
+        raise ConnectionError
+
+    words = [*command, "--steps", "5", "--lr", "1e-2", "--precisions", "coat"]
+    assert run(words) == 0
+    file = tmp_path / "out" / "runs" / "coat, seed 0.json"
+    expected = json.loads(file.read_text())
+    file.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "SAVE_STEPS", 2)
+        patch.setattr(bench, "shuffled_batches", cut)
+        assert run(words) != 0
+    (checkpoint,) = file.parents[1].glob("coat*.pt")
+    assert len(torch.load(checkpoint)["training"]) == 2
+    assert run(words) == 0
+    found = json.loads(file.read_text())
+    assert (found["training"], found["measures"]) == (expected["training"], expected["measures"])
+    assert not checkpoint.exists()
 
 
 def test_blocks_are_compared(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
