@@ -32,7 +32,8 @@ SIGNS = ("/", "-", "+-")
 STUDENT = {2: 4.303, 4: 2.776, 14: 2.145}  # two-sided 95% by degrees of freedom
 
 MEMBERS = {
-    "adamw.csv": "implementation codec", "fork.csv": "variant", "kernels.csv": "op",
+    "adamw.csv": "implementation codec", "block_scales.csv": "implementation group",
+    "fork.csv": "variant", "kernels.csv": "op",
     "real_parts.csv": "precision evaluated_in", "recipe.csv": "recipe stage",
     "sums.csv": "sums micro_batches",
 }  # fmt: skip
