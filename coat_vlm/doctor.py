@@ -128,7 +128,7 @@ def check_gpu() -> Iterator[Finding]:
             "note",
             "BF16 and FP8 training",
             "emulated on the CPU: FP32 storage, values rounded in the linear layers; slower than "
-            "FP32 and no smaller",  # coat_vlm/fp8/convert.py
+            "FP32, saves no memory",  # coat_vlm/fp8/convert.py
             "train with precision=fp32 here; FP8 needs an NVIDIA GPU of sm89 or newer",
         )
         return

@@ -92,3 +92,11 @@ def test_builtin_recipes_load(name: str, monkeypatch: pytest.MonkeyPatch):
     for variable in re.findall(r"\$\{(\w+)\}", text):
         monkeypatch.setenv(variable, "data")
     assert load_recipe(name).name == name
+    assert text.splitlines()[0].endswith("."), "coat-vlm recipes prints the first line"
+
+
+def test_the_recipe_of_the_fine_tuning_guide_is_built_in():
+    guide = (ROOT / "docs/guides/huggingface.md").read_text(encoding="utf-8")
+    shown = guide.partition("```yaml\n# my_qwen.yaml\n")[2].partition("```")[0]
+    text = (ROOT / "coat_vlm/recipes/qwen2_5_vl.yaml").read_text(encoding="utf-8")
+    assert text.replace("qwen2_5_vl\n", "my_qwen\n").endswith(f"\n{shown}")

@@ -205,7 +205,7 @@ class HubEncoder(ContentReader):
         return self._make_inputs([own.text for own in encoded], encoded, "left")
 
     def collate_choices(self, encoded: Sequence[HubPrompt]) -> dict[str, torch.Tensor]:
-        """Right-padded rows; ``labels`` (B, T) are the tokens of each answer and the end token."""
+        """Right-padded; ``labels`` (B, T) are the tokens of each answer and the end token."""
         texts = [
             prompt.text + self._format_answer(prompt.text, prompt.answer) for prompt in encoded
         ]

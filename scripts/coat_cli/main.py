@@ -34,8 +34,8 @@ Start with:
   measure the trained model    coat-vlm eval --model runs/my_recipe --tasks pope \\
                                  --data benchmarks --to out/my_recipe
 
-my_recipe.yaml names the model, the data and the training stages. The README has
-one for Qwen2.5-VL; "coat-vlm recipes" lists others.
+my_recipe.yaml names the model, the data and the training stages. Begin with
+"coat-vlm recipes qwen2_5_vl > my_recipe.yaml"; "coat-vlm recipes" lists others.
 """
 
 FAULT = 1

@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         "get a recipe to start from",
         """\
   coat-vlm recipes                                     # list the built-in ones
-  coat-vlm recipes quickstart > my_quickstart.yaml
+  coat-vlm recipes qwen2_5_vl > my_finetuning.yaml
 """,
     )
     parser.add_argument("name", nargs="?", help="print this recipe's YAML")

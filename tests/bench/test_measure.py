@@ -198,7 +198,7 @@ def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
         assert count_parameters(build_meta_model(model, size, torch.bfloat16)) == parameters
 
 
-@pytest.mark.parametrize("name", list_builtin_recipes())
+@pytest.mark.parametrize("name", sorted({*list_builtin_recipes()} - {"qwen2_5_vl"}))
 def test_no_built_in_recipe_needs_a_network(name: str) -> None:
     overrides = [] if name == "quickstart" else ["init_from=null"]
     model = use_published_shapes(load_recipe(name, overrides, unset_variables=True)).model

@@ -120,7 +120,8 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_video_sft",
         "vila_long_video",
     }
-    assert {"quickstart", "vila_sft_lora", "real_parts"} | published == set(list_builtin_recipes())
+    own = {"quickstart", "qwen2_5_vl", "vila_sft_lora", "real_parts"}
+    assert own | published == set(list_builtin_recipes())
     for name in list_builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
