@@ -235,7 +235,9 @@ def _lint(args: argparse.Namespace) -> int:
             say(line)
     read_as = f" (read as {summary.format})" if summary.format else ""
     away = f", {summary.unreachable} of them transient I/O errors" if summary.unreachable else ""
-    say(f"{args.path}: {summary.rows} rows, {summary.bad} problems{away}{read_as}")
+    rows = "1 row" if summary.rows == 1 else f"{summary.rows} rows"
+    bad = "1 problem" if summary.bad == 1 else f"{summary.bad} problems"
+    say(f"{args.path}: {rows}, {bad}{away}{read_as}")
     return FOUND_PROBLEMS if summary.bad else 0
 
 

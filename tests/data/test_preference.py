@@ -134,7 +134,7 @@ def test_a_row_without_a_pair_is_an_error(
     lines = capsys.readouterr().out.splitlines()
     assert problem in lines[0]
     assert lines[2] == "pairs: 2 of 2 rows are preference pairs"
-    assert lines[-1].endswith("3 rows, 1 problems (read as question)")
+    assert lines[-1].endswith("3 rows, 1 problem (read as question)")
 
 
 def test_pairs_survive_ingest_and_export(tmp_path: Path) -> None:
