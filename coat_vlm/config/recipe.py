@@ -116,8 +116,9 @@ class Recipe:
     """How FP32 master weights are stored. ``fp32``: DeepSpeed's FP32 copy, 4 bytes
     per trained parameter. ``low_bits``: the BF16 weight is the upper half of the same value, and
     CoatAdamW stores the low 16 bits, 2 bytes; gradients stay in BF16 until the optimizer reads
-    them, so a step is also faster. It needs precision ``coat`` (or ``fp8.optimizer: coat``) and
-    ``zero_stage: 0``. ``auto``: ``low_bits`` if these are met, on a GPU; otherwise ``fp32``."""
+    them, so a step is also faster. Both are divided by the ranks under ZeRO. ``low_bits`` needs
+    precision ``coat`` (or ``fp8.optimizer: coat``). ``auto``: ``low_bits`` with CoatAdamW on a GPU;
+    otherwise ``fp32``."""
     memory: MemoryConfig | None = None
     """Choose settings that fit into GPU memory; a stage may then omit ``micro_batch_size``."""
     cudnn_attention: Literal["auto"] | bool = "auto"
@@ -191,27 +192,18 @@ class Recipe:
         chosen = (self.fp8 or Fp8Config()).resolved(self.precision).optimizer
         return "coat" if chosen == "coat" else "adamw"
 
-    def has_low_bits(self, *, gpu: bool, zero_stage: int | None = None) -> bool:
+    def has_low_bits(self, *, gpu: bool) -> bool:
         """Whether the optimizer has the low bits of the master weights; resolves ``auto``."""
         if self.master_weights != "auto":
             return self.master_weights == "low_bits"
-        zero_stage = self.zero_stage if zero_stage is None else zero_stage
-        return gpu and zero_stage == 0 and self.optimizer == "coat"
+        return gpu and self.optimizer == "coat"
 
     def _check_low_bits(self) -> None:
-        if self.master_weights != "low_bits":
-            return
-        if self.optimizer != "coat":
+        if self.master_weights == "low_bits" and self.optimizer != "coat":
             raise ValueError(
                 f"master_weights: low_bits needs CoatAdamW, but precision: "
                 f"{self.precision} uses torch's AdamW; set precision to coat (or "
                 "fp8.optimizer to coat), or remove master_weights"
-            )
-        if self.zero_stage:
-            raise ValueError(
-                f"master_weights: low_bits has no effect with zero_stage: {self.zero_stage}, where "
-                "DeepSpeed keeps its own copy of the trained weights in flat partitions; "
-                "set zero_stage to 0, or remove master_weights"
             )
 
     def _check_lora(self, key: str, stage: StageConfig) -> None:

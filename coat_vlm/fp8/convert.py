@@ -430,7 +430,7 @@ class Arithmetic:
 
     @property
     def fp32_copy(self) -> bool:
-        """Whether DeepSpeed keeps FP32 master weights of BF16 weights."""
+        """Whether there are FP32 copies of BF16 weights, as master weights."""
         return self.dtype == torch.bfloat16 and not self.low_bits
 
     def apply(self, model: nn.Module) -> ConversionReport | None:

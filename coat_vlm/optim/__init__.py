@@ -3,14 +3,15 @@
 import math
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coat_vlm.config import StageConfig
 from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim.adamw import CoatAdamW
 
-__all__ = ["CoatAdamW", "lr_factor", "param_groups", "stage_lr_factor"]
+__all__ = ["CoatAdamW", "clip_scale", "lr_factor", "param_groups", "stage_lr_factor"]
 
 
 def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, Any]]:
@@ -40,6 +41,15 @@ def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, A
                     }
                 )
     return groups
+
+
+def clip_scale(norm: Tensor, limit: float) -> Tensor:
+    """Return the FP32 factor [] that clips gradients of this norm; NaN if it is not finite.
+
+    ``limit`` 0 does not clip.
+    """
+    divisor = torch.clamp((norm.double() + 1e-6) / (limit or math.inf), min=1.0)  # as DeepSpeed
+    return torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
 
 
 def lr_factor(

@@ -14,8 +14,8 @@ def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
 
     Prefers settings without recomputation, then the largest micro-batch. ``fp8.recompute_qkv:
     auto`` becomes ``true`` if nothing fits without it, or more stages would need checkpointing. A
-    single process that has nothing to shard gets ``zero_stage: 0``, at which CoatAdamW needs no
-    FP32 copies. Returns the recipe and a sentence about the chosen values. Raises ValueError if
+    single process that has nothing to shard gets ``zero_stage: 0``, which needs no
+    buckets. Returns the recipe and a sentence about the chosen values. Raises ValueError if
     nothing fits.
     """
     memory = recipe.memory
@@ -103,7 +103,7 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
 
 
 def _without_shards(recipe: Recipe, ranks: int) -> Recipe:
-    if ranks > 1 or not recipe.zero_stage or not recipe.has_low_bits(gpu=True, zero_stage=0):
+    if ranks > 1 or not recipe.zero_stage or not recipe.has_low_bits(gpu=True):
         return recipe
     return dataclasses.replace(recipe, zero_stage=0)
 

@@ -242,7 +242,7 @@ def plan_recipe(
         rows = stage.micro_batch_size
         model = build_planned_model(recipe, stage, arithmetic, vocab_size)
         row = plan_row(recipe, stage, model, images)
-        low_bits = recipe.has_low_bits(gpu=True, zero_stage=0)
+        low_bits = recipe.has_low_bits(gpu=True)
         traced = [row.trace(model, n * rows) for n in (1, 2, 4)]
         plans.append(
             StagePlan(

@@ -23,14 +23,13 @@ class _Change:
     micro_batch: int
     recompute_qkv: bool
     checkpointing: bool
-    low_bits: bool = False
+    low_bits: bool
 
     def overrides(self, plan: StagePlan) -> list[str]:
         """Return the command-line overrides of the recipe."""
         stage, recipe = f"stages.{plan.name}", plan.recipe
         words = {
             f"zero_stage={self.zero_stage}": self.zero_stage != recipe.zero_stage,
-            "master_weights=auto": recipe.master_weights == "low_bits" and not self.low_bits,
             "master_weights=low_bits": recipe.master_weights == "fp32" and self.low_bits,
             "precision=coat": self.recompute_qkv and recipe.precision != "coat",
             "fp8.recompute_qkv=true": self.recompute_qkv,
@@ -103,13 +102,11 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
             coat = recompute_qkv or plan.optimizer is CoatAdamW
             for micro_batch in micro_batches:
                 settings = micro_batch, recompute_qkv, checkpointing
-                if coat and least == 0:
-                    yield _Change(0, *settings, low_bits=True)
+                copies = plan.recipe.master_weights == "fp32" or not coat
                 for zero_stage in ZERO_STAGES:
-                    if zero_stage == 0 and coat and plan.recipe.master_weights != "fp32":
-                        continue  # low bits, as written
                     if zero_stage >= least and not (graphs and zero_stage == 3):
-                        yield _Change(zero_stage, *settings)
+                        for low_bits in (True,) * coat + (False,) * copies:
+                            yield _Change(zero_stage, *settings, low_bits)
 
 
 _LINES = {
@@ -137,7 +134,7 @@ def _format_stage(plan: StagePlan, *, verbose: bool) -> str:
     sharing = "rank(s)" if shared == 1 else f"group(s) of {shared} ranks, which share tokens,"
     settings = f"{plan.recipe.precision}, {plan.optimizer.__name__}"
     settings += ", gradient checkpointing" * stage.gradient_checkpointing
-    settings += ", low bits of master weights at ZeRO 0" * sizes.low_bits
+    settings += ", low bits of master weights" * sizes.low_bits
     row, patches = plan.row, plan.row.count_patches(plan.model.config)
     pictures = f"{row.images} image(s) of {patches:,} patches" if patches else "only text"
     return "\n".join(

@@ -2,13 +2,15 @@
 
 P is the number of parameters, T of trained parameters, G of parameters in the largest parameter
 group, N of ranks, e of bytes per weight (1 for frozen weights that are stored only in FP8, which
-stage 3 does not do), K of elements in DeepSpeed's reduction bucket. A BF16 weight has an FP32
-master weight of 4 bytes, an FP32 weight has none. With ``master_weights: low_bits`` (stage 0 only)
-it has 2 bytes, and the optimizer reads BF16 gradients.
+stage 3 does not do), K of elements in the reduction buckets: one of DeepSpeed's size, or two that
+are filled and reduced in turn (stages 1 and 2 with several ranks). A BF16 weight has an FP32 master
+weight of 4 bytes, an FP32 weight has none. With ``master_weights: low_bits`` it has 2 bytes, and
+the optimizer reads BF16 gradients.
 
 With more than 8 micro-batches (``train/gradient_sums.py``) the gradients of BF16 weights are summed
 in FP32 between micro-batches: 4 bytes in the third column. The optimizer then reads the sums
-themselves: the step needs 4 T (ZeRO 0), 4 T / N (1 and 2), or 4 (T + G) / N (3).
+themselves: the step needs 4 T (ZeRO 0), 4 T / N (1 and 2), or 4 (T + G) / N (3). Under ZeRO 1 to 3
+with low bits it reads them in BF16, which needs 2 G / N more.
 
     stage   weights  master weights,  gradients between    in the backward pass   in the step
                      states           micro-batches                               (in addition)
@@ -26,7 +28,7 @@ Source: deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
 runtime/fp16/unfused_optimizer.py); ``tests/e2e/test_plan_zero.py`` measures its engines.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -40,6 +42,7 @@ from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model.vlm import count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import Activations
+from coat_vlm.train.zero import OPTIONS
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -139,22 +142,24 @@ def estimate_rank_memory(
     ``accumulates``: whether a step has several micro-batches. ``fp32_sums``: whether gradients of
     BF16 weights are summed in FP32. ``bucket``: K, else DeepSpeed's.
     """
-    if zero_stage:  # low bits are for stage 0; a comparison with other stages has FP32 copies
-        sizes = replace(sizes, low_bits=False)
     e = sizes.weight_bytes
     share = 1.0 if zero_stage == 0 else 1 / ranks
     all_gradients, sums = e * sizes.trained, (4 if fp32_sums else e) * sizes.trained
     gradients = sums * (share if zero_stage >= 2 else 1.0)
     # Under ZeRO 1 to 3 an FP32 run also has master weights: the flat partitioned copy.
     low_bits = 2 if sizes.low_bits else 0
-    master_weights = (4 if zero_stage else sizes.fp32_bytes + low_bits) * sizes.trained * share
+    copies = 0 if sizes.low_bits else 4 if zero_stage else sizes.fp32_bytes
+    master_weights = (copies + low_bits) * sizes.trained * share
     weights = e * sizes.parameters * (share if zero_stage == 3 else 1.0)
     if zero_stage < 3:
         weights -= (e - 1) * sizes.stored
     states = sizes.state_bytes * sizes.trained * share
     base = weights + master_weights + states
     loaded = e * sizes.parameters if zero_stage < 3 else 0  # before weights are stored in FP8
-    filled = float(e * (_DEFAULTS.reduce_bucket_size if bucket is None else bucket))
+    options = OPTIONS.get(zero_stage, {}) if ranks > 1 else {}
+    size = options.get("reduce_bucket_size", _DEFAULTS.reduce_bucket_size)
+    filled = float(e * (size if bucket is None else bucket))
+    buckets = 2 if zero_stage in (1, 2) and options.get("overlap_comm") else 1
     group = sizes.largest_group * share
     cast = 4 * sizes.largest if fp32_sums else 0  # of a gradient that DeepSpeed adds to its sum
     # The peak of the backward pass excludes weights, master weights and states.
@@ -184,7 +189,8 @@ def estimate_rank_memory(
         )
         buffers = filled + gathered
         group = min(group, _DEFAULTS.sub_group_size)
-        step = base + gradients + filled + (4 if fp32_sums else e + sizes.fp32_bytes) * group
+        read = 4 + low_bits if fp32_sums else e + sizes.fp32_bytes
+        step = base + gradients + filled + read * group
     else:
         # Gradients pass through the bucket; its first flush allocates this rank's partition.
         # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then.
@@ -208,10 +214,11 @@ def estimate_rank_memory(
                 live += max(0.0, e * elements - filled)
             seen.append(live)
         forward = activations.forward_peak + (filled if first and accumulates else 0.0)
+        filled *= buckets
         backward = before + max(forward, filled + max(*seen, at_end)) + (0 if first else cast)
         buffers = filled
-        # With FP32 sums the norm casts a gradient to FP64, and stage 1 keeps its bucket.
-        kept = 2 * cast + filled * (first and ranks > 1)
+        # With FP32 sums stage 1 keeps its buckets.
+        kept = low_bits * group + filled * (first and ranks > 1)
         step = base + sums * share + (kept if fp32_sums else (e + sizes.fp32_bytes) * group)
     return RankMemory(
         weights=weights,

@@ -85,7 +85,8 @@ class GradientSums:
         if world.device.type == "cuda":
             gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
         gpu_bytes = min(world.gather(gpu_bytes))
-        sums = choose_sums(micro_batches, size, gpu_bytes, bf16=bf16, low_bits=fp8.low_bits)
+        low_bits = fp8.low_bits and recipe.zero_stage == 0
+        sums = choose_sums(micro_batches, size, gpu_bytes, bf16=bf16, low_bits=low_bits)
         own = bf16 and sums != "bf16" and not recipe.zero_stage
         return cls(
             sums=sums,

@@ -28,7 +28,7 @@ from coat_vlm.fp8 import Arithmetic, SpareMemory, graph_blocks
 from coat_vlm.model.placeholders import KINDS, copy_to_device
 from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, join_sequence_group, shard_batch
 from coat_vlm.model.vlm import module_parameters
-from coat_vlm.optim import CoatAdamW
+from coat_vlm.optim import CoatAdamW, clip_scale
 from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.gradient_sums import GradientSums
 from coat_vlm.train.model_setup import set_train_mode
@@ -200,17 +200,16 @@ class Passes:
         device; for torch's AdamW, this function waits for the norm.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        limit = self.stage.max_grad_norm or math.inf
+        limit = self.stage.max_grad_norm
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, CoatAdamW):
             # In FP32, also of BF16 gradients, without copying them.
             grads: Any = [p.grad for p in parameters]
             norms = torch._foreach_norm(grads, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
             norm = torch.linalg.vector_norm(torch.stack(norms))
-            divisor = torch.clamp((norm.double() + 1e-6) / limit, min=1.0)  # as DeepSpeed does
-            optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
+            optimizer.grad_scale = clip_scale(norm, limit)
             return norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
         if not math.isfinite(norm):
             for parameter in parameters:  # AdamW skips parameters without a gradient
                 parameter.grad = None

@@ -28,6 +28,7 @@ OOM, and no larger one is tried; with several processes the run ends there.
 
 import argparse
 import contextlib
+import json
 import math
 import sys
 import time
@@ -55,6 +56,7 @@ from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.model_setup import set_train_mode
 from coat_vlm.train.passes import copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
+from coat_vlm.train.zero import OPTIONS
 from harness import PRECISIONS, Result
 from layer import restore_attention
 from step_models import BASELINES, SIZES, apply_baseline, make_recipe, make_step_batch
@@ -270,7 +272,8 @@ class StepRun:
             tokens=size.model.max_length * batch * args.accumulation * world.size,
             note=f"attention {attention}, accumulation {args.accumulation}"
             + ("" if args.lora is None else f"; LoRA rank {args.lora}")
-            + ("" if args.mixed is None else f"; mixed samples, {args.mixed}"),
+            + ("" if args.mixed is None else f"; mixed samples, {args.mixed}")
+            + "".join(f"; {word}" for word in args.deepspeed),
         )
         try:
             if self.reference is None:
@@ -299,6 +302,7 @@ class StepRun:
             implementation.zero_stage,
             self.args.lora,
             packed=self.args.mixed == "packed",
+            master_weights="auto" if precision == "bf16" else self.args.master_weights,
         )
         return open_case(recipe, "sft", self.world, accumulation=self.args.accumulation)
 
@@ -449,6 +453,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--optimizer", nargs="+", choices=("none", "own"), default=["none"], help="default none")
     add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="ZeRO stages; default 0")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters; default: all weights")
+    add("--master-weights", choices=("auto", "fp32", "low_bits"), default="auto",
+        help="as in a recipe; default auto")
+    add("--deepspeed", nargs="+", default=[], metavar="KEY=VALUE",
+        help="keys of DeepSpeed's zero_optimization with several GPUs, such as overlap_comm=false")
     add("--mixed", choices=("packed", "padded"),
         help="published models: samples of mixed lengths and image sizes in one packed sequence, "
         "or in padded ones, with as many tokens as --batch full ones; padding does not count")
@@ -468,6 +476,9 @@ def main(args: argparse.Namespace) -> None:
     with join_world() as world:
         if args.cap_gib is not None:
             limit_memory(world.device, args.cap_gib)
+        for stage in args.zero or ():
+            keys = (word.split("=", 1) for word in args.deepspeed)
+            OPTIONS.setdefault(stage, {}).update((key, json.loads(value)) for key, value in keys)
         run, results = StepRun(args, world), []
         for implementation in list_implementations(args, world.size):
             with restore_attention():  # which the engine sets

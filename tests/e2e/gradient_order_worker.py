@@ -1,8 +1,9 @@
-"""Trains two steps under ZeRO-2 on two ranks, one of which returns gradients as replays do.
+"""Trains two steps under ZeRO 1 or 2 on two ranks, one of which returns gradients as replays do.
 
-Started by ``test_gradient_order.py``: ``REPLAYS BUCKET ORDERED``. A CUDA graph needs a GPU; what is
-replayed here is an eager pass inside of one autograd Function, which has the same gradients and
-returns them in the same way.
+Started by ``test_gradient_order.py``: ``REPLAYS BUCKET ORDERED STAGE``. The backward pass reduces
+gradients; a step under ZeRO-1 has two micro-batches, of which the last is reduced. A CUDA graph
+needs a GPU; what is replayed here is an eager pass inside of one autograd Function, which has the
+same gradients and returns them in the same way.
 """
 
 import json
@@ -23,7 +24,7 @@ from coat_vlm.fp8.cuda_graphs import (
     _alias_parameters,  # pyright: ignore[reportPrivateUsage]
     _run_eagerly,  # pyright: ignore[reportPrivateUsage]
 )
-from coat_vlm.train.engine import GradientOrder
+from coat_vlm.train.zero import GradientOrder, change_optimizer
 
 
 class Replay(torch.autograd.Function):
@@ -52,7 +53,7 @@ def replay(model: Any) -> None:
         vars(block)[FORWARD] = forward
 
 
-def main(replays: str, bucket: int, ordered: bool, world: World) -> None:
+def main(replays: str, bucket: int, ordered: bool, zero_stage: int, world: World) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -67,17 +68,24 @@ def main(replays: str, bucket: int, ordered: bool, world: World) -> None:
     convert(model, Fp8Config(language="coat", vision="bf16"))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    accumulation = 2 if zero_stage == 1 else 1
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         dist_init_required=False,
         config={
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": {
+                "stage": zero_stage,
+                "overlap_comm": True,
+                "reduce_bucket_size": bucket,
+            },
             "bf16": {"enabled": True},
             "steps_per_print": 10**9,
         },
     )
+    change_optimizer(engine)
     if ordered:
         GradientOrder(engine.optimizer)
     came: list[str] = []
@@ -87,10 +95,13 @@ def main(replays: str, bucket: int, ordered: bool, world: World) -> None:
     for step in range(2):
         if step and (replays == "all" or (replays == "first" and world.is_main)):
             replay(model)
-        came.clear()
         draw = torch.Generator().manual_seed(2 * step + world.rank)
-        ids = torch.randint(0, 128, (1, 48), generator=draw)
-        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        for number in range(accumulation):
+            came.clear()
+            ids = torch.randint(0, 128, (1, 48), generator=draw)
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            if number < accumulation - 1:
+                engine.step()
         grads = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
         found = {
             name: float(grad.double().sum()) for name, grad in grads.items() if grad is not None
@@ -104,4 +115,4 @@ def main(replays: str, bucket: int, ordered: bool, world: World) -> None:
 
 
 with join_world() as joined:
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "ordered", joined)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "ordered", int(sys.argv[4]), joined)

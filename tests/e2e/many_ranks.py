@@ -25,6 +25,7 @@ from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import CheckpointSaver
 from coat_vlm.distributed import World
 from coat_vlm.optim import CoatAdamW
+from coat_vlm.train.zero import change_optimizer
 
 BATCH = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,13 +81,18 @@ def build(run: dict[str, Any]) -> Any:
             "gradient_clipping": 1.0 if run["zero"] or run["bf16"] else 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": run["bf16"]},
+            "bf16": {
+                "enabled": run["bf16"] or (run["low_bits"] and run["zero"] > 0),
+                "bf16_master_weights_and_grads": run["low_bits"] and run["zero"] > 0,
+                "bf16_optimizer_states": run["low_bits"] and run["zero"] > 0,
+            },
             "steps_per_print": 10**9,
         },
         dist_init_required=False,
     )
     if run["zero"] == 0:
         optimizer.state.clear()
+    change_optimizer(engine)
     return engine
 
 
@@ -108,6 +114,8 @@ def train_step(engine: Any, step: int, world: World, clips: bool) -> float:
 def by_element(state: dict[str, Any], size: int) -> dict[str, torch.Tensor]:
     """Moments, and how they are coded, with one FP32 number per element."""
     found = {}
+    if size and "master_low_bits" in state:
+        found["low bits"] = state["master_low_bits"].float()
     for moment in MOMENTS if state else ():
         codes = state[moment]
         found[moment] = codes.float()
@@ -155,7 +163,13 @@ def whole(engine: Any, keys: list[str]) -> Iterator[tuple[str, str, Any]]:
         if mapping is not None:
             flat = masters[mapping.param_group_index]
             mapping.set_optim_state_fragment(flat, state[flat])
-        yield "master", name, safe_get_full_fp32_param(parameter)
+        master = safe_get_full_fp32_param(parameter)
+        if "low bits" in keys:
+            low_bits = safe_get_full_optimizer_state(parameter, "low bits")
+            assert master is not None
+            assert low_bits is not None
+            master = join_master(master.bfloat16(), low_bits.to(torch.int16))
+        yield "master", name, master
         for key in keys:
             yield key, name, safe_get_full_optimizer_state(parameter, key)
 
@@ -171,9 +185,14 @@ def dump(engine: Any) -> dict[str, Any]:
         optimizer.state[master] = {key: spread[master].get(key, zeros) for key in keys}
         if "master_low_bits" in kept[master]:
             optimizer.state[master]["master_low_bits"] = kept[master]["master_low_bits"]
+    # Stage 3 puts states together in the dtype of its partitions.
+    dtype = getattr(engine.optimizer, "master_weights_and_grads_dtype", None)
+    engine.optimizer.master_weights_and_grads_dtype = torch.float32
     result: dict[str, Any] = {key: {} for key in ("master", *keys)}
     for key, name, value in whole(engine, keys):
         result[key][name] = value.detach().clone()
+    result.pop("low bits", None)
+    engine.optimizer.master_weights_and_grads_dtype = dtype
     for master, state in kept.items():
         optimizer.state[master] = state
     parameters = dict(engine.module.named_parameters())

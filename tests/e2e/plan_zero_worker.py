@@ -138,7 +138,7 @@ def main() -> None:
     train_engine.build_deepspeed_config = with_bucket
     loss_room._kernel_fits = lambda *_: True  # pyright: ignore[reportPrivateUsage] - as on a GPU
     with join_world() as world:
-        for zero_stage in (0,) if low_bits else ZERO_STAGES:
+        for zero_stage in ZERO_STAGES:
             torch.manual_seed(0)
             row = measured(zero_stage, low_bits, dtype, accumulation, bucket, world)
             gc.collect()

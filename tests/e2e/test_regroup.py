@@ -1,5 +1,6 @@
 """Checkpoints read at another number of ranks and another ZeRO stage (many_ranks.py trains)."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -19,7 +20,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "e": {"ranks": 2, "zero": 2, "steps": 1, "resume": "d"},
     "low": {"ranks": 2, "zero": 0, "steps": 1, "low_bits": True, "resume": "d"},
     "low again": {"ranks": 2, "zero": 0, "steps": 1, "low_bits": True, "resume": "low"},
-    "high": {"ranks": 2, "zero": 2, "steps": 1, "resume": "low again"},
+    "low 2": {"ranks": 2, "zero": 2, "steps": 1, "low_bits": True, "resume": "low again"},
+    "low 3": {"ranks": 4, "zero": 3, "steps": 1, "low_bits": True, "resume": "low 2"},
+    "low 1": {"ranks": 1, "zero": 1, "steps": 1, "low_bits": True, "resume": "low 3"},
+    "high": {"ranks": 2, "zero": 2, "steps": 1, "resume": "low 1"},
     "f": {"ranks": 2, "zero": 1, "steps": 2, "optimizer": "adamw", "bf16": True},
     "g": {"ranks": 1, "zero": 3, "steps": 1, "optimizer": "adamw", "bf16": True, "resume": "f"},
     "h": {"ranks": 2, "zero": 0, "steps": 1, "optimizer": "adamw", "bf16": True, "resume": "g"},
@@ -72,7 +76,8 @@ def path_to(name: str) -> list[str]:
     return [*(path_to(source) if source else []), name]
 
 
-LOW_BITS = [("d", "low"), ("low", "low again"), ("low again", "high")]
+LOW = ["d", "low", "low again", "low 2", "low 3", "low 1", "high"]
+LOW_BITS = [*itertools.pairwise(LOW)]
 
 
 @pytest.mark.parametrize(("before", "after"), LOW_BITS)

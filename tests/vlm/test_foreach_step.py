@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coat_vlm.distributed import World, join_world
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train.engine import replace_slow_step
+from coat_vlm.train.zero import change_optimizer
 
 
 class Layers(nn.Module):
@@ -57,7 +57,7 @@ def engine_of(max_grad_norm: float, *, own: bool, coat: bool = False, zero_stage
     )
     optimizer.state.clear()
     if own:
-        replace_slow_step(engine)
+        change_optimizer(engine)
     return engine
 
 
@@ -113,7 +113,7 @@ def test_a_bad_gradient_changes_nothing(zero_stage: int, bad: float) -> None:
     engine = engine_of(1.0, own=False, zero_stage=zero_stage)
     searches: list[bool] = []
     engine.optimizer.has_overflow = lambda *_: searches.append(True)
-    replace_slow_step(engine)
+    change_optimizer(engine)
     assert math.isfinite(*steps(engine, 1))
     before = weights(engine)
     assert steps(engine, 1, scale=bad) == [math.inf]
@@ -127,6 +127,6 @@ def test_a_bad_gradient_changes_nothing(zero_stage: int, bad: float) -> None:
 def test_engines_with_zero_keep_their_step() -> None:
     engine = engine_of(1.0, own=False, zero_stage=2)
     step = engine.optimizer.step
-    replace_slow_step(engine)
+    change_optimizer(engine)
     assert engine.optimizer.step == step
     assert engine.enable_backward_allreduce

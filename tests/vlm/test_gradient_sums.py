@@ -22,7 +22,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "low_bits"), [(0, False), (0, True), (1, False), (2, False), (3, False)]
+    ("zero_stage", "low_bits"), [(zero, low) for zero in range(4) for low in (False, True)]
 )
 def test_a_repeated_micro_batch_counts_as_often(
     monkeypatch: pytest.MonkeyPatch, world: World, zero_stage: int, low_bits: bool
@@ -31,7 +31,8 @@ def test_a_repeated_micro_batch_counts_as_often(
     (total,) = summed(monkeypatch, world, zero_stage, MANY, low_bits=low_bits)
     exact = MANY * one_gradient()
     assert total.norm() / exact.norm() == pytest.approx(1, abs=1e-3)
-    assert (total - exact).norm() < 1e-3 * exact.norm()
+    in_bf16 = zero_stage and low_bits  # when the optimizer reads it
+    assert (total - exact).norm() < (2e-3 if in_bf16 else 1e-3) * exact.norm()
 
 
 def test_two_ranks_add_the_same_sums() -> None:
