@@ -7,6 +7,8 @@
 - ZeRO 1 to 3 clip by multiplying the gradients; CoatAdamW multiplies in FP32 when it reads them.
 - ZeRO 1 and 2 add the gradients of all ranks while the backward pass goes on
   (:func:`overlap_reduction`, :class:`GradientOrder`).
+- ZeRO 3 gathers, frees and reduces each weight in Python; some of the calls and a wait are removed
+  (:func:`lighten_hooks`).
 - With low bits of master weights, ZeRO's BF16 partitions are the weights themselves.
 - Stage 0 (``runtime/fp16/unfused_optimizer.py``) loops over the parameters. :func:`_foreach_step`
   does the same in a few launches for all parameters, and one wait, for the norm.
@@ -23,8 +25,10 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import nvtx
 from torch import Tensor
 
 from coat_vlm.optim import CoatAdamW, clip_scale
@@ -36,6 +40,7 @@ the memory of DeepSpeed's single bucket."""
 OPTIONS: dict[int, dict[str, Any]] = {
     1: {"overlap_comm": True, "reduce_bucket_size": BUCKET},
     2: {"overlap_comm": True, "reduce_bucket_size": BUCKET},
+    3: {"stage3_prefetch_bucket_size": 500_000_000},  # two blocks of an 8B model
 }
 """Keys of DeepSpeed's section ``zero_optimization`` with several ranks, by stage."""
 
@@ -54,6 +59,7 @@ def change_optimizer(engine: DeepSpeedEngine) -> None:
             overlap_reduction(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer._get_norm_groups = lambda: [_norm(optimizer)]
+        lighten_hooks(optimizer)
     zero = isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
     if zero and isinstance(optimizer.optimizer, CoatAdamW):
         optimizer.unscale_and_clip_grads = partial(_clip, optimizer)
@@ -135,7 +141,8 @@ def overlap_reduction(optimizer: Any) -> None:
     def average_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
         if stream is not None:
             _allocate_reduced(optimizer, tensor.device)
-            tensor.record_stream(stream)
+            if tensor.numel() > optimizer.reduce_bucket_size:
+                tensor.record_stream(stream)
         reduce(tensor, dtype)
 
     def end_pass() -> None:
@@ -152,15 +159,43 @@ def overlap_reduction(optimizer: Any) -> None:
 
 def _allocate_reduced(optimizer: Any, device: torch.device) -> None:
     """Allocate what ``copy_grads_in_partition`` and the FP32 sums write to."""
+    if optimizer.grads_in_partition is not None:
+        return
     elements = 0
     for number, parameters in enumerate(optimizer.params_in_partition):
         if optimizer._use_compact_grad_partition_buffer(number):
             optimizer._get_compact_grad_partition_buffer(number)
         else:
             elements += sum(p.numel() for p in parameters)
-    if elements and optimizer.grads_in_partition is None:
+    if elements:
         optimizer.grads_in_partition = torch.empty(elements, dtype=optimizer.dtype, device=device)
         optimizer.grads_in_partition_offset = 0
+
+
+def lighten_hooks(optimizer: Any) -> None:
+    """Remove calls from the hooks of stage 3 that describe each weight for a log that is off.
+
+    They are ranges for NVIDIA's profiler and messages, a third of the Python calls of DeepSpeed in
+    a step of the 8B model. At the end of a pass the main stream waits for the last gradients, not
+    the CPU.
+    """
+    nvtx.enable_nvtx = False
+    for module in (partition_parameters, partitioned_param_coordinator):
+        module.print_rank_0 = module.debug_param2name_id_shape_device = _say_nothing
+    if optimizer.reduce_and_partition_stream is not None:  # None on a CPU
+        optimizer.reduce_and_partition_stream = _MainStreamWaits()
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """Replace a function whose result nobody reads."""
+
+
+class _MainStreamWaits(torch.cuda.Stream):
+    """A stream for which the current stream waits instead of the CPU."""
+
+    def synchronize(self) -> None:
+        """Have the current stream wait for what was launched so far."""
+        torch.cuda.current_stream().wait_stream(self)
 
 
 class GradientOrder:
