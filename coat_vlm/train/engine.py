@@ -48,9 +48,9 @@ def build_deepspeed_config(
             "bf16_master_weights_and_grads": zero,
             "bf16_optimizer_states": zero,
         }
-    # Ranks that share sequences also communicate inside the blocks, through another group.
-    alone = world_size == 1 or stage.sequence_parallel > 1
-    options = {} if alone else OPTIONS.get(recipe.zero_stage, {})
+    # With ZeRO 1 or 2, ranks that share sequences communicate inside the blocks without overlap.
+    shares = stage.sequence_parallel > 1 and recipe.zero_stage < 3
+    options = OPTIONS.get(recipe.zero_stage, {}) if world_size > 1 and not shares else {}
     return {
         "train_batch_size": stage.batch_size * stage.sequence_parallel,
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,

@@ -175,9 +175,9 @@ def _allocate_reduced(optimizer: Any, device: torch.device) -> None:
 def lighten_hooks(optimizer: Any) -> None:
     """Remove calls from the hooks of stage 3 that describe each weight for a log that is off.
 
-    They are ranges for NVIDIA's profiler and messages, a third of the Python calls of DeepSpeed in
-    a step of the 8B model. At the end of a pass the main stream waits for the last gradients, not
-    the CPU.
+    They are ranges for NVIDIA's profiler and messages: in a step of a model with 748 weights half
+    of the calls of DeepSpeed's functions. At the end of a pass the main stream waits for the last
+    gradients, not the CPU.
     """
     nvtx.enable_nvtx = False
     for module in (partition_parameters, partitioned_param_coordinator):
