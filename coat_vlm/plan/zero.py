@@ -193,7 +193,8 @@ def estimate_rank_memory(
         step = base + gradients + filled + read * group
     else:
         # Gradients pass through the bucket; its first flush allocates this rank's partition.
-        # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then.
+        # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then, of one
+        # rank until the end of its backward pass.
         # FP32 sums are in the bucket of stage 1; in stage 2 they are this partition.
         first = zero_stage == 1
         filled, all_gradients = (
@@ -204,17 +205,19 @@ def estimate_rank_memory(
         overflows = all_gradients > filled
         before = (sums if first else sums / ranks) if accumulates else 0.0
         at_end = flat + partition if overflows or fp32_sums else max(flat, partition)
+        late = first and buckets == 1  # it reduces at the end only
         if first:  # gradients in the bucket have no other copy
-            at_end += max(0.0, all_gradients - filled) - before
+            at_end += max(0.0, all_gradients - filled) * late - before
         seen = []
         for elements, live in activations.backward:
             if overflows and e * elements >= filled:
-                live += flat + (0.0 if first else partition)  # stage 1: at the end only
-            if first and not accumulates:
+                freed = e * elements if first and accumulates and not late else 0.0
+                live += flat + (0.0 if late else partition) - freed
+            if late and not accumulates:
                 live += max(0.0, e * elements - filled)
             seen.append(live)
-        forward = activations.forward_peak + (filled if first and accumulates else 0.0)
         filled *= buckets
+        forward = activations.forward_peak + (filled if first and accumulates else 0.0)
         backward = before + max(forward, filled + max(*seen, at_end)) + (0 if first else cast)
         buffers = filled
         # With FP32 sums stage 1 keeps its buckets.
