@@ -193,8 +193,8 @@ def estimate_rank_memory(
         step = base + gradients + filled + read * group
     else:
         # Gradients pass through the bucket; its first flush allocates this rank's partition.
-        # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then, of one
-        # rank until the end of its backward pass.
+        # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then; one
+        # rank until the end of that pass.
         # FP32 sums are in the bucket of stage 1; in stage 2 they are this partition.
         first = zero_stage == 1
         filled, all_gradients = (
