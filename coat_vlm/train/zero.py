@@ -27,7 +27,6 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import nvtx
 from torch import Tensor
 
@@ -52,19 +51,19 @@ def change_optimizer(engine: DeepSpeedEngine) -> None:
         optimizer.step = MethodType(_foreach_step, optimizer)
         if engine.world_size == 1:  # DeepSpeed would copy every gradient into a buffer and back
             engine.enable_backward_allreduce = False
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - the name
-        optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)  # noqa: ARG005
-        if optimizer.overlap_comm:
-            overlap_reduction(optimizer)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        optimizer._get_norm_groups = lambda: [_norm(optimizer)]
-        lighten_hooks(optimizer)
-    zero = isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
-    if zero and isinstance(optimizer.optimizer, CoatAdamW):
-        optimizer.unscale_and_clip_grads = partial(_clip, optimizer)
-    if zero and optimizer.bf16_master_weights_and_gradients:
-        _share_weights(optimizer)
+    elif engine.zero_optimization_stage():
+        if engine.zero_optimization_stage() == 3:
+            optimizer._get_norm_groups = lambda: [_norm(optimizer)]
+            lighten_hooks(optimizer)
+        else:
+            optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005
+            optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)  # noqa: ARG005
+            if optimizer.overlap_comm:
+                overlap_reduction(optimizer)
+        if isinstance(optimizer.optimizer, CoatAdamW):
+            optimizer.unscale_and_clip_grads = partial(_clip, optimizer)
+        if optimizer.bf16_master_weights_and_gradients:
+            _share_weights(optimizer)
 
 
 def _share_weights(optimizer: Any) -> None:
@@ -180,7 +179,8 @@ def lighten_hooks(optimizer: Any) -> None:
     gradients, not the CPU.
     """
     nvtx.enable_nvtx = False
-    for module in (partition_parameters, partitioned_param_coordinator):
+    modules: list[Any] = [partition_parameters, partitioned_param_coordinator]
+    for module in modules:
         module.print_rank_0 = module.debug_param2name_id_shape_device = _say_nothing
     if optimizer.reduce_and_partition_stream is not None:  # None on a CPU
         optimizer.reduce_and_partition_stream = _MainStreamWaits()
