@@ -220,8 +220,9 @@ def estimate_rank_memory(
         forward = activations.forward_peak + (filled if first and accumulates else 0.0)
         backward = before + max(forward, filled + max(*seen, at_end)) + (0 if first else cast)
         buffers = filled
-        # With FP32 sums stage 1 keeps its buckets.
-        kept = low_bits * group + filled * (first and ranks > 1)
+        # With FP32 sums stage 1 keeps the buckets that it has filled.
+        used = filled if overflows else filled / buckets
+        kept = low_bits * group + used * (first and ranks > 1)
         step = base + sums * share + (kept if fp32_sums else (e + sizes.fp32_bytes) * group)
     return RankMemory(
         weights=weights,
