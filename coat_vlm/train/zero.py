@@ -132,7 +132,8 @@ def overlap_reduction(optimizer: Any) -> None:
     A gradient larger than the bucket is reduced in place, and DeepSpeed frees it while the stream
     may still read it. The reduced gradients would be allocated on that stream, where no other
     tensor can use their memory. At the end of a pass DeepSpeed waits for the whole GPU on the CPU;
-    here the main stream waits for the last bucket.
+    here the main stream waits for the last bucket. Stage 1 would not reduce the gradient of a
+    parameter that gets none in the last micro-batch of a step.
     """
     reduce, finish = optimizer.average_tensor, optimizer.independent_gradient_partition_epilogue
     stream = optimizer.reduction_stream  # None on a CPU
@@ -149,6 +150,11 @@ def overlap_reduction(optimizer: Any) -> None:
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
         optimizer.overlap_comm = False
+        for number, group in enumerate(optimizer.bit16_groups):
+            for p in group if not optimizer.partition_gradients else ():
+                reduced = optimizer.params_already_reduced[optimizer.get_param_id(p)]
+                if not reduced and optimizer.get_gradient_for_reduction(p) is not None:
+                    optimizer.reduce_independent_p_g_buckets_and_remove_grads(p, number)
         finish()
         optimizer.overlap_comm = True
 

@@ -15,7 +15,10 @@ from coat_vlm.train.gradient_sums import GradientSums, Sums
 
 
 class Layer(nn.Module):
-    """A matrix, and a gain that the first rank uses in every micro-batch except the last."""
+    """A matrix, and a gain that is used in every micro-batch except the last.
+
+    At ZeRO 0 only the first rank uses it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +82,8 @@ def summed(
     for step in range(first_step, first_step + steps):
         for number in range(1, count + 1):
             with chosen.adding(step, number):
-                loss = engine(float(count), gain=gain and number < count and world.is_main)
+                used = gain and number < count and (world.is_main or zero_stage > 0)
+                loss = engine(float(count), gain=used)
                 engine.backward(loss)  # DeepSpeed divides by their number
             engine.step()
     engine.destroy()
