@@ -178,14 +178,18 @@ def estimate_rank_memory(
         persistent = e * sizes.persistent if ranks > 1 else 0
         whole = e * min(sizes.parameters, _DEFAULTS.max_live_parameters) if ranks > 1 else 0
         gathered = max(whole, persistent)
-        # A flush of the bucket allocates two copies of its content.
-        seen = [live + min(2 * filled, e * elements) for elements, live in activations.backward]
-        at_end = persistent + 2 * min(filled, all_gradients)
+        # A flush of the bucket allocates two copies of its content; with FP32 sums then a copy of
+        # this rank's part in FP32 as well, which one rank notices.
+        copies = 3 if fp32_sums and ranks == 1 else 2
+        seen = [
+            live + min(copies * filled, e * elements) for elements, live in activations.backward
+        ]
+        at_end = persistent + copies * min(filled, all_gradients)
         backward = (
             filled
             + max(gathered + max(activations.forward_peak, *seen), at_end)
             + gradients
-            + cast / ranks
+            + (cast / ranks if ranks > 1 else 0)
         )
         buffers = filled + gathered
         group = min(group, _DEFAULTS.sub_group_size)
@@ -201,7 +205,7 @@ def estimate_rank_memory(
             (filled * sums / all_gradients, sums) if first else (filled, all_gradients)
         )
         partition = 0.0 if fp32_sums and not first else all_gradients / ranks
-        flat = min(filled, all_gradients) if ranks > 1 else 0.0
+        flat = min(filled, all_gradients) if ranks > 1 or fp32_sums else 0.0
         overflows = all_gradients > filled
         before = (sums if first else sums / ranks) if accumulates else 0.0
         at_end = flat + partition if overflows or fp32_sums else max(flat, partition)

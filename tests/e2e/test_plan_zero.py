@@ -55,6 +55,10 @@ def test_the_peaks_are_those_of_deepspeed(
             assert row["passes"] <= 1.001 * row["planned_passes"], row
             tolerance = 0.015
         assert row["planned_passes"] == pytest.approx(row["passes"], rel=tolerance), row
+        if ranks == 1 and dtype == "low_bits" and accumulation > 2:
+            # The FP32 sums of earlier groups are freed when those of the largest are rounded.
+            assert row["step"] <= 1.001 * row["planned_step"] or not row["zero_stage"], row
+            tolerance = 0.03
         # On a CPU CoatAdamW joins small tensors, which takes memory that a GPU's kernel does not.
         joins = row["step"] > 1.02 * row["planned_step"] and row["zero_stage"] == 0
         if not joins:
