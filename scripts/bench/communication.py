@@ -88,6 +88,8 @@ class Step(NamedTuple):
 
 def estimate_row(row: dict[str, str], rows: list[dict[str, str]]) -> tuple[str, float] | None:
     """Return the kind of row from which another is estimated, and its milliseconds, if any."""
+    if row["optimizer"] not in UPDATE_PS or "master weights" in row["note"]:
+        return None  # since 9dd5e48f ZeRO 1 and 2 hide reductions, and ZeRO-3 has fewer hooks
 
     def cost(zero: str, gpus: int) -> float:
         step = Step(zero, *MODELS[row["model"]], 1, gpus)
