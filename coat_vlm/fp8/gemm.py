@@ -22,6 +22,12 @@ the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
 
+Where the result is much wider than the operands (y of gate and up, grad_x of down), reading and
+writing it for the sum takes longer than a GEMM of longer FP8 operands:
+
+    forward       y = [x | P] [W | s B]^T
+    grad-input    grad_x = [grad_y | grad_P] [W^T | A^T]^T
+
 Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM. Autograd passes
 tensors and their gradients to and from a Function as one flat list, which :func:`unpack` divides.
 """
@@ -39,6 +45,7 @@ from coat_kernels import (
     E4M3,
     QuantizedGradient,
     TensorScaled,
+    append_low_rank,
     low_rank_gradient,
     low_rank_project,
     quantize_gradient,
@@ -47,6 +54,12 @@ from coat_kernels import (
 )
 from coat_vlm.fp8 import saturation, weights
 from coat_vlm.model.lora import base_layer, find_adapter
+
+FLOPS_PER_BYTE = 300
+"""FP8 operations that an H200 computes while it moves a byte: 1,300 TFLOP/s, 4.27 TB/s."""
+
+LAUNCHES = 10**8
+"""Bytes that an H200 moves in the time of the launches that append an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,24 +233,77 @@ def forward(
     With ``hp``, x in high precision [M, K], the GEMM runs in the model's dtype. ``weight_scale`` is
     the scale that an earlier call saved, to run the same GEMM again.
     """
-    parts, bias = layers.weights, None
+    parts, bias, scale = layers.weights, None, None
     if any(bias is not None for bias in layers.biases):
         given = [
             weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
             for weight, bias in zip(parts, layers.biases, strict=True)
         ]
         bias = given[0] if len(given) == 1 else torch.cat(given)
+    adapters, inner = _adapters(fused, layers), None
+    if adapters:
+        matrices = [adapter.a.to(dtype).contiguous() for adapter in adapters]
+        inner = low_rank_project(x, matrices, transposed=True)
+    outer = [_Outer(each.b, each.scale, each.columns, each.ranks) for each in adapters]
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))
-        y, scale = y.to(dtype), None  # autocast may return another dtype
+        y = _add(y.to(dtype), inner, outer)  # autocast may return another dtype
     else:
         quantized = fused.stored
         if quantized is None:
             quantized = weights.quantize_weight(fused.key, parts, weight_scale)
-        y, scale = scaled_mm(x, quantized, dtype, bias, fast=True), quantized.scale
-    inner = _add_adapters(y, x, fused, layers) if any(fused.scales) else None
+        scale = quantized.scale
+        y = _multiply(x, quantized, dtype, bias, inner, outer)
     return y, Saved(scale, inner, layers)
+
+
+class _Outer(NamedTuple):
+    """The second matrix of a product that adapters add to columns of a result."""
+
+    matrix: Tensor
+    """[n, r]."""
+    scale: float
+    columns: slice
+    """Columns of the result."""
+    ranks: slice
+    """Columns of P, or of its gradient."""
+
+
+def _multiply(
+    a: TensorScaled,
+    b: TensorScaled,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    inner: Tensor | None,
+    outer: Sequence[_Outer],
+) -> Tensor:
+    """Multiply a [M, K] with b [N, K] and add the bias, and the adapters' products."""
+    if inner is not None and _is_wide(a, b, inner):
+        narrow = inner.new_zeros(len(b.q), inner.shape[1])
+        for matrix, scale, columns, ranks in outer:
+            narrow[columns, ranks] = scale * matrix
+        a, b = append_low_rank(a, inner, b, narrow)
+        outer = ()
+    return _add(scaled_mm(a, b, dtype, bias, fast=True), inner, outer)
+
+
+def _add(y: Tensor, inner: Tensor | None, outer: Sequence[_Outer]) -> Tensor:
+    """Add the adapters' products to y in place."""
+    for matrix, scale, columns, ranks in outer:
+        assert inner is not None
+        y[:, columns].addmm_(inner[:, ranks], matrix.to(y.dtype).t(), alpha=scale)
+    return y
+
+
+def _is_wide(a: TensorScaled, b: TensorScaled, inner: Tensor) -> bool:
+    """Return whether to append an adapter to a [M, K] and b [N, K], not to add its output [M, N].
+
+    A sum reads and writes the output. Appending copies both operands, and makes the GEMM longer.
+    """
+    (M, K), N, R = a.q.shape, len(b.q), inner.shape[1]
+    added = 2 * inner.element_size() * M * N
+    return added > 2 * K * (M + N) + 2 * M * N * R / FLOPS_PER_BYTE + LAUNCHES
 
 
 class _Adapter(NamedTuple):
@@ -264,16 +330,6 @@ def _adapters(fused: FusedLinear, layers: LayerValues) -> list[_Adapter]:
             rank = ranks.stop
         start = end
     return adapters
-
-
-def _add_adapters(y: Tensor, x: TensorScaled, fused: FusedLinear, layers: LayerValues) -> Tensor:
-    """Add the adapters' outputs to y [M, N] in place; return P [M, R]."""
-    adapters = _adapters(fused, layers)
-    matrices = [adapter.a.to(y.dtype).contiguous() for adapter in adapters]
-    inner = low_rank_project(x, matrices, transposed=True)
-    for _, b, scale, columns, ranks in adapters:
-        y[:, columns].addmm_(inner[:, ranks], b.to(y.dtype).t(), alpha=scale)
-    return inner
 
 
 def _adapters_backward(
@@ -325,11 +381,12 @@ def backward(
             weight = weights.quantize_weight_transposed(fused.key, parts, saved.scale)
         else:
             weight = transpose_quantized(fused.stored)
-        grad_input = scaled_mm(rows, weight, dtype, fast=True)
-        del weight
+        outer: list[_Outer] = []
         if grad_inner is not None:
-            a = [adapter.a.to(dtype) for adapter in _adapters(fused, layers)]
-            grad_input.addmm_(grad_inner, a[0] if len(a) == 1 else torch.cat(a))
+            a = torch.cat([adapter.a.to(dtype) for adapter in _adapters(fused, layers)])
+            outer = [_Outer(a.t(), 1.0, slice(None), slice(None))]
+        grad_input = _multiply(rows, weight, dtype, None, grad_inner, outer)
+        del weight
     del rows
     x = input_transposed(grad_input) if needs.input_transposed else None
     if needs.weight and x is not None:

@@ -28,7 +28,7 @@ from coat_kernels.formats import (
 from coat_kernels.gemm import scaled_mm
 from coat_kernels.gradient_sum import add_stochastic
 from coat_kernels.head_norm import head_norm, head_norm_bwd
-from coat_kernels.low_rank import low_rank_gradient, low_rank_project
+from coat_kernels.low_rank import append_low_rank, low_rank_gradient, low_rank_project
 from coat_kernels.master_weights import (
     MASTER_WEIGHTS,
     join_master,
@@ -75,6 +75,7 @@ __all__ = [
     "activation_fwd",
     "adamw_step",
     "add_stochastic",
+    "append_low_rank",
     "count_groups",
     "cross_entropy_",
     "decode_moment",

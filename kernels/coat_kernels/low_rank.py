@@ -2,6 +2,7 @@
 
     low_rank_project    P [M, r]      = s x [M, n] U [n, r]       P = x A^T; grad_P = s grad_y B
     low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
+    append_low_rank     [a | P] [b | U]^T = a b^T + P U^T         one FP8 GEMM with an adapter
 
 x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. Up to a rank r of about
 100 memory limits these GEMMs, which read an adapter's columns of x once for every 64 columns of P.
@@ -9,7 +10,15 @@ x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. Up t
 Layers with the same input (q, k, v; gate, up) have one FP8 matrix and one P: one launch computes
 up to three adapters. Each reads some columns of x, and has some of P. Where the rows or columns of
 the result make too few programs, pieces of the sums get programs of their own; pieces are added in
-a fixed order. Reference: ``reference/low_rank.py``.
+a fixed order.
+
+P and U are appended in the formats and with the scales of a and b, their largest values at the same
+share h of the formats' largest. If h > 1, all of a and b becomes smaller, by a power of two:
+
+    h^2 = scale(P) scale(U) / (scale(a) scale(b)),   h' = max(1, h rounded up to a power of two)
+    P8 = cast(P h / (scale(P) h')),   a8' = cast(a8 / h'),   scale(a)' = h' scale(a);   so U and b
+
+Reference: ``reference/low_rank.py``.
 """
 
 from collections.abc import Sequence
@@ -22,9 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_kernels.device import INTERPRETED, row_offsets
-from coat_kernels.formats import TensorScaled, check_dtype, check_quantized
-from coat_kernels.launch import TOKENS, cdiv, launch
-from coat_kernels.quantize import MAX_PARTS, pad_to_three
+from coat_kernels.formats import (
+    FORMATS,
+    TensorScaled,
+    check_dtype,
+    check_matrix,
+    check_quantized,
+    pad_length,
+)
+from coat_kernels.launch import TOKENS, Tile, cdiv, launch, tile_grid
+from coat_kernels.quantize import MAX_PARTS, pad_to_three, tensor_scale
 from coat_kernels.registry import register
 
 MIN_RANK = 16
@@ -46,8 +62,14 @@ multiple of 16 and are loaded one by one: registers do not suffice for more."""
 _ALIGNED = 16
 """Triton loads several elements at once if it knows that an offset is a multiple of this."""
 
+APPEND_TILE = Tile(128, 128, 8)
+"""Tile of ``append_low_rank``, which copies, as ``transpose_quantized`` does."""
+
 PROGRAMS = 256
 """With fewer programs sums are divided: about two per multiprocessor of an H200."""
+
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
@@ -152,6 +174,40 @@ def _low_rank_gradient_kernel(
     o = o_n[None, :] * rank + o_r[:, None]
     mask = (o_r < rank)[:, None] & (o_n < size)[None, :]
     tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _append_low_rank_kernel(
+    q_ptr, scale_ptr, u_ptr, u_scale_ptr,  # (M, N), (), (M, R), ()
+    other_scale_ptr, other_u_scale_ptr, wide_ptr, wide_scale_ptr,  # (), (), (M, W), ()
+    M, N, R, W, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = wide_ptr.dtype.element_ty
+    scale, u_scale = tl.load(scale_ptr), tl.load(u_scale_ptr)
+    share = tl.sqrt_rn(u_scale) * tl.sqrt_rn(tl.load(other_u_scale_ptr))
+    share = tl.math.div_rn(share, tl.sqrt_rn(scale) * tl.sqrt_rn(tl.load(other_scale_ptr)))
+    power = (share.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    smaller = tl.where(share > 1.0, power.to(tl.float32, bitcast=True), 1.0)
+    if tl.program_id(0) == 0:
+        tl.store(wide_scale_ptr, scale * smaller)
+    o_m = row_offsets(tl.program_id(0) // tiles_n, BLOCK_M)
+    i_n = tl.program_id(0) % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_m = o_m[:, None] < M
+    m_n = m_m & (o_n[None, :] < N)
+    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=m_n, other=0.0)
+    if smaller > 1.0:
+        q = (q.to(tl.float32) * tl.math.div_rn(1.0, smaller)).to(dtype)
+    o_wide = o_m[:, None] * W + o_n[None, :]
+    tl.store(wide_ptr + o_wide, q, mask=m_n)
+    if i_n + BLOCK_N > N:
+        m_r = m_m & (o_n[None, :] >= N)
+        o_r = o_n[None, :] - N
+        u = tl.load(u_ptr + o_m[:, None] * R + o_r, mask=m_r & (o_r < R), other=0.0)
+        factor = tl.math.div_rn(tl.math.div_rn(share, smaller), u_scale)
+        factor = tl.where(factor > LARGEST, LARGEST, factor)  # zero stays zero, NaN NaN
+        u = (u.to(tl.float32) * factor).to(dtype)
+        tl.store(wide_ptr + o_wide, u, mask=m_r & (o_r < W - N))
 
 
 def _parts(**lists: Sequence[float]) -> dict[str, Any]:
@@ -269,6 +325,33 @@ def _low_rank_gradient(
     return _add_pieces(sums, pieces, p.dtype)
 
 
+@register(
+    fake=lambda q, scale, u, *_: (
+        q.new_empty((q.shape[0], q.shape[1] + pad_length(u.shape[1]))),
+        torch.empty_like(scale),
+    ),
+)
+def _append_low_rank(
+    q: Tensor,
+    scale: Tensor,
+    u: Tensor,
+    u_scale: Tensor,
+    other_scale: Tensor,
+    other_u_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    (M, N), R = q.shape, u.shape[1]
+    wide = q.new_empty((M, N + pad_length(R)))
+    wide_scale = torch.empty_like(scale)
+    grid, options = tile_grid(max(1, M), wide.shape[1], APPEND_TILE)
+    launch(
+        _append_low_rank_kernel, grid,
+        q_ptr=q, scale_ptr=scale, u_ptr=u, u_scale_ptr=u_scale, other_scale_ptr=other_scale,
+        other_u_scale_ptr=other_u_scale, wide_ptr=wide, wide_scale_ptr=wide_scale,
+        M=M, N=N, R=R, W=wide.shape[1], **options,
+    )  # fmt: skip
+    return wide, wide_scale
+
+
 def low_rank_project(
     x: TensorScaled,
     matrices: Sequence[Tensor],
@@ -324,6 +407,26 @@ def low_rank_gradient(
     flat = _low_rank_gradient(x.q, x.scale, p, starts, sizes, ranks, factors)
     parts = zip(flat.split(_lengths(sizes, ranks)), sizes, ranks, strict=True)
     return [part.view(size, rank) for part, size, rank in parts]
+
+
+def append_low_rank(
+    a: TensorScaled, p: Tensor, b: TensorScaled, u: Tensor
+) -> tuple[TensorScaled, TensorScaled]:
+    """Append p [M, R] to a [M, K], and u [N, R] to b [N, K], for a b^T + p u^T in one GEMM.
+
+    p and u are contiguous, FP32, BF16 or FP16. Returns FP8 data [M, K + R'] and [N, K + R'] in the
+    formats of a and b, R' = R padded with zeros to a multiple of 16.
+    """
+    op = "append_low_rank"
+    scales: list[Tensor] = []
+    for name, x, of_x, narrow in (("a", a, "p", p), ("b", b, "u", u)):
+        check_quantized(op, name, x.q)
+        check_matrix(op, of_x, narrow, (x.q.shape[0], p.shape[1]))
+        fmt = next(fmt for fmt in FORMATS.values() if fmt.dtype == x.q.dtype)
+        scales.append(tensor_scale(narrow, fmt))
+    wide_a = _append_low_rank(a.q, a.scale, p, scales[0], b.scale, scales[1])
+    wide_b = _append_low_rank(b.q, b.scale, u, scales[1], a.scale, scales[0])
+    return TensorScaled(*wide_a), TensorScaled(*wide_b)
 
 
 def _check_narrow(

@@ -349,6 +349,11 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def tensor_scale(x: Tensor, fmt: Format) -> Tensor:
+    """Compute the scale of x, FP32 []; every process has its own."""
+    return _tensor_scale([x], fmt.name, False)
+
+
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
     """Quantize x [M, N] (FP32, BF16 or FP16, contiguous) with one scale."""
     return quantize_layouts([x], fmt, rows=True, transposed=False, shared=True)[0]

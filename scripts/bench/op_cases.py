@@ -257,6 +257,12 @@ def _build_adapter_cases(shape: LayerShape) -> list[Case]:
         q, _ = OPS["quantize_tensor"].reference([x], scale, "e4m3", True, False)
         return (q, scale, [draw.matrix(r, f)], [0], [1.0], True)
 
+    def weight(draw: Draw) -> Arguments:
+        x, b = draw.matrix(2 * f, shape.hidden), draw.matrix(2 * f, 2 * r)
+        scale, of_b = (OPS["tensor_scale"].reference([m], "e4m3") for m in (x, b))
+        q, _ = OPS["quantize_tensor"].reference([x], scale, "e4m3", True, False)
+        return (q, scale, b, of_b, scale, of_b)
+
     def gradient(draw: Draw) -> Arguments:
         layout = ("e5m2", True, False, False)
         q, _, scale, _ = OPS["quantize_gradient"].reference([draw.matrix(t, 2 * f)], *layout)
@@ -273,6 +279,7 @@ def _build_adapter_cases(shape: LayerShape) -> list[Case]:
         Case("low_rank_project", "A of down", down),
         Case("low_rank_project", "B of gate, up", gate_up),
         Case("low_rank_gradient", "B of gate, up", of_gate_up),
+        Case("append_low_rank", "B to gate, up", weight),
     ]
 
 

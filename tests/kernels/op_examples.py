@@ -239,6 +239,19 @@ def _low_rank_gradient(i: _Inputs) -> Examples:
     return examples
 
 
+def _append_low_rank(i: _Inputs) -> Examples:
+    x, examples = i.matrix(), {}
+    for fmt in FORMATS:
+        scale = reference.tensor_scale([x], fmt)
+        q, _ = reference.quantize_tensor([x], scale, fmt, True, False)
+        # Narrow matrices whose product is small, and one that is larger than the matrices'.
+        for rank, other in ((16, 3e-7), (5, 3e-7), (16, 30.0)):
+            u = 0.1 * i.normal(i.rows, rank)
+            scales = (reference.tensor_scale([u], fmt), torch.tensor(0.02), torch.tensor(other))
+            examples[f"{fmt}-{rank}-{other}"] = (q, scale, u, *scales)
+    return examples
+
+
 def _adamw_step(i: _Inputs) -> Examples:
     examples: Examples = {}
     is_bf16 = i.dtype == torch.bfloat16
@@ -349,6 +362,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "rope_gradient": _rope_gradient,
     "low_rank_project": _low_rank_project,
     "low_rank_gradient": _low_rank_gradient,
+    "append_low_rank": _append_low_rank,
     "adamw_step": _adamw_step,
     "add_stochastic": _add_stochastic,
 }

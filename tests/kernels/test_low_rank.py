@@ -10,11 +10,13 @@ from torch import Tensor
 from coat_kernels import (
     E5M2,
     TensorScaled,
+    append_low_rank,
     low_rank,
     low_rank_gradient,
     low_rank_project,
     quantize_gradient,
     quantize_tensor,
+    scaled_mm,
 )
 from coat_kernels.low_rank import COLUMNS, MAX_RANK, MIN_RANK, ROWS
 
@@ -101,6 +103,30 @@ def test_gradients_of_b_are_sums_over_tokens(
     found = low_rank_gradient(x, p, starts, sizes, RANKS, SCALES)
     for grad, wanted in zip(found, expected, strict=True):
         assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-5, 1e-2, 100.0])
+def test_appended_columns_add_a_product(size: float) -> None:
+    """Without saturation, also if the product is much larger than the matrices'."""
+    a, b = quantize_gradient([normal(40, 48)]).rows, quantize_tensor(0.02 * normal(32, 48))
+    p, u = normal(40, 5), size * normal(32, 5)
+    p[3] *= 100
+    wide = append_low_rank(a, p, b, u)
+    product = p.double() @ u.double().t()
+    expected = exact(a) @ exact(b).t() + product
+    assert [x.q.shape for x in wide] == [(40, 64), (32, 64)]
+    error = (scaled_mm(*wide, torch.float32).double() - expected).norm()
+    assert error < 1e-6 * expected.norm() + 0.08 * product.norm()
+    if size < 1e-3:  # the matrices are copied
+        assert all(
+            torch.equal(exact(x)[:, :48], exact(y)) for x, y in zip(wide, (a, b), strict=True)
+        )
+
+
+def test_wrong_arguments_of_appended_columns() -> None:
+    a, b = quantize_tensor(normal(40, 48)), quantize_tensor(normal(32, 48))
+    with pytest.raises(ValueError, match=r"u has shape \(32, 6\) .* contiguous matrix \[32, 5\]"):
+        append_low_rank(a, normal(40, 5), b, normal(32, 6))
 
 
 @pytest.mark.gpu

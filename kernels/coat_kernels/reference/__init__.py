@@ -29,7 +29,11 @@ from coat_kernels.reference.experts import expert_gradient, quantize_rows, scale
 from coat_kernels.reference.gemm import scaled_mm
 from coat_kernels.reference.gradient_sum import add_stochastic
 from coat_kernels.reference.head_norm import head_norm, head_norm_bwd
-from coat_kernels.reference.low_rank import low_rank_gradient, low_rank_project
+from coat_kernels.reference.low_rank import (
+    append_low_rank,
+    low_rank_gradient,
+    low_rank_project,
+)
 from coat_kernels.reference.norm import norm_bwd, norm_fwd, norm_recompute, norm_values
 from coat_kernels.reference.quantize import (
     dequantize_group,
