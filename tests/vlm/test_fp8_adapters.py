@@ -77,9 +77,9 @@ def test_adapters_of_some_layers(
 ) -> None:
     """Gradients are those of peft in FP32 within the precision, whatever layers are adapted.
 
-    The error of a draw of adapters is 7 to 45%, so three draws are compared, by their median.
+    The error of a draw of adapters is 5 to 45%, so five draws are compared, by their median.
     """
-    errors = [compare_with_peft(tiny, recompute_qkv, targets, seed) for seed in (1, 2, 3)]
+    errors = [compare_with_peft(tiny, recompute_qkv, targets, seed) for seed in range(1, 6)]
     middle = {name: median(draw[name] for draw in errors) for name in errors[0]}
     # A block adds up to 12% (docs/results.md), and the GEMM of the gradient half of that. Adapters
     # that are larger than the weights add as much if they are FP8.
