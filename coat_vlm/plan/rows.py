@@ -57,6 +57,8 @@ class Row:
 
     def count_patches(self, config: Any) -> int:
         """Count the patches of an image in the tower; 0 without images."""
+        if not self.images:
+            return 0
         pixels = self.shown.pixel_values
         patches = pixels.shape[:-1].numel()
         if pixels.ndim > 3:  # of tiles
@@ -65,7 +67,7 @@ class Row:
             patches = pixels.shape[:-3].numel()
             for pixels_of_side, side in zip(pixels.shape[-2:], sizes, strict=True):
                 patches *= pixels_of_side // side
-        return patches // self.images if self.images else 0
+        return patches // self.images
 
     def trace(self, model: Any, rows: int) -> Activations:
         """Trace a rank's shard of so many sequences, packed or not.

@@ -138,6 +138,13 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(
     assert "not a multiple" in capsys.readouterr().err
 
 
+def test_a_language_model_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TEXT.replace("    projector: {train: true, lr: 1.0e-3}\n", "")
+    path.write_text(re.sub("vision: .*?select_layer: -1}", "vision: null", text, flags=re.DOTALL))
+    assert main(["plan", str(path), "--gpu-memory", "16"]) == 0
+    assert "only text (no vision tower)" in capsys.readouterr().out
+
+
 def test_a_plan_needs_no_model_to_start_from(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
