@@ -276,7 +276,7 @@ def main(args: argparse.Namespace) -> None:
     count_steps(corpus, bench)
     files = [(file.name, file.stat().st_size) for file in (*args.text, *args.held_out)]
     settings: Record = {"bench": asdict(bench), "llm": args.llm.name, "text": files}
-    settings |= {} if args.lora is None else {"lora": args.lora}
+    settings |= {"lora": args.lora} if args.lora else {}
     keys = [(p, s) for s in dict.fromkeys(args.seeds) for p in dict.fromkeys(args.precisions)]
     names = [f"{p.replace('/', ':')}, seed {s}" for p, s in keys]
     runs = {

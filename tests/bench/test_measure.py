@@ -67,7 +67,7 @@ def test_counts_are_those_made_by_hand(capsys: pytest.CaptureFixture[str]) -> No
     words = ["--stage", "sft", "--images", "3", "--measure"]
     assert main(["plan", "quickstart", *words, *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "1 GPU(s), 2 micro-batch(es) of 2 row(s) of 64 tokens with 3 image(s)" in out
+    assert "1 GPU(s), 2 micro-batch(es) of 2 sequence(s) of 64 tokens with 3 image(s)" in out
     tokens, supervised, ms, speed = read_speed(out)
     assert tokens == 2 * 2 * 64
     assert supervised == 2 * 2 * (64 - 1 - 3 * 9)

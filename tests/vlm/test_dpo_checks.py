@@ -57,7 +57,7 @@ def good(tmp_path: Path) -> Path:
 
 
 REFUSED = [
-    ("stages.dpo.packing=true", "packing is not supported with dpo: TRL computes one row"),
+    ("stages.dpo.packing=true", "packing is not supported with dpo: TRL computes one sequence"),
     (
         "stages.dpo.lora={rank: 4, dropout: 0.05}",
         "lora.dropout is not supported with dpo: .* write dropout: 0",
