@@ -119,7 +119,7 @@ def test_stop_ends_the_run_in_the_row_of_the_spike(
     train: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next step, which was launched, is not logged."""
-    stage = {"val_data": [], "max_steps": 40, "save_steps": 7, "lr_scheduler_type": "constant"}
+    stage = {"val_data": [], "max_steps": 90, "save_steps": 7, "lr_scheduler_type": "constant"}
     errors = []
     for overlaps in (False, True):
         status, run, calls = train(overlaps, stage=stage, divergence={**NOISY, "action": "stop"})
