@@ -1,8 +1,8 @@
 """FP8 training of transformers models following COAT (arXiv 2410.19313): :func:`convert`.
 
 A linear layer is three FP8 GEMMs (``gemm.py``). Their operands have one FP32 scale per tensor, from
-its largest magnitude just before (no delayed scaling), or, for the output of a norm, from a bound
-of it that the norm's weights give. Casts round to nearest; only the optimizer
+its largest magnitude just before (no delayed scaling); the scale of a norm's output follows from
+the norm's weights. Casts round to nearest; only the optimizer
 uses stochastic rounding. Parameters stay in the model's dtype. The two precisions differ in what is
 quantized, and in what is saved for backward, per token:
 

@@ -180,8 +180,8 @@ def _allocate_reduced(optimizer: Any, device: torch.device) -> None:
 def lighten_hooks(optimizer: Any) -> None:
     """Remove calls from the hooks of stage 3 that describe each weight for a log that is off.
 
-    They are ranges for NVIDIA's profiler and messages: in a step of a model with 748 weights half
-    of the calls of DeepSpeed's functions. At the end of a pass the main stream waits for the last
+    They are ranges for NVIDIA's profiler and messages: half of all calls to DeepSpeed's functions
+    in a step of a model with 748 weights. At the end of a pass the main stream waits for the last
     gradients, not the CPU.
     """
     nvtx.enable_nvtx = False
@@ -216,8 +216,8 @@ class GradientOrder:
 
     The first passes are eager on all ranks (``cuda_graphs.EAGER_PASSES``), and so have the same
     order. A gradient waits only for others of its block; if one never arrives, those after it wait
-    until the end of the pass. Stage 1 reduces only in the last micro-batch of a step. Two methods
-    of DeepSpeed's optimizer are replaced.
+    until the end of the pass. Stage 1 reduces only in the last micro-batch of a step. This replaces
+    two methods of DeepSpeed's optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:

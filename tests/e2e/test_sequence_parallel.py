@@ -105,8 +105,10 @@ def test_fp8_blocks_with_packing_and_the_monitor(tiny_data: Path, tmp_path: Path
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=0.01)
     shown, alone = (rows(tmp_path / f"{size}", "monitor")[0]["layers"] for size in (2, 1))
     assert shown.keys() == alone.keys()
-    for name, row in shown.items():  # of the few tokens of a rank: 0.05 to 0.08 in the tower
-        assert row["output_error"] == pytest.approx(alone[name]["output_error"], rel=1)
+    # Ranks measure other tokens. One E4M3 GEMM has an error of 0.024 or more, and a block adds up
+    # to 0.12 (docs/results.md).
+    for row in (*shown.values(), *alone.values()):
+        assert 0.024 < row["output_error"] < 0.12
 
 
 def test_lora_and_bad_samples(tiny_data: Path, tmp_path: Path) -> None:

@@ -106,3 +106,5 @@ def test_adapters_are_trained_alone(command: list[str], tmp_path: Path) -> None:
     bf16, coat = (json.loads(file.read_text())["measures"] for file in files)
     assert bf16["own"] == bf16["bf16"] < bf16["before"] - 0.1
     assert coat["own"] != coat["bf16"] == pytest.approx(bf16["bf16"], rel=0.05)
+    model = bench.load(tmp_path / "llm", "coat", 4)
+    assert {"lora_" in name for name, p in model.named_parameters() if p.requires_grad} == {True}
