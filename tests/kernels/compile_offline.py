@@ -84,9 +84,9 @@ def recorded_launches() -> list[tuple[str, Any, dict[str, Any]]]:
     launcher.run = record
     for op in OPS:
         # Every variant, in one dtype each; of the group sizes the smallest and the largest, of the
-        # second passes, which differ least, every third.
+        # second passes, which differ least, and of activations that other ops have, every third.
         variants = [name for name in examples(op, columns=128) if name[-3:] not in {"-32", "-64"}]
-        variants = variants[::3] if op.endswith("_apply") else variants
+        variants = variants[::3] if op.endswith(("_apply", "_once")) else variants
         for i, variant in enumerate(variants):
             dtype = (torch.bfloat16, torch.float32)[i % 2]
             example = f"{op} {variant} {dtype}"

@@ -20,7 +20,7 @@ from coat_kernels import (
 )
 from coat_kernels.low_rank import COLUMNS, MAX_RANK, MIN_RANK, ROWS
 
-TOKENS = 4 * ROWS + 3
+TOKENS = 2 * ROWS + 3
 RANKS, SCALES = [8, MAX_RANK + 16, MIN_RANK], [0.5, 4.0, -1.0]
 
 
@@ -29,22 +29,31 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.fixture(autouse=True, params=[16, 1])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of several tiles, and undivided."""
-    monkeypatch.setattr(low_rank, "PROGRAMS", request.param)
-
-
-@pytest.fixture(params=[16, 8], ids=["aligned", "unaligned"], name="sizes")
-def sizes_of_layers(request: pytest.FixtureRequest) -> list[int]:
-    """Columns of x of each adapter, for tiles of many columns, and of few."""
-    return [48, request.param, 4 * COLUMNS + 16]
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str, name="dtype")
-def dtype_of_adapters(request: pytest.FixtureRequest) -> torch.dtype:
-    """FP32 has tiles of its own."""
+@pytest.fixture(
+    params=[
+        (64, 16, torch.float32),
+        (64, 8, torch.bfloat16),
+        (1, 16, torch.bfloat16),
+        (1, 8, torch.float32),
+    ],
+    ids=str,
+)
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """Sums in pieces, and undivided; layers whose columns are aligned or not; dtypes."""
+    monkeypatch.setattr(low_rank, "PROGRAMS", request.param[0])
     return request.param
+
+
+@pytest.fixture
+def sizes(case: tuple[Any, ...]) -> list[int]:
+    """Columns of x of each adapter, for tiles of many columns, and of few."""
+    return [48, case[1], 2 * COLUMNS + 16]
+
+
+@pytest.fixture
+def dtype(case: tuple[Any, ...]) -> torch.dtype:
+    """Dtype of adapters; FP32 has tiles of its own."""
+    return case[2]
 
 
 def starts_of(sizes: list[int]) -> list[int]:
@@ -71,10 +80,15 @@ def x(dtype: torch.dtype, sizes: list[int]) -> TensorScaled:
     return quantize_gradient([values], E5M2, transposed=False).rows
 
 
+def few_tokens(x: TensorScaled) -> TensorScaled:
+    """One tile of rows and the beginning of another one: rows of P are computed separately."""
+    return TensorScaled(x.q[: ROWS + 3], x.scale)
+
+
 def test_gradients_of_p_come_from_each_adapters_columns(
     run: Run, x: TensorScaled, sizes: list[int], dtype: torch.dtype
 ) -> None:
-    starts = starts_of(sizes)
+    starts, x = starts_of(sizes), few_tokens(x)
     b = [normal(size, rank).to(dtype) for size, rank in zip(sizes, RANKS, strict=True)]
     parts = zip(starts, sizes, b, SCALES, strict=True)
     expected = torch.cat([s * exact(x)[:, i : i + n] @ m.double() for i, n, m, s in parts], 1)
@@ -84,6 +98,7 @@ def test_gradients_of_p_come_from_each_adapters_columns(
 
 
 def test_p_is_the_product_with_each_a(run: Run, x: TensorScaled, dtype: torch.dtype) -> None:
+    x = few_tokens(x)
     a = [normal(rank, x.q.shape[1]).to(dtype) for rank in RANKS]
     expected = torch.cat([exact(x) @ m.double().t() for m in a], 1)
     results = run("low_rank_project", (*x, a, [0] * 3, [1.0] * 3, True))
