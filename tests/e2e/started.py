@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -26,7 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    *("coat_vlm.train.run", "coat_vlm.model.processor", "coat_vlm.plan.measure", "tensorboard"),
+    # DeepSpeed imports its Muon, and with it torch's compiler, to see whether the optimizer is one.
+    *("coat_vlm.train.run", "coat_vlm.train.checks", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("coat_vlm.model.processor", "coat_vlm.plan.measure", "tensorboard"),
     *("torch.utils.tensorboard", "torch._dynamo", "transformers.modeling_utils"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
     *("transformers.models.siglip.modeling_siglip", "transformers.models.auto.modeling_auto"),
@@ -41,6 +44,8 @@ GRACE_S = 5.0
 def run(
     words: Sequence[str],
     *,
+    program: Path | None = None,
+    text: str = "",
     ranks: int = 1,
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
@@ -49,6 +54,8 @@ def run(
 
     Args:
         words: the command line without its first word.
+        program: a Python file that is run instead.
+        text: what it reads from stdin.
         ranks: so many processes of one run; the status is that of the first that failed.
         env: all environment variables; those of the tests when absent.
         timeout: seconds after which they are killed.
@@ -60,6 +67,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         request: dict[str, Any] = {"words": [*words], "ranks": ranks, "env": environment}
         request |= {"folder": folder, "cwd": str(Path.cwd()), "timeout": timeout}
+        request["program"] = program and str(program)
+        Path(folder, "stdin").write_text(text)
         status = _asked(_parent(), request)
         stdout, stderr = (
             Path(folder, name).read_text(encoding="utf-8", errors="replace")
@@ -68,6 +77,14 @@ def run(
     if status is None:
         raise subprocess.TimeoutExpired([*words], timeout, stdout, stderr)
     return subprocess.CompletedProcess([*words], status, stdout, stderr)
+
+
+def import_all() -> None:
+    """Import what training needs, before forks."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    # This finds out which operations of DeepSpeed could be compiled, which takes most of a second.
+    from deepspeed.ops import __compatible_ops__  # noqa: F401
 
 
 def _asked(parent: "subprocess.Popen[str]", request: dict[str, Any]) -> int | None:
@@ -113,15 +130,19 @@ def _become(request: dict[str, Any], rank: int, port: int) -> None:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
         places |= {"LOCAL_WORLD_SIZE": request["ranks"], "MASTER_ADDR": "127.0.0.1"}
         os.environ.update({name: str(v) for name, v in {**places, "MASTER_PORT": port}.items()})
-    files = {0: os.devnull} | {
-        number: os.path.join(request["folder"], name)  # noqa: PTH118 - pathlib has no open flags
-        for number, name in ((1, "stdout"), (2, "stderr"))
-    }
-    for number, path in files.items():
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        path = os.path.join(request["folder"], name)  # noqa: PTH118 - pathlib has no open flags
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    sys.argv = ["coat-vlm", *request["words"]]
+    sys.argv = [request["program"] or "coat-vlm", *request["words"]]
+
+
+def _run_program(words: list[str]) -> int:
+    """Do what ``python WORDS`` does."""
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def exit_with(command: Callable[[list[str]], int], words: list[str]) -> NoReturn:
@@ -170,8 +191,7 @@ def _wait(children: list[int], timeout: float) -> int | None:
 def main() -> int:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some of what is imported speaks
-    for name in IMPORTED:
-        importlib.import_module(name)
+    import_all()
     from coat_cli.main import main as coat_vlm
 
     gc.freeze()  # nothing of it is looked at again, and so copied, in the forks
@@ -186,6 +206,8 @@ def main() -> int:
             if not children[-1]:
                 replies.close()
                 _become(request, rank, port)
+                if request["program"]:
+                    exit_with(_run_program, sys.argv)
                 exit_with(coat_vlm, request["words"])
         replies.write(json.dumps(_wait(children, request["timeout"])) + "\n")
         replies.flush()

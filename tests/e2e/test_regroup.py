@@ -2,12 +2,11 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import started
 import torch
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -46,14 +45,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         resume = f"{source}/step-{steps[source]:08d}" if source else None
         defaults = {"name": name, "optimizer": "coat", "bf16": False, "low_bits": False}
         listed.append({**defaults, **run, "resume": resume})
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("many_ranks.py")), str(folder)],
-        input=json.dumps(listed),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    program = Path(__file__).with_name("many_ranks.py")
+    done = started.run([str(folder)], program=program, text=json.dumps(listed), timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: torch.load(folder / f"{name}.pt") for name in RUNS}
 

@@ -1,16 +1,14 @@
-"""Runs a program on two ranks of a CPU, through torchrun."""
+"""Runs a program on two ranks of a CPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import started
 
 
 def run_on_two_ranks(program: Path, *words: str) -> Any:
     """Return the JSON that the program prints last."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, str(program), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = started.run(words, program=program, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -5,15 +5,13 @@ of ours; the model says single words, for which those rules are short.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import started
 
 from coat_cli.main import main
 from coat_eval.own_model import CoatAdapter
@@ -123,9 +121,10 @@ def processes(
     benchmarks: Path, speaking_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("processes")
-    script = Path(__file__).with_name("suite_processes.py")
-    words = [sys.executable, str(script), str(speaking_model), str(benchmarks), str(folder)]
-    subprocess.run(words, check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    program = Path(__file__).with_name("suite_processes.py")
+    words = [str(speaking_model), str(benchmarks), str(folder)]
+    done = started.run(words, program=program, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 

@@ -1,13 +1,12 @@
 """Shards of a micro-batch on several ranks give the loss and the gradients of the whole one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import started
 import torch
 import torch.distributed as dist
 from family_folders import MAKERS
@@ -70,15 +69,8 @@ CASES = EXACT | ROUNDED
 
 
 def run_cases(cases: dict[str, Any], *words: str) -> dict[str, Any]:
-    worker = str(Path(__file__).with_name("sequence_ranks.py"))
-    done = subprocess.run(
-        [sys.executable, worker, *words],
-        input=json.dumps([*cases.values()]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = Path(__file__).with_name("sequence_ranks.py")
+    done = started.run(words, program=program, text=json.dumps([*cases.values()]))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if "RESULT" in line]
     return dict(zip(cases, map(json.loads, lines), strict=True))
