@@ -35,7 +35,9 @@ READING = {"gemma4", "lfm2_vl", "mistral3"}
 """Families whose models in transformers read sizes of images, or masks, from the GPU."""
 
 
-folder = make_folders(FAMILIES)
+QUICK = (*WHY_NOT, "gemma3", "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl_moe")
+"""One of the families whose packed rows are alike."""
+folder = make_folders(FAMILIES, quick=QUICK)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,9 @@ FRAMES = {name for name, family in FAMILIES.items() if family.videos.frames is n
 """Families whose videos are images."""
 
 
-folder = make_folders(FAMILIES)
+QUICK = ("gemma3", "glm4v", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""One of the families whose rows with videos are alike."""
+folder = make_folders(FAMILIES, quick=QUICK)
 
 
 @pytest.fixture(scope="module")
