@@ -312,7 +312,7 @@ def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
     setattr(model, "forward", MethodType(replaced, model))  # noqa: B010 - on this instance
 
 
-def _apply_liger(model: Any, kernels: bool = True) -> None:
+def apply_liger(model: Any, kernels: bool = True) -> None:
     """Use Liger's loss without stored logits, and its RoPE, RMSNorm, SwiGLU in the decoder.
 
     Liger 0.8.5 cannot be applied to a published model as a whole: it imports classes that
@@ -411,15 +411,15 @@ def _compile(
     set_z3_leaf_modules(model, list({type(block) for block in blocks}))
 
 
-_LIGER_LOSS = partial(_apply_liger, kernels=False)
+_LIGER_LOSS = partial(apply_liger, kernels=False)
 _TORCHAO = [_use_decoder_loss, _apply_torchao, _compile]
 _TOWER = [_LIGER_LOSS, _use_decoder_loss, _pad_tower]
 BASELINES = {
     "eager": Baseline("hf_eager", [_use_decoder_loss]),
     "compile": Baseline("hf_compile", [_use_decoder_loss, _compile]),
     "torchao": Baseline("torchao_tensorwise_compile", _TORCHAO),
-    "liger": Baseline("liger", [_apply_liger, _use_decoder_loss]),
-    "liger_torchao": Baseline("liger_torchao_tensorwise_compile", [_apply_liger, *_TORCHAO]),
+    "liger": Baseline("liger", [apply_liger, _use_decoder_loss]),
+    "liger_torchao": Baseline("liger_torchao_tensorwise_compile", [apply_liger, *_TORCHAO]),
     "liger_loss_torchao": Baseline(
         "liger_loss_torchao_tensorwise_compile", [_LIGER_LOSS, *_TORCHAO]
     ),
