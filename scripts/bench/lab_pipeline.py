@@ -241,7 +241,8 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
     """Train with TRL; return entries with the names of metrics.jsonl."""
     from datasets import Dataset, List
     from datasets import Image as ImageColumn
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     processor = transformers.AutoProcessor.from_pretrained(folder / "qwen")
     processor.image_processor.size["longest_edge"] = PIXELS
@@ -276,10 +277,10 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
 
         began = 0.0
 
-        def get_batch_samples(self, *inputs: Any) -> Any:
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
             self.note()
             self.began = time.perf_counter()
-            found = super().get_batch_samples(*inputs)
+            found = super().get_batch_samples(epoch_iterator, num_batches, device)
             waited = time.perf_counter() - self.began
             tokens = sum(int(batch["attention_mask"].sum()) for batch in found[0])
             entries.append({"tokens": tokens, "data_wait_s": waited})
