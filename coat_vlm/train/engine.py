@@ -21,7 +21,12 @@ from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.gradient_sums import Sums
 from coat_vlm.train.nf4 import quantize_frozen_weights
-from coat_vlm.train.zero import OPTIONS, GradientOrder, change_optimizer
+from coat_vlm.train.zero import (
+    OPTIONS,
+    GradientOrder,
+    change_optimizer,
+    lighter_stage3,
+)
 
 
 def build_deepspeed_config(
@@ -119,7 +124,8 @@ def build_engine(
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if recipe.zero_stage < 3:
         store_frozen_weights(model, world.device)
-    with without_originals(model):  # DeepSpeed moves what is left to the GPU
+    # DeepSpeed moves what is left to the GPU.
+    with without_originals(model), lighter_stage3():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -18,6 +18,8 @@ not finite, as it does since 0.19.8 (the lowest version that pyproject.toml allo
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,7 +27,11 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+from deepspeed.runtime.zero import (
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import nvtx
 from torch import Tensor
@@ -56,33 +62,64 @@ def change_optimizer(engine: DeepSpeedEngine) -> None:
             optimizer._get_norm_groups = lambda: [_norm(optimizer)]
             lighten_hooks(optimizer)
         else:
+            if optimizer.bf16_master_weights_and_gradients:
+                _share_weights(optimizer)
             optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005
             optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)  # noqa: ARG005
             if optimizer.overlap_comm:
                 overlap_reduction(optimizer)
         if isinstance(optimizer.optimizer, CoatAdamW):
             optimizer.unscale_and_clip_grads = partial(_clip, optimizer)
+
+
+@contextmanager
+def lighter_stage3() -> Iterator[None]:
+    """While ZeRO-3 is built, have it update its BF16 partitions of the weights instead of copies.
+
+    DeepSpeed 0.19.8 intends this, but compares a device with its name. With copies in memory until
+    the engine is complete, 32.8B parameters would not fit on two GPUs of 141 GB. The partitions are
+    joined on the GPU, where the states and gradients will take more memory than the second buffer;
+    DeepSpeed joins them on the CPU, which for this model takes more than a minute.
+    """
+    create, join = DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions, stage3.defragment
+
+    def create_and_share(optimizer: Any) -> None:
+        create(optimizer)
         if optimizer.bf16_master_weights_and_gradients:
-            _share_weights(optimizer)
+            _share(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
+            torch.cuda.empty_cache()
+
+    DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions = create_and_share
+    stage3.defragment = _join
+    try:
+        yield
+    finally:
+        DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions = create
+        stage3.defragment = join
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Make tensors of one dtype and device parts of one flat tensor, which is returned."""
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        part.copy_(tensor)
+        tensor.data = part
+    return flat
 
 
 def _share_weights(optimizer: Any) -> None:
-    """Replace the BF16 copies of this rank's weights, which the optimizer updates, by the weights.
+    """Have ZeRO 1 and 2 update this rank's BF16 weights instead of copies."""
+    rank = torch.distributed.get_rank()
+    weights = [parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+    _share(optimizer.single_partition_of_fp32_groups, weights)
+    optimizer._link_all_hp_params()  # parameters refer to parts of the copies
 
-    Copying the updated ones back does nothing then.
-    """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        weights, copies = (
-            optimizer.fp16_partitioned_groups_flat,
-            optimizer.fp32_partitioned_groups_flat,
-        )
-    else:
-        rank = torch.distributed.get_rank()
-        weights = [parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups]
-        copies = optimizer.single_partition_of_fp32_groups
+
+def _share(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Replace copies by the weights: copying the updated ones back does nothing then."""
     for copy, weight in zip(copies, weights, strict=True):
         copy.data = weight.data
-    optimizer._link_all_hp_params()  # parameters refer to parts of the copies
 
 
 def _norm(optimizer: Any) -> Tensor:

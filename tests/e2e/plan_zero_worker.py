@@ -96,6 +96,7 @@ def measured(
     memory = LiveMemory("cpu")
     with memory:
         engine = train_engine.build_engine(model, recipe, stage, arithmetic, world, sums.sums)
+    building = memory.peak
     ids = torch.arange(TOKENS)[None] + 5
     ids[:, :4] = 3
     pixels = torch.randn(IMAGES, 3, 16, 16).to(dtype)
@@ -117,6 +118,9 @@ def measured(
     engine.destroy()
     return {
         "zero_stage": zero_stage,
+        "building": building,  # without the weights, which were there before
+        "planned_building": planned.master_weights + planned.states
+        + planned.gradients + 2 * bucket,
         # Between two ranks, gloo's threads may hold for a moment what they have reduced.
         "passes": min(steps[1:]), "step": memory.peak,
         "planned_passes": planned.backward_peak, "planned_step": planned.step_peak,

@@ -62,5 +62,8 @@ def test_the_peaks_are_those_of_deepspeed(
             tolerance = 0.03
         # On a CPU CoatAdamW joins small tensors, which takes memory that a GPU's kernel does not.
         joins = row["step"] > 1.02 * row["planned_step"] and row["zero_stage"] == 0
+        if dtype == "low_bits" and row["zero_stage"] == 3:
+            # DeepSpeed would also hold a copy of the weights until the engine is complete.
+            assert row["building"] <= row["planned_building"], row
         if not joins:
             assert row["planned_step"] == pytest.approx(row["step"], rel=tolerance), row
