@@ -1,7 +1,7 @@
 """Measures training steps that FSDP2 shards instead of DeepSpeed: a prototype.
 
-The steps are those of ``step.py --precisions coat --optimizer own``: the same model, batches, FP8
-blocks and CoatAdamW with the low bits of the master weights, of which FSDP2 shards every block.
+Model, batches, FP8 blocks and optimizer are the same as in ``step.py --precisions coat --optimizer
+own``, with the low bits of the master weights. FSDP2 shards every block.
 --update after clips the gradients when the backward pass has ended, as training does. With
 --update backward each block is updated as soon as FSDP2 has reduced its gradients, which are then
 freed; there is no clipping, as nobody knows the norm of all gradients before.
@@ -159,7 +159,7 @@ class ShardedStep:
         self, micro_batches: list[LoadedBatch], started: float, *, wait: bool = True
     ) -> bool:
         """Take a step; call ``on_entry`` with the loss of all ranks, seconds and memory."""
-        del wait  # with several ranks each step of training waits, too
+        del wait  # with several ranks each step of training also waits
         world = self._world
         counts = [count_supervised_tokens(loaded.batch) for loaded in micro_batches]
         (divisor,) = world.sum([sum(counts)])
