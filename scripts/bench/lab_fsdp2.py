@@ -12,7 +12,6 @@ whole model does not have to fit. The weights do not depend on the number of ran
 """
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import arithmetic_of_recipe, fp8_blocks
 from coat_vlm.model.cudnn import set_cudnn_attention
-from coat_vlm.optim import CoatAdamW
+from coat_vlm.optim import CoatAdamW, clip_scale
 from coat_vlm.plan.measure import StageCase, build_stage_model, open_case, take_steps
 from coat_vlm.train.engine import build_optimizer
 from coat_vlm.train.model_setup import set_train_mode
@@ -189,9 +188,7 @@ class ShardedStep:
         norms = torch._foreach_norm(local, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         total = torch.stack(norms).square().sum()
         dist.all_reduce(total)
-        norm = total.sqrt()
-        divisor = torch.clamp((norm.double() + 1e-6) / (self._limit or math.inf), min=1.0)
-        self.optimizer.grad_scale = torch.where(norm.isfinite(), 1.0 / divisor, math.nan).float()
+        self.optimizer.grad_scale = clip_scale(total.sqrt(), self._limit)
 
 
 def measure(args: argparse.Namespace, update: str, world: World) -> StepResult:
@@ -241,7 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness.make_parser(__doc__, EXAMPLES)
     add, positive = parser.add_argument, at_least(1)
     # fmt: off
-    add("--size", choices=("tiny", "tiny-llm", "1b", "2b", "8b", "32b"), default="tiny",
+    add("--size", choices=("tiny", "tiny-llm", "8b", "32b"), default="tiny",
         help="sizes of step.py, or a language model of Qwen2.5-32B's shape; default tiny")
     add("--tokens", type=positive, metavar="N", help="tokens of a sample; default as in step.py")
     add("--batch", type=positive, default=1, metavar="N", help="samples on one GPU; default 1")

@@ -11,7 +11,7 @@ WORKER = Path(__file__).parent / "fsdp2_worker.py"
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_without_sharding() -> None:
+def test_two_ranks_take_the_steps_of_the_unsharded_model() -> None:
     """With clipping after the backward pass, and recomputed blocks updated inside of it."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -20,11 +20,11 @@ def test_two_ranks_train_as_one_without_sharding() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     after, backward = json.loads(done.stdout.strip().splitlines()[-1])
     for result in (after, backward):
-        # The same sums in another order; later they may round to other FP8 numbers.
-        assert result["sharded"][:2] == pytest.approx(result["plain"][:2], abs=2e-5)
-        assert result["sharded"] == pytest.approx(result["plain"], abs=2e-3)
-        assert result["plain"][-1] < result["plain"][0] - 0.015
+        assert result["sharded"] == pytest.approx(result["whole"], rel=1e-6)
+        assert not result["different"]
+        # Rounding to FP8 moves the loss by 0.001 to 0.002.
+        assert result["sharded"][-1] < result["sharded"][0] - 0.005
     assert min(after["norms"]) > 1.0
-    assert 1 / after["scales"][0] == pytest.approx(after["norms"][0], rel=1e-4)
-    assert 1 / after["scales"][-1] == pytest.approx(after["norms"][-1], rel=0.02)
+    # Clipping adds 1e-6 to the norm; FP32 sums of 2^14 squares err by about 2^7 * 2^-24.
+    assert after["scales"] == pytest.approx([1 / norm for norm in after["norms"]], rel=1e-5)
     assert not backward["scales"]
