@@ -73,7 +73,7 @@ def read(file: str) -> list[Row]:
         parts = (row.get("note") or "").replace(", bf16_forward_first 0", "").split("; ")
         row["settings"] = "; ".join(part for part in parts if not RESULT_OF_NOTE.search(part))
         if row.get("tok_s"):
-            row["tok_s_gpu"] = str(float(row["tok_s"]) / int(row["gpus"]))
+            row["tok_s_gpu"] = str(float(row["tok_s"]) / int(row.get("gpus", 1)))
         if row.get("ms"):
             row["s"] = str(float(row["ms"]) / 1000)
         if "optimizer" in row:
