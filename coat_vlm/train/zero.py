@@ -32,7 +32,6 @@ from deepspeed.runtime.zero import (
     partitioned_param_coordinator,
     stage3,
 )
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import nvtx
 from torch import Tensor
 
@@ -81,7 +80,8 @@ def lighter_stage3() -> Iterator[None]:
     joined on the GPU, where the states and gradients will take more memory than the second buffer;
     DeepSpeed joins them on the CPU, which for this model takes more than a minute.
     """
-    create, join = DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions, stage3.defragment
+    own: Any = stage3.DeepSpeedZeroOptimizer_Stage3
+    create, join = own._create_fp32_partitions, stage3.defragment
 
     def create_and_share(optimizer: Any) -> None:
         create(optimizer)
@@ -89,13 +89,11 @@ def lighter_stage3() -> Iterator[None]:
             _share(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
             torch.cuda.empty_cache()
 
-    DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions = create_and_share
-    stage3.defragment = _join
+    own._create_fp32_partitions, stage3.defragment = create_and_share, _join
     try:
         yield
     finally:
-        DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions = create
-        stage3.defragment = join
+        own._create_fp32_partitions, stage3.defragment = create, join
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
