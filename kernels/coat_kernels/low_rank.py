@@ -74,9 +74,9 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def _dot(a, b, acc):
-    """Add the product of two tiles in FP32; only compute capability 10 rounds FP32 tiles to TF32.
+    """Add the product of two tiles in FP32.
 
-    Triton ignores the precision there.
+    On compute capability 10, Triton 3.7 and older ignores the precision and multiplies in TF32.
     """
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))

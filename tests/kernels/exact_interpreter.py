@@ -21,10 +21,10 @@ _TORCH_DTYPES = {
 def exact_interpreter() -> None:
     """Make Triton's interpreter convert floats as the hardware does; a second call does nothing.
 
-    Triton 3.7's own conversions lose carries, truncate to BF16, round ties away from zero and
-    subnormals to zero, and do not saturate to FP8 (triton-lang/triton, issue 8322); its ``tl.dot``
-    multiplies the bits of BF16 operands (issue 11584). Set TRITON_INTERPRET=1 before the kernels
-    are imported, and call this before they are launched.
+    The interpreter's own conversions (Triton 3.9) lose carries, truncate to BF16, round ties away
+    from zero and subnormals to zero, and do not saturate to FP8 (triton-lang/triton, issue 8322);
+    its ``tl.dot`` multiplies the bits of BF16 operands (issue 11584). Set TRITON_INTERPRET=1 before
+    the kernels are imported, and call this before they are launched.
     """
     from triton.runtime import interpreter
 
