@@ -1,8 +1,10 @@
 """Published vision-language models as a user trains them: stages, ranks, LoRA, FP8, export."""
 
+import functools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,20 @@ from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.generate import PromptEncoder, generate, load, media_inputs
 from coat_vlm.model.families import FAMILIES
 
+Published = Callable[[str], Path]
+
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small checkpoint of each family."""
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """A function: the folder of a small checkpoint of a family, made once."""
     folder = tmp_path_factory.mktemp("published")
-    for name, make in MAKERS.items():
-        make(folder / name)
-    return folder
+
+    @functools.cache
+    def make(family: str) -> Path:
+        MAKERS[family](folder / family)
+        return folder / family
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +97,14 @@ def as_slow(*kept: str, without: tuple[str, ...] = ()) -> list[Any]:
 @pytest.fixture(scope="module", params=as_slow(FIRST))
 def run(
     request: pytest.FixtureRequest,
-    published: Path,
+    published: Published,
     tiny_data: Path,
     questions: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Two stages, on two ranks at ZeRO-2 of which one may have only texts."""
     folder = tmp_path_factory.mktemp(request.param)
-    source = published / request.param
+    source = published(request.param)
     recipe = make_recipe(tiny_data, source, folder / "run", questions)
     recipe["stages"]["sft"]["balance"] = True
     train({**recipe, "zero_stage": 2}, folder, ranks=2)
@@ -134,8 +142,8 @@ def _token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {family.token_types: 0 * is_image if family.has_prefix else is_image}
 
 
-def test_stages_train_their_parts(run: Path, published: Path) -> None:
-    source = published / json.loads((run / "sft/model/config.json").read_text())["model_type"]
+def test_stages_train_their_parts(run: Path, published: Published) -> None:
+    source = published(json.loads((run / "sft/model/config.json").read_text())["model_type"])
     assert changed_parts(source, run / "align" / "model") == {"projector"}
     assert changed_parts(run / "align/model", run / "sft/model") == {
         "vision", "projector", "language",
@@ -267,14 +275,14 @@ def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> No
 
 
 def test_one_image_size(
-    published: Path,
+    published: Published,
     tiny_data: Path,
     questions: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also of videos, and for the base with adapters; the processor's own is 1,024 pixels."""
-    source, run = published / FIRST, tmp_path / "run"
+    source, run = published(FIRST), tmp_path / "run"
     recipe = make_recipe(tiny_data, source, run, questions)
     recipe["model"] |= {"max_pixels": 256, "video": {"num_frames": 6}}
     stage = recipe["stages"].pop("align") | {"save_steps": 1, "lora": {"rank": 4, "alpha": 8}}
@@ -326,7 +334,7 @@ UNPACKED = ("lfm2_vl", "paligemma", "qwen3_5")
 
 
 @pytest.mark.parametrize("family", as_slow("qwen2_5_vl"))
-def test_two_ranks(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_two_ranks(family: str, published: Published, tiny_data: Path, tmp_path: Path) -> None:
     """Two ranks, of which one may have only texts, train what one trains: packed rows, if any."""
     recipes = {
         "one": {"zero_stage": 0, "precision": "fp32"},
@@ -334,7 +342,7 @@ def test_two_ranks(family: str, published: Path, tiny_data: Path, tmp_path: Path
     }
     packed = family not in UNPACKED
     for ranks, (name, changes) in enumerate(recipes.items(), start=1):
-        recipe = make_recipe(tiny_data, published / family, tmp_path / name) | changes
+        recipe = make_recipe(tiny_data, published(family), tmp_path / name) | changes
         del recipe["stages"]["align"]
         recipe["model"]["max_length"] = 256
         if packed:
@@ -353,11 +361,11 @@ def test_two_ranks(family: str, published: Path, tiny_data: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_ranks_share_tokens(
-    zero_stage: int, published: Path, tiny_data: Path, tmp_path: Path
+    zero_stage: int, published: Published, tiny_data: Path, tmp_path: Path
 ) -> None:
     """Of rows with images and texts, also packed; tests/vlm/test_sequence_parallel.py has more."""
     for ranks in (1, 2):
-        recipe = make_recipe(tiny_data, published / "qwen2_5_vl", tmp_path / f"{ranks}")
+        recipe = make_recipe(tiny_data, published("qwen2_5_vl"), tmp_path / f"{ranks}")
         recipe["model"]["max_length"] = 256
         sharing = {"sequence_parallel": ranks}
         align, sft = recipe["stages"].values()
@@ -382,9 +390,9 @@ NOT_BY_BLOCK = ("gemma4", "lfm2_vl", "paligemma", "qwen3_5")
 # Features are the output of LLaVA's last block but one, LLaVA-OneVision's last one and several of
 # Qwen3-VL.
 @pytest.mark.parametrize("family", as_slow(without=NOT_BY_BLOCK))
-def test_fp8(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_fp8(family: str, published: Published, tiny_data: Path, tmp_path: Path) -> None:
     """FP8 blocks in decoder and tower, gathered by block on two ranks, train as on one rank."""
-    source = published / family
+    source = published(family)
     fp8 = {"bf16_forward": [], "optimizer": "adamw"}
     runs: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -420,10 +428,10 @@ def test_fp8(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> N
     ids=str,
 )
 def test_blocks_behind_the_feature_layer_keep_their_bits(
-    changes: dict[str, Any], published: Path, tiny_data: Path, tmp_path: Path
+    changes: dict[str, Any], published: Published, tiny_data: Path, tmp_path: Path
 ) -> None:
     """Neither weight decay nor the rounding of low bits changes what no output uses."""
-    source = published / "llava"
+    source = published("llava")
     recipe = make_recipe(tiny_data, source, tmp_path / "run")
     del recipe["stages"]["align"]
     sft = recipe["stages"]["sft"]
@@ -452,7 +460,7 @@ def test_blocks_behind_the_feature_layer_keep_their_bits(
     ],
 )
 def test_another_family_ends_before_the_engine(
-    change: dict[str, str], message: str, published: Path, tiny_data: Path, tmp_path: Path
+    change: dict[str, str], message: str, published: Published, tiny_data: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "other"
     source.mkdir()
@@ -462,8 +470,8 @@ def test_another_family_ends_before_the_engine(
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "run").exists()
-    recipe = make_recipe(tiny_data, published / "qwen3_vl", tmp_path / "run")
-    recipe["init_from"] = str(published / "llava_onevision")
+    recipe = make_recipe(tiny_data, published("qwen3_vl"), tmp_path / "run")
+    recipe["init_from"] = str(published("llava_onevision"))
     done = tiny_run.train(recipe, tmp_path)
     assert "is a Qwen3-VL; name a folder of the same family" in done.stderr
 

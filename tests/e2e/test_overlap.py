@@ -120,6 +120,7 @@ def test_stop_ends_the_run_in_the_row_of_the_spike(
 ) -> None:
     """The next step, which was launched, is not logged."""
     stage = {"val_data": [], "max_steps": 90, "save_steps": 7, "lr_scheduler_type": "constant"}
+    stage["micro_batch_size"] = 8
     errors = []
     for overlaps in (False, True):
         status, run, calls = train(overlaps, stage=stage, divergence={**NOISY, "action": "stop"})
@@ -157,6 +158,7 @@ def test_bad_gradients_are_found_before_the_next_step_changes_weights(
 
     monkeypatch.setattr(Passes, "update", spoiled)
     stage = {"max_steps": 8, "val_data": [], "save_steps": 0, "max_skipped_steps": allowed}
+    stage["micro_batch_size"] = 8
     status, run, _ = train(True, stage=stage, master_weights="low_bits")
     before, count, after, count_after = history[4]  # step 5
     assert before.equal(after)
@@ -187,7 +189,7 @@ def test_bad_gradients_are_found_before_the_step_is_measured(
         return clip(self)
 
     monkeypatch.setattr(Passes, "_clip", spoiled)
-    stage = {"max_steps": 8, "val_data": [], "save_steps": 0}
+    stage = {"max_steps": 8, "val_data": [], "save_steps": 0, "micro_batch_size": 8}
     status, run, _ = train(True, stage=stage, monitor={"every": 5})
     assert status == 2
     assert "step 5: gradients are NaN" in capsys.readouterr().err
@@ -220,12 +222,12 @@ def test_an_error_in_the_next_step_loses_no_row(
 
 def test_a_signal_saves_the_last_step(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its results are read first, and a resumed run ends as one without a signal."""
-    stage = {"max_steps": 9, "val_data": [], "save_steps": 0}
+    stage = {"max_steps": 9, "val_data": [], "save_steps": 0, "micro_batch_size": 8}
     _, waiting, _ = train(False, stage=stage)
     loss, passes = Passes.loss, itertools.count()
 
     def signalled(self: Passes, *words: Any) -> Tensor:
-        if next(passes) == 4 * 4:  # four micro-batches a step
+        if next(passes) == 4:  # the fifth step
             os.kill(os.getpid(), signal.SIGTERM)
         return loss(self, *words)
 

@@ -39,7 +39,7 @@ from fault_runs import (
     write_programs,
     write_recipe,
 )
-from started import IMPORTED, exit_with
+from started import exit_with, import_all
 
 from coat_vlm.checkpoint.load import find_checkpoint, list_checkpoints, path_step
 from coat_vlm.run.lock import LOCK
@@ -48,7 +48,7 @@ LIMIT_S = 60.0
 """Within this, all processes must have ended after a kill."""
 START_S = 300.0
 """Within this, a start must train, on a loaded machine."""
-STEPS = 45
+STEPS = 24
 """Every checkpoint of so many steps is kept for good."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of Linux's prctl."""
@@ -395,7 +395,8 @@ def main() -> None:
     sys.stdout.write(f"seed {args.seed}\n")
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in (*IMPORTED, *LAUNCHERS, "coat_cli.main"):
+    import_all()
+    for name in (*LAUNCHERS, "coat_cli.main"):
         importlib.import_module(name)
     gc.freeze()
     subprocess.Popen._execute_child = fork_python  # pyright: ignore[reportAttributeAccessIssue]
