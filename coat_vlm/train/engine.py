@@ -21,12 +21,7 @@ from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.gradient_sums import Sums
 from coat_vlm.train.nf4 import quantize_frozen_weights
-from coat_vlm.train.zero import (
-    OPTIONS,
-    GradientOrder,
-    change_optimizer,
-    lighter_stage3,
-)
+from coat_vlm.train.zero import OPTIONS, GradientOrder, change_optimizer, lighter_stage3
 
 
 def build_deepspeed_config(

@@ -4,7 +4,7 @@ Model, batches, FP8 blocks and optimizer are the same as in ``step.py --precisio
 own``, with the low bits of the master weights. FSDP2 shards every block.
 --update after clips the gradients when the backward pass has ended, as training does. With
 --update backward each block is updated as soon as FSDP2 has reduced its gradients, which are then
-freed; there is no clipping, as nobody knows the norm of all gradients before.
+freed. The norm of all gradients is not known at that time, so they are not clipped.
 
 A model with a tower is built on every GPU, with the weights that step.py gives it, and then
 sharded. A language model is sharded first, and one weight after the other is drawn on the GPU: its
@@ -263,7 +263,7 @@ def main(args: argparse.Namespace) -> None:
             ms, memory = f"{result.ms:.1f} ms", harness.format_number(result.peak_gb, 2, " GB")
             speed = (result.tok_s or 0.0) / world.size
             harness.say(
-                f"ROW {result.model}, update {update}: {ms}, {speed:,.0f} tokens/s per GPU, peak "
+                f"{result.model}, update {update}: {ms}, {speed:,.0f} tokens/s per GPU, peak "
                 f"{memory}; {result.note} {result.problem}"
             )
 

@@ -1,6 +1,6 @@
 """Measures whole training runs on JPEG files: reading, packing, steps and optimizer, on one GPU.
 
-Writes an instruction set of JPEG files (drawn, or found in --images) and models of published shapes
+Writes an instruction set of generated JPEG files and models of published shapes
 with random weights, starts the command coat-vlm train, ends it after --steps, and reads its
 metrics.jsonl. Counted are tokens of texts and images, without padding. Runs:
 
@@ -112,17 +112,14 @@ def draw_image(job: tuple[Path, int]) -> None:
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=90)
 
 
-def write_data(folder: Path, images: Path | None, samples: int) -> None:
-    """Write the rows chat.json, and the JPEG files if there are none; text lengths in words."""
+def write_data(folder: Path, samples: int) -> None:
+    """Write the JPEG files and the rows chat.json."""
     draw, rows = random.Random(0), []
-    media = images or folder / "images"
+    names = [f"{number}.jpg" for number in range(samples)]
+    media = folder / "images"
     media.mkdir(parents=True, exist_ok=True)
-    if images is None:
-        with Pool() as pool:
-            pool.map(draw_image, [(media / f"{n}.jpg", n) for n in range(samples)], chunksize=4)
-    names = sorted(file.name for file in media.iterdir() if file.suffix in (".jpg", ".jpeg"))
-    if not names:
-        raise ValueError(f"{media} has no JPEG file")
+    with Pool() as pool:
+        pool.map(draw_image, [(media / name, n) for n, name in enumerate(names)], chunksize=4)
     syllables = [a + b for a in "bdfgklmnprstvw" for b in "aeiou"]
     words = [a + b for a in syllables[:25] for b in syllables[25:45]]
     for number in range(samples):
@@ -131,7 +128,7 @@ def write_data(folder: Path, images: Path | None, samples: int) -> None:
         text = draw.choices(words, k=min(length, 1400))
         cut = max(1, len(text) // 3)
         turn = (" ".join(text[:cut]), " ".join(text[cut:]))
-        row = conversation(str(number), names[number % len(names)], [turn])
+        row = conversation(str(number), names[number], [turn])
         if text_only:
             del row["image"]
             row["conversations"][0]["value"] = turn[0]
@@ -186,7 +183,7 @@ def train_arguments(folder: Path, run: str, args: argparse.Namespace) -> list[st
     name, precision = run.split(":")
     stage: dict[str, Any] = {"max_steps": 1000}
     stage["data"] = [{"name": "chat", "path": str(folder / "chat.json")}]
-    stage["data"][0]["media_root"] = str(args.media)
+    stage["data"][0]["media_root"] = str(folder / "images")
     out = folder / "runs" / run.replace(":", "_")
     shared: dict[str, Any] = {"output_dir": str(out), "precision": "coat"}
     if precision == "bf16":
@@ -251,7 +248,7 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
         question, answer = (turn["value"].split("\n")[-1] for turn in row["conversations"])
         length, images = len(processor.tokenizer(question + answer)["input_ids"]), []
         if "image" in row:
-            images = [str(args.media / row["image"])]
+            images = [str(folder / "images" / row["image"])]
             with Image.open(images[0]) as image:
                 length += min(PIXELS, image.width * image.height) // 28**2
         rows.append({
@@ -332,7 +329,7 @@ def summarize(run: str, entries: list[dict[str, Any]], args: argparse.Namespace)
 
 EXAMPLES = """\
   python scripts/bench/lab_pipeline.py --out pipeline --csv pipeline.csv
-  python scripts/bench/lab_pipeline.py --out pipeline --runs qwen:coat --images photographs
+  python scripts/bench/lab_pipeline.py --out pipeline --runs qwen:coat
 """
 
 
@@ -342,7 +339,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     # fmt: off
     add("--runs", nargs="+", choices=RUNS, default=RUNS, metavar="RUN", help="default: all")
-    add("--images", type=Path, metavar="DIR", help="JPEG files instead of drawn ones")
     add("--samples", type=at_least(1), default=500, help="rows of the data set; default 500")
     add("--batch", type=at_least(1), default=2, help="sequences a step; default 2")
     add("--steps", type=at_least(2), default=24, help="default 24")
@@ -356,9 +352,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Write data and models where they are missing; train, and print and append the results."""
     folder = args.out.resolve()
-    args.media = (args.images or folder / "images").resolve()
     if not (folder / "chat.json").is_file():
-        write_data(folder, args.images, args.samples)
+        write_data(folder, args.samples)
     if not (folder / "tower").is_dir():
         write_models(folder, tiny=args.tiny)
     results = []

@@ -15,14 +15,13 @@ def args(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("pipeline")
     words = ["--tiny", "--samples", "12", "--batch", "1", "--steps", "2", "--warmup", "1"]
     args = bench.build_parser().parse_args([*words, "--runs", "qwen:coat", "--out", str(out)])
-    args.media = out / "images"
-    bench.write_data(out, None, 12)
+    bench.write_data(out, 12)
     bench.write_models(out, tiny=True)
     return args
 
 
 def test_recipes_train_the_parts_that_the_runs_name(args: Any) -> None:
-    sizes = {Image.open(file).size for file in args.media.iterdir()}
+    sizes = {Image.open(file).size for file in (args.out / "images").iterdir()}
     assert len(sizes) > 6
     assert all(480 <= max(size) <= 1600 for size in sizes)
     trained = {"qwen": ["projector", "language"], "vila": ["vision", "projector", "language"]}
