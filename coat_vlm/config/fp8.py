@@ -40,8 +40,7 @@ class Fp8Config:
     """Blocks whose forward GEMMs run in BF16 (FP32 on a CPU) under ``coat``, the most sensitive
     ones (docs/experiments/fine_tuning.md): ``first`` and ``last`` of the tower and of the language
     model, ``all``, or names of modules such as ``language_model.model.layers.3``. When absent,
-    ``first`` and ``last`` of parts with at least 6 blocks. Does not apply to blocks with LoRA
-    adapters."""
+    ``first`` and ``last`` of parts with at least 6 blocks."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels per scale in the quantized activations that norms and activation functions save."""
     recompute_qkv: Literal["auto"] | bool = "auto"

@@ -183,10 +183,10 @@ def _choose(
             report.skipped[name] = f"fp8.{part} is bf16"
             continue
         precision, bf16_forward = selected, name in in_bf16
+        exception = ", forward GEMMs in BF16" if bf16_forward else ""
         note = (find_layer(block) or Fp8Layer).NOTE
         if has_adapters(block) and selected != "fp8_linear" and all(map(is_plain, block.modules())):
-            bf16_forward = False
-            text = f"{description}{note}, frozen, with LoRA adapters in BF16"
+            text = f"{description}{note}, frozen, with LoRA adapters in BF16{exception}"
         elif has_adapters(block):
             precision = "fp8_linear"
             instead = f", not {selected}: of lora, dropout or dora" if selected != precision else ""
@@ -194,7 +194,7 @@ def _choose(
         elif selected == "fp8_linear":
             text = "linear layers in FP8"
         else:
-            text = description + note + (", forward GEMMs in BF16" if bf16_forward else "")
+            text = description + note + exception
         _check_block(name, block, None if precision == "fp8_linear" else config)
         report.converted[name] = text
         if precision == "fp8_linear":
@@ -223,9 +223,10 @@ def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
 def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -> None:
     """Store the frozen weights of FP8 blocks with LoRA adapters only in FP8 (``weights.py``).
 
-    They go to ``device``, by default the weights'. Call it again after a change of the original
-    weights, which are on the CPU from then on. Weights that DeepSpeed's ZeRO-3 partitions, and
-    those that an adapter reads itself (DoRA), or that an MLP pads (``mlp.py``), are left.
+    Blocks whose forward GEMMs are BF16 keep theirs. The stored weights go to ``device``, by default
+    the weights'. Call it again after a change of the original weights, which are on the CPU from
+    then on. Weights that DeepSpeed's ZeRO-3 partitions, and those that an adapter reads itself
+    (DoRA), or that an MLP pads (``mlp.py``), are left.
     """
     for block in model.modules():
         whole = _is_converted(block)
@@ -241,6 +242,7 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
             groups.setdefault(parents[number] if together else name, []).append(layer)
         for layers in groups.values():
             in_fp8 = whole or isinstance(layers[0], Fp8Linear)
+            in_fp8 = in_fp8 and not layers[0].fp8_bf16_forward
             frozen = not any(layer.weight.requires_grad for layer in layers)
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
             if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:

@@ -230,8 +230,8 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """Run the forward GEMM of x, E4M3 [M, K]; return [M, N], and what to save for backward.
 
-    With ``hp``, x in high precision [M, K], the GEMM runs in the model's dtype. ``weight_scale`` is
-    the scale that an earlier call saved, to run the same GEMM again.
+    With ``hp``, x in high precision [M, K], the GEMM and the adapters run in the model's dtype.
+    ``weight_scale`` is the scale that an earlier call saved, to run the same GEMM again.
     """
     parts, bias, scale = layers.weights, None, None
     if any(bias is not None for bias in layers.biases):
@@ -243,7 +243,10 @@ def forward(
     adapters, inner = _adapters(fused, layers), None
     if adapters:
         matrices = [adapter.a.to(dtype).contiguous() for adapter in adapters]
-        inner = low_rank_project(x, matrices, transposed=True)
+        if hp is None:
+            inner = low_rank_project(x, matrices, transposed=True)
+        else:
+            inner = F.linear(hp.to(dtype), torch.cat(matrices)).to(dtype)
     outer = [_Outer(each.b, each.scale, each.columns, each.ranks) for each in adapters]
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)

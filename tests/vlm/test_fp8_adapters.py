@@ -223,6 +223,28 @@ def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
     assert count_fp8_weights(model) == 0
 
 
+def test_blocks_with_bf16_forward_gemms_keep_their_weights(tiny: Any) -> None:
+    plain = run(adapted(tiny, None))
+    in_fp8 = run(adapted(tiny, Fp8Config(vision="bf16")))
+    model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward=("last",)))
+    store_frozen_weights(model)
+    first, last = (block for _, block in fp8_blocks(model))
+    assert (len(list_stored(first)), len(list_stored(last))) == (4, 0)
+    model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward=("all",)))
+    store_frozen_weights(model)
+    loss, gradients = run(model)
+    assert abs(loss - plain[0]) < 1e-5 < abs(in_fp8[0] - plain[0])
+    assert gradients.keys() == plain[1].keys()
+
+    def error(of: dict[str, Tensor]) -> float:
+        errors, exact = [of[name] - grad for name, grad in plain[1].items()], plain[1].values()
+        return float(torch.cat([e.flatten() for e in errors]).norm()) / float(
+            torch.cat([grad.flatten() for grad in exact]).norm()
+        )
+
+    assert 0.01 < error(gradients) < error(in_fp8[1])
+
+
 def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) -> None:
     model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward=()))
     store_frozen_weights(model)
