@@ -241,8 +241,7 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
             together = whole and parents[number + 1 : number + 2] == [parents[number]]
             groups.setdefault(parents[number] if together else name, []).append(layer)
         for layers in groups.values():
-            in_fp8 = whole or isinstance(layers[0], Fp8Linear)
-            in_fp8 = in_fp8 and not layers[0].fp8_bf16_forward
+            in_fp8 = (whole or isinstance(layers[0], Fp8Linear)) and not layers[0].fp8_bf16_forward
             frozen = not any(layer.weight.requires_grad for layer in layers)
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
             if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:
