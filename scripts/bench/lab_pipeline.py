@@ -4,14 +4,11 @@ Writes an instruction set of generated JPEG files and models of published shapes
 with random weights, starts the command coat-vlm train, ends it after --steps, and reads its
 metrics.jsonl. Counted are tokens of texts and images, without padding. Runs:
 
-    qwen:coat         README's recipe with Qwen2.5-VL-7B: packed sequences, the tower frozen
-    qwen:bf16         the same with BF16 blocks; the optimizer stays, as FP32 states do not fit
-    qwen:trl_liger    TRL's SFTTrainer on the same rows: BF16 weights without FP32 master weights,
-                      fused AdamW, samples grouped by length, variable-length attention in the
-                      tower, and Liger's RoPE, RMSNorm and SwiGLU; TRL does not pack images
-    qwen:trl_compile  the same with compiled decoder layers instead of Liger's kernels
-    vila:coat         the recipe vila_sft: tiles, all modules trained, ZeRO stage 0
-    vila:bf16         the same with BF16 blocks, and micro-batches of two samples
+    qwen:coat       README's recipe with Qwen2.5-VL-7B: packed sequences, the tower frozen
+    qwen:trl_liger  TRL's SFTTrainer on the same rows: BF16 weights without FP32 master weights,
+                    fused AdamW, samples grouped by length, variable-length attention in the
+                    tower, and Liger's RoPE, RMSNorm and SwiGLU; TRL does not pack images
+    vila:coat       the recipe vila_sft: tiles, all modules trained, ZeRO stage 0
 
 A step of qwen has --batch packed sequences, or in TRL about as many tokens, and a step of vila has
 eight samples; the recipes have larger batches. Text lengths are as in LLaVA-1.5's mix. The speed is
@@ -55,7 +52,7 @@ from coat_vlm.train.tracking import METRICS, read_entries
 from harness import VersionedResult
 from step_models import apply_liger
 
-RUNS = ("qwen:coat", "qwen:bf16", "qwen:trl_liger", "qwen:trl_compile", "vila:coat", "vila:bf16")
+RUNS = ("qwen:coat", "qwen:trl_liger", "vila:coat")
 TOKENS, PIXELS = 8192, 602112  # per sequence and per image, as in README's recipe
 TRL_BATCH = 6
 """Samples of a micro-batch, padded to the longest, that fit without gradient checkpointing."""
@@ -180,25 +177,22 @@ def write_models(folder: Path, *, tiny: bool) -> None:
 
 def train_arguments(folder: Path, run: str, args: argparse.Namespace) -> list[str]:
     """Return the arguments of coat-vlm train for a run."""
-    name, precision = run.split(":")
+    name = run.split(":")[0]
     stage: dict[str, Any] = {"max_steps": 1000}
     stage["data"] = [{"name": "chat", "path": str(folder / "chat.json")}]
     stage["data"][0]["media_root"] = str(folder / "images")
     out = folder / "runs" / run.replace(":", "_")
     shared: dict[str, Any] = {"output_dir": str(out), "precision": "coat"}
-    if precision == "bf16":
-        shared["fp8"] = {"vision": "bf16", "language": "bf16", "lm_head": "fp8_gradients"}
     if name == "qwen":
         train = {"train": True, "lr": 1e-5}
         stage |= {"projector": train, "language": train, "packing": True}
         stage |= {"batch_size": args.batch, "micro_batch_size": 1}
         model = {"pretrained": str(folder / "qwen"), "max_length": TOKENS, "max_pixels": PIXELS}
         recipe = {"name": name, **shared, "num_workers": 8, "model": model}
-        path = folder / f"{name}_{precision}.yaml"
+        path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**recipe, "stages": {"sft": stage}}), encoding="utf-8")
         return [str(path)]
-    stage |= {"batch_size": 8, "epochs": None, "save_steps": 0}
-    stage |= {"micro_batch_size": 4 if precision == "coat" else 2}
+    stage |= {"batch_size": 8, "micro_batch_size": 4, "epochs": None, "save_steps": 0}
     keys = {
         **shared, **{f"stages.sft.{key}": value for key, value in stage.items()},
         "init_from": None, "zero_stage": 0, "model.vision.name_or_path": str(folder / "tower"),
@@ -257,16 +251,11 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
             "images": images, "length": length,
         })  # fmt: skip
     mean = sum(row["length"] for row in rows) / len(rows)
-    gpu = cuda.is_available()
     kind = transformers.AutoModelForImageTextToText
     model: Any = kind.from_pretrained(folder / "qwen", dtype=torch.bfloat16)
     model.model.visual.requires_grad_(False).merger.requires_grad_(True)
     model.config.vision_config._attn_implementation = PACKED_IMAGES
-    if run.endswith("liger"):
-        apply_liger(model)
-    else:
-        for layer in model.model.language_model.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+    apply_liger(model)
     entries: list[dict[str, Any]] = []
 
     class Trainer(SFTTrainer):
@@ -284,10 +273,9 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
             return found
 
         def note(self) -> None:
-            if gpu:
-                cuda.synchronize()
+            cuda.synchronize()
             if entries:
-                peak = cuda.max_memory_allocated() / 1e6 if gpu else 0
+                peak = cuda.max_memory_allocated() / 1e6
                 seconds = time.perf_counter() - self.began
                 entries[-1] |= {"step_s": seconds, "peak_memory_mb": peak}
 
@@ -296,7 +284,7 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
         per_device_train_batch_size=TRL_BATCH, gradient_checkpointing=False, max_length=None,
         gradient_accumulation_steps=max(1, round(args.batch * TOKENS / mean / TRL_BATCH)),
         bf16=False,  # no autocast: the weights are in BF16
-        use_cpu=not gpu, optim="adamw_torch_fused", learning_rate=1e-5, save_strategy="no",
+        optim="adamw_torch_fused", learning_rate=1e-5, save_strategy="no",
         train_sampling_strategy="group_by_length", length_column_name="length", report_to=[],
         remove_unused_columns=False, dataloader_num_workers=8, dataloader_prefetch_factor=4,
         logging_steps=args.steps,
@@ -358,7 +346,7 @@ def main(args: argparse.Namespace) -> None:
         write_models(folder, tiny=args.tiny)
     results = []
     for run in args.runs:
-        entries = (train_trl if ":trl_" in run else train_ours)(folder, run, args)
+        entries = (train_trl if run == "qwen:trl_liger" else train_ours)(folder, run, args)
         results.append(summarize(run, entries, args))
         harness.append_results(args.csv, results[-1:])
     harness.say(harness.format_results(results, {
