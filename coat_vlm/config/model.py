@@ -148,8 +148,8 @@ class ModelConfig:
     image: ImageConfig = field(default_factory=ImageConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
-    """Chat template of the model, ``chatml`` when absent; a stage may override it, for example with
-    ``plain`` in align. A published model has its own."""
+    """Chat template of the model, ``chatml`` when absent; a stage may override it, for example
+    LLaVA-1.5's align with ``plain``. A published model has its own."""
     max_length: Positive = 2048
     """Maximum tokens of a sample, including image tokens; longer samples are rejected, not
     truncated."""
