@@ -93,7 +93,8 @@ def _apply_liger(layer: nn.Module) -> nn.Module:
 def convert_to_torchao(module: nn.Module, pad: bool = False) -> nn.Module:
     """Convert the linear layers of a module to torchao's tensorwise FP8, in place.
 
-    ``pad``: the number of tokens is not a multiple of 16, and has to be padded to it.
+    LoRA adapters stay in BF16: FP8 does not pay for so few columns. ``pad``: the number of tokens
+    is not a multiple of 16, and has to be padded to it.
     """
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
@@ -101,7 +102,9 @@ def convert_to_torchao(module: nn.Module, pad: bool = False) -> nn.Module:
     )
 
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=pad)
-    return convert_to_float8_training(module, config=config)
+    return convert_to_float8_training(
+        module, config=config, module_filter_fn=lambda _, name: "lora_" not in name
+    )
 
 
 def _convert_to(name: str) -> Callable[[nn.Module], nn.Module]:

@@ -14,9 +14,10 @@ fastest.
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the
 precision's default optimizer and attention kernels. --lora freezes the tower and trains the
-projector and LoRA adapters on all linear layers of the language model. For a recipe with other keys
-use coat-vlm plan RECIPE --measure. --mixed draws samples as in an instruction mix; baselines of
-packed sequences have this project's positions and variable-length attention.
+projector and LoRA adapters on all linear layers of the language model, in baselines with PEFT's
+layers. For a recipe with other keys use coat-vlm plan RECIPE --measure. --mixed draws samples as in
+an instruction mix; baselines of packed sequences have this project's positions and variable-length
+attention.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
 factor of 1.5: with random weights every loss is near the logarithm of the vocabulary size, so a
@@ -137,8 +138,6 @@ def list_implementations(args: argparse.Namespace, ranks: int) -> list[Implement
         raise ValueError("--zero has no effect without an optimizer: add --optimizer own")
     if args.batch != sorted(set(args.batch)):
         raise ValueError(f"--batch {args.batch}: give ascending numbers")
-    if args.lora is not None and args.baselines:
-        raise ValueError("--lora is for --precisions, without --baselines; leave one of them out")
     names: list[str] = [*args.precisions, *args.baselines]
     stages: Sequence[ZeroStage] = args.zero or (0,)
     if not names:
