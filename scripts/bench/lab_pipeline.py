@@ -11,8 +11,8 @@ metrics.jsonl. Counted are tokens of texts and images, without padding. Runs:
     vila:coat       the recipe vila_sft: tiles, all modules trained, ZeRO stage 0
 
 A step of qwen has --batch packed sequences, or in TRL about as many tokens, and a step of vila has
-eight samples; the recipes have larger batches. Text lengths are as in LLaVA-1.5's mix. The speed is
-the median of the steps after --warmup, the wait for data a share of their time.
+eight samples; the recipes have larger batches. Text lengths are as in LLaVA-1.5's mix. Speed and
+wait for data are of the steps after --warmup, with tokens and seconds summed.
 """
 
 import argparse
@@ -29,7 +29,6 @@ import time
 from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import coat_vlm  # noqa: F401 - before transformers, which then takes any torchvision
@@ -251,6 +250,7 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
             "images": images, "length": length,
         })  # fmt: skip
     mean = sum(row["length"] for row in rows) / len(rows)
+    gpu = cuda.is_available()
     kind = transformers.AutoModelForImageTextToText
     model: Any = kind.from_pretrained(folder / "qwen", dtype=torch.bfloat16)
     model.model.visual.requires_grad_(False).merger.requires_grad_(True)
@@ -273,9 +273,10 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
             return found
 
         def note(self) -> None:
-            cuda.synchronize()
+            if gpu:
+                cuda.synchronize()
             if entries:
-                peak = cuda.max_memory_allocated() / 1e6
+                peak = cuda.max_memory_allocated() / 1e6 if gpu else 0
                 seconds = time.perf_counter() - self.began
                 entries[-1] |= {"step_s": seconds, "peak_memory_mb": peak}
 
@@ -284,7 +285,7 @@ def train_trl(folder: Path, run: str, args: argparse.Namespace) -> list[dict[str
         per_device_train_batch_size=TRL_BATCH, gradient_checkpointing=False, max_length=None,
         gradient_accumulation_steps=max(1, round(args.batch * TOKENS / mean / TRL_BATCH)),
         bf16=False,  # no autocast: the weights are in BF16
-        optim="adamw_torch_fused", learning_rate=1e-5, save_strategy="no",
+        use_cpu=not gpu, optim="adamw_torch_fused", learning_rate=1e-5, save_strategy="no",
         train_sampling_strategy="group_by_length", length_column_name="length", report_to=[],
         remove_unused_columns=False, dataloader_num_workers=8, dataloader_prefetch_factor=4,
         logging_steps=args.steps,
@@ -300,14 +301,15 @@ def summarize(run: str, entries: list[dict[str, Any]], args: argparse.Namespace)
     """Make the result of a run from the entries of its steps."""
     measured = entries[args.warmup :]
     seconds = sum(entry["step_s"] for entry in measured)
+    tokens = sum(entry["tokens"] for entry in measured)
     model, implementation = run.split(":")
     return PipelineResult(
         *harness.get_origin(),
         {"qwen": "qwen2.5-vl-7b", "vila": "vila_sft"}[model] + "-tiny" * args.tiny,
         implementation,
-        tok_s=median(entry["tokens"] / entry["step_s"] for entry in measured),
+        tok_s=tokens / seconds,
         samples=args.samples,
-        step_tokens=sum(entry["tokens"] for entry in measured) / len(measured),
+        step_tokens=tokens / len(measured),
         step_s=seconds / len(measured),
         wait=sum(entry["data_wait_s"] for entry in measured) / seconds,
         peak_gb=max(entry["peak_memory_mb"] or 0 for entry in entries) / 1e3,

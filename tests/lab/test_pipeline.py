@@ -44,8 +44,12 @@ def test_results_leave_out_the_first_steps(args: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["qwen:coat", "vila:coat"])
-def test_a_small_run_is_measured(args: Any, run: str) -> None:
-    entries = bench.train_ours(args.out, run, args)
+@pytest.mark.parametrize("run", ["qwen:coat", "vila:coat", "qwen:trl_liger"])
+def test_a_small_run_is_measured(args: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "apply_liger", lambda _: None)  # Liger's kernels need a GPU
+    if run == "qwen:trl_liger":
+        pytest.importorskip("trl")
+    train = bench.train_trl if run == "qwen:trl_liger" else bench.train_ours
+    entries = train(args.out, run, args)
     assert len(entries) == 2
     assert bench.summarize(run, entries, args).tok_s > 0
