@@ -54,7 +54,6 @@ from coat_kernels.device import (
 from coat_kernels.formats import (
     E4M3,
     E5M2,
-    Format,
     GroupScaled,
     QuantizedGradient,
     TensorScaled,
@@ -473,7 +472,7 @@ def activation_fwd(
 
 
 def activation_bwd_stats(
-    grad_output: Tensor, saved: ActivationSaved, kind: str, *, fmt: Format = E5M2
+    grad_output: Tensor, saved: ActivationSaved, kind: str
 ) -> tuple[Tensor, TensorScaled]:
     """Compute the gradient's scale and recompute the output, in one read of the operands.
 
@@ -482,7 +481,7 @@ def activation_bwd_stats(
     """
     _check("activation_bwd_stats", grad_output, saved, kind)
     scale, ht = _activation_bwd_stats(
-        grad_output, saved.a.q, saved.a.exponents, kind, saved.scale, E4M3.name, fmt.name
+        grad_output, saved.a.q, saved.a.exponents, kind, saved.scale, E4M3.name, E5M2.name
     )
     return scale, TensorScaled(ht, saved.scale)
 
@@ -495,20 +494,19 @@ def activation_bwd(
     rows: bool = True,
     transposed: bool = True,
     bias: bool = False,
-    fmt: Format = E5M2,
     scale: Tensor | None = None,
 ) -> QuantizedGradient:
     """Compute the gradient of :func:`activation_fwd`'s input from the gradient of h [M, F].
 
     ``rows``, ``transposed`` and ``bias`` as in :func:`quantize_gradient`. ``scale`` is from
-    :func:`activation_bwd_stats` with the same format; computed when absent.
+    :func:`activation_bwd_stats`; computed when absent.
     """
     _check("activation_bwd", grad_output, saved, kind)
     if scale is None:
-        stats = _activation_bwd_stats(grad_output, *saved.a, kind, None, fmt.name, fmt.name)
+        stats = _activation_bwd_stats(grad_output, *saved.a, kind, None, E5M2.name, E5M2.name)
         scale = cast(Tensor, stats[0])
     q, qt, sums = _activation_bwd(
-        grad_output, *saved.a, kind, fmt.name, rows, transposed, bias, scale
+        grad_output, *saved.a, kind, E5M2.name, rows, transposed, bias, scale
     )
     return to_quantized_gradient(q, qt, scale, sums, bias=bias)
 

@@ -74,11 +74,6 @@ class GroupScaled(NamedTuple):
     exponents: Tensor
     """E8M0 bytes, uint8 [..., N / G]."""
 
-    @property
-    def group_size(self) -> int:
-        """G."""
-        return self.q.shape[-1] // self.exponents.shape[-1]
-
 
 class QuantizedGradient(NamedTuple):
     """A gradient [M, N] in the layouts of the backward GEMMs; layouts not requested are empty."""

@@ -23,6 +23,7 @@ from coat_kernels.device import load_halves, row_offsets, store_halves
 from coat_kernels.formats import check_dtype, check_matrix, check_vector
 from coat_kernels.launch import TOKENS, cdiv, launch
 from coat_kernels.registry import register
+from coat_kernels.rope import check_embedding
 
 BLOCK_ROWS = 16
 """Tokens per program."""
@@ -170,9 +171,8 @@ def head_norm_bwd(
 
 
 def _check(op: str, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
-    check_matrix(op, "cos", cos)
-    check_matrix(op, "sin", sin, (cos.shape[0], cos.shape[1]))
-    R, D = cos.shape
+    check_embedding(op, x.shape[0], cos, sin)
+    D = cos.shape[1]
     check_vector(op, "weight", weight, D)
     if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1] or x.shape[1] % D:
         raise ValueError(
@@ -180,8 +180,3 @@ def _check(op: str, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None
             f"[M, heads * {D}] whose rows are contiguous"
         )
     check_dtype(op, "x", x)
-    if not R or x.shape[0] % R or D < 2 or D % 2:
-        raise ValueError(
-            f"{op}: cos has shape {(R, D)} for {x.shape[0]} tokens; its rows must divide the "
-            "tokens, its columns, one head's channels, must be even"
-        )

@@ -245,7 +245,7 @@ def rope(
     Returns q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
     """
     check_matrix("rope", "qkv", qkv)
-    _check_embedding("rope", qkv.shape[0], cos, sin)
+    check_embedding("rope", qkv.shape[0], cos, sin)
     if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
         raise ValueError(
             f"rope: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
@@ -274,7 +274,7 @@ def rope_gradient(
     check_matrix("rope_gradient", "dq", dq)
     check_matrix("rope_gradient", "dk", dk)
     check_matrix("rope_gradient", "dv", dv, (dk.shape[0], dk.shape[1]))
-    _check_embedding("rope_gradient", dq.shape[0], cos, sin)
+    check_embedding("rope_gradient", dq.shape[0], cos, sin)
     D = cos.shape[1]
     if dq.shape[0] != dk.shape[0] or dq.shape[1] % D or dk.shape[1] % D:
         raise ValueError(
@@ -285,7 +285,8 @@ def rope_gradient(
     return to_quantized_gradient(*made, bias=bias)
 
 
-def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:
+def check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:
+    """Check the rotary embedding of a function's ``tokens``."""
     check_matrix(op, "cos", cos)
     check_matrix(op, "sin", sin, (cos.shape[0], cos.shape[1]))
     R, D = cos.shape
