@@ -110,10 +110,7 @@ def load_checkpoint(
     load_engine_state(engine, Shards(checkpoint))
     optimizer: Any = engine.basic_optimizer
     for group, settings in zip(optimizer.param_groups, contents.groups, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(settings["lr"])  # a CUDA graph of the optimizer refers to the tensor
-        else:
-            group["lr"] = settings["lr"]
+        group["lr"] = settings["lr"]
     random_state = f"random-{world.rank:05d}.json"
     if random_state in read_manifest(checkpoint):
         restore_random_state(read_json(checkpoint / random_state))
@@ -212,7 +209,6 @@ def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any])
 
 def _move_to_device(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[str, Any]) -> Tensor:
     """Move a state that is not per element, such as a step count, to the optimizer's device."""
-    # CoatAdamW and torch's fused and capturable optimizers count steps on the device, others on the
-    # CPU.
-    counts_on_device = group.get("fused") or group.get("capturable") or group.get("master")
+    # CoatAdamW and torch's fused AdamW count steps on the device, torch's other one on the CPU.
+    counts_on_device = group.get("fused") or group.get("master")
     return tensor if on_cpu and not counts_on_device else tensor.to(master.device)

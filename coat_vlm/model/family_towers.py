@@ -90,7 +90,7 @@ def _join_tiles(
     batch_num_images: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Encode LLaVA-OneVision's images, and frames as images of one tile; as :func:`_join_grids`.
+    """Encode LLaVA-OneVision's images, and frames as images of one tile; as :func:`_join_patches`.
 
     ``counts`` are the frames of each video.
     """

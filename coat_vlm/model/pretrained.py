@@ -20,8 +20,8 @@ TENSORS = "tensors.json"
 """In the folder of a model without weights: name in a folder's files by name of each tensor."""
 
 
-def check_composed_folder(path: str) -> str:
-    """Return a recipe's ``init_from``; ValueError if it has no model or must be converted."""
+def check_composed_folder(path: str) -> None:
+    """Raise ValueError if a recipe's ``init_from`` has no model or must be converted."""
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"init_from={path!r} is not a folder with a composed model (it has no config.json): "
@@ -38,7 +38,6 @@ def check_composed_folder(path: str) -> str:
         raise ValueError(
             f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; {remedy}"
         )
-    return path
 
 
 def check_local_path(where: str, path: str) -> None:

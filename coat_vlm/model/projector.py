@@ -33,11 +33,6 @@ class SpaceToDepth(nn.Module):
         """Map (N, grid * grid, C) to (N, ceil(grid / block) ** 2, block * block * C)."""
         num_images, num_patches, channels = features.shape
         grid = math.isqrt(num_patches)
-        if grid * grid != num_patches:
-            raise ValueError(
-                f"a downsampling projector needs a square grid of patches, got {num_patches} "
-                "features per image; use select_feature=patch, which drops a class token"
-            )
         block = self.block_size
         blocks = -(-grid // block)
         padding = blocks * block - grid

@@ -219,7 +219,7 @@ def plan_recipe(
     the data.
     """
     chosen = select_stages(recipe, only_stage)
-    refuse_unmeasured(recipe, chosen, "coat-vlm plan")
+    refuse_unmeasured(recipe, chosen)
     assumed = ""
     if recipe.init_from is not None and not Path(recipe.init_from).exists():
         assumed = (

@@ -34,8 +34,7 @@ EXIT_INTERRUPTED = 130
 RETURN_S = 3.0
 """Seconds for which a signal that nothing holds waits until native code returns."""
 
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")  # Windows has two of them
-_NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _END = b"\0"
 """Ends the thread that acknowledges signals."""
 
@@ -189,5 +188,4 @@ def _forget_in_child() -> None:
         signal.set_wakeup_fd(-1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

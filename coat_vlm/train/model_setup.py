@@ -182,8 +182,8 @@ def _check_attention(model: PreTrainedModel, stage: StageConfig) -> None:
         check_packing(vlm.language)
 
 
-def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName], command: str) -> None:
-    """Raise ValueError if a command does not know the memory and speed of the recipe's stages."""
+def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName]) -> None:
+    """Raise ValueError if plans do not know the memory and speed of the recipe's stages."""
     reasons: list[str] = []
     for name in names:
         stage = recipe.stages[name]
@@ -193,8 +193,8 @@ def refuse_unmeasured(recipe: Recipe, names: Iterable[StageName], command: str) 
             reasons.append(f"the pairs and the reference model of stages.{name}")
     if reasons:
         raise ValueError(
-            f"{command} does not know the memory and speed of {reasons[0]}; train a few steps and "
-            "read peak_memory_mb and tokens_per_s in metrics.jsonl"
+            f"coat-vlm plan does not know the memory and speed of {reasons[0]}; train a few steps "
+            "and read peak_memory_mb and tokens_per_s in metrics.jsonl"
         )
 
 
