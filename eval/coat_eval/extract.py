@@ -162,7 +162,7 @@ _MARKS = ("({})", "{}.", "{}:", "{})", "{} ")
 """Written forms of a letter, from the highest to the lowest rank."""
 
 
-def extract_ranked_letter(text: str, letters: str = "ABCD") -> str:
+def extract_ranked_letter(text: str) -> str:
     """Apply lmms-eval's ``extract_mcq_answer``: the best-ranked letter, "" if there is none.
 
     Among equal ranks the last position wins. Phrases in Chinese, Japanese and Korean are missing.
@@ -175,19 +175,19 @@ def extract_ranked_letter(text: str, letters: str = "ABCD") -> str:
     lower = text.lower()
     behind = [lower.find(phrase) + len(phrase) for phrase in _PHRASES if phrase in lower]
     found: list[tuple[int, int, str]] = []
-    for letter in letters:
+    for letter in "ABCD":
         forms = [(6 - order, mark.format(letter)) for order, mark in enumerate(_MARKS)]
         found += [(rank, text.rfind(form), letter) for rank, form in forms if form in text]
         found += [
             (7, text.find(letter, place), letter) for place in behind if letter in text[place:]
         ]
-    for letter in letters:
+    for letter in "ABCD":
         if bare.startswith(letter) and not bare[1:2].isalpha():
             found.append((10, 0, letter))
         if bare.endswith(letter) and not bare[-2:-1].isalpha():
             found.append((9, len(text), letter))
     if not found:
-        found = [(0, text.rfind(letter), letter) for letter in letters if letter in text]
+        found = [(0, text.rfind(letter), letter) for letter in "ABCD" if letter in text]
     # Not the greatest triple: among equal rank and place the first letter wins.
     return max(found, key=lambda one: one[:2])[2] if found else ""
 

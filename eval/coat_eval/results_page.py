@@ -90,9 +90,9 @@ def write_results(
     comparison: Comparison,
     path: Path,
     *,
-    per_set: int = ITEMS_PER_SET,
-    media_root: Path | str | None = None,
-) -> Path:
+    per_set: int,
+    media_root: Path | str | None,
+) -> None:
     """Write one self-contained HTML file with plots, table and the items behind the differences."""
     groups = build_results(comparison)
     published = read_published()
@@ -105,9 +105,8 @@ def write_results(
         groups=groups,
         plots=[_make_plot(rows) for rows in groups],
         sources=dict.fromkeys(row["source"] for name, row in published.items() if name in shown),
-        sections=build_sections(comparison, per_set=per_set, media_root=media_root),
+        sections=build_sections(comparison, per_set, media_root),
     )
-    return path
 
 
 def _make_result(
@@ -191,7 +190,7 @@ def _make_plot(rows: Sequence[Result]) -> dict[str, Any]:
 
 
 def build_sections(
-    comparison: Comparison, *, per_set: int = ITEMS_PER_SET, media_root: Path | str | None = None
+    comparison: Comparison, per_set: int, media_root: Path | str | None
 ) -> list[dict[str, Any]]:
     """Build a section per set and pair of models, with cards of the items that differ."""
     first_name, *other_names = comparison.sets

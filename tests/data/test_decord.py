@@ -78,7 +78,7 @@ def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, li
     assert frames_of(reader, clip) == expected
     assert dict(reader.counts) == {f"video_decord_{kind}": 1, "video_pyav": 1}
     assert set(reader.counts) <= set(VIDEO_COUNTS)
-    reader.close()
+    decord.close()
 
 
 def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
@@ -125,8 +125,9 @@ def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
     assert frames_of(reader, clip) == expected  # the parent's child still answers the parent
     copy = pickle.loads(pickle.dumps(reader))
     assert frames_of(copy, clip) == expected
-    copy.close()
-    reader.close()
+    for one in (copy, reader):
+        assert one._decord is not None
+        one._decord.close()
 
 
 def test_a_forked_process_frees_nothing_that_its_parent_decoded(clip: Media):
@@ -179,4 +180,5 @@ def test_decord_shows_the_frames_that_pyav_shows(tmp_path: Path, name: str, code
         assert dict(decord.counts) == {"video_decord": 1}
         assert [f.tobytes() for f in found.frames] == [f.tobytes() for f in expected.frames]
         assert found.times_s == pytest.approx(expected.times_s, abs=2e-3)
-        decord.close()
+        assert decord._decord is not None
+        decord._decord.close()

@@ -107,7 +107,7 @@ def test_unreadable_images_name_the_path(tmp_path: Path, damage: str):
         path.write_bytes(content[damage])
     for act in (open_image, image_size) if damage != "truncated" else (open_image,):
         with pytest.raises(DataError, match=r"bad\.jpg") as raised:
-            act(path)
+            act(Media(kind="image", path=str(path)))
         assert raised.value.where == str(path)
         assert raised.value.remedy
 
@@ -179,7 +179,7 @@ def test_a_file_for_ghostscript_is_no_image_whatever_its_name(
         assert opened.format == "EPS"  # what Pillow takes it for
     for read in (open_image, image_size):
         with pytest.raises(DataError, match="cannot be read"):
-            read(path)
+            read(Media(kind="image", path=str(path)))
     unnamed = Media(kind="image", data=path.read_bytes())
     assert media_suffix(unnamed) == ".img"
     assert not started

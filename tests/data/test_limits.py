@@ -141,7 +141,7 @@ def test_a_side_has_a_limit(tmp_path: Path) -> None:
     Image.new("1", (1, 70_000)).save(tmp_path / "a.png")
     for read in (open_image, image_size):
         with pytest.raises(DataError, match=r"1 x 70000 pixels; a side has at most 65535"):
-            read(tmp_path / "a.png")
+            read(Media(kind="image", path=str(tmp_path / "a.png")))
 
 
 @pytest.mark.parametrize("size", [(37, 90), (33, 3000), (2500, 40)])

@@ -34,7 +34,7 @@ def open_http(url: str) -> Any:
     return _open(url, _SILENT_S, _Connections(None))
 
 
-def read_row_address(url: str, limits: Limits, trusted: str = "") -> bytes:
+def read_row_address(url: str, limits: Limits, trusted: str) -> bytes:
     """Read the file at an address that a row of a data set names.
 
     Each host of a chain of redirects must have public IP addresses only, except for the host of

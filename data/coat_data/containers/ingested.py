@@ -48,12 +48,11 @@ class Manifest:
     media_root: str
     """Absolute folder, or URL, that relative media paths start from."""
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into ``folder``."""
-        path = folder / MANIFEST_NAME
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return path
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

@@ -177,26 +177,26 @@ class Window:
                     return found
             self._more()
 
-    def elements(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield start, end and value of each element of the array here; ends after the array."""
+    def elements(self) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each element of the array here; ends after the array."""
         more = self.opens("[", "]")
         while more:
             self.mark()
             start = self.offset
-            value = self.value()
-            yield start, self.offset, value
+            self.value()
+            yield start, self.offset
             more = self.goes_on("]")
 
-    def members(self) -> Iterator[tuple[int, str]]:
-        """Yield start and name of each member; the caller reads the value, which comes next."""
+    def members(self) -> Iterator[int]:
+        """Yield the start of each member; the caller reads the value, which comes next."""
         more = self.opens("{", "}")
         while more:
             if self.mark() != '"':
                 raise self.error("Expecting property name enclosed in double quotes")
             start = self.offset
-            name = str(self.value())
+            self.value()
             self.skip(":")
-            yield start, name
+            yield start
             more = self.goes_on("}")
 
     def error(self, message: str, position: int | None = None) -> DataError:
@@ -231,7 +231,7 @@ def _holds_rows(window: Window) -> bool:
 def _element_spans(stream: BinaryIO, path: str, *, is_object: bool) -> Iterator[tuple[int, int]]:
     window = Window(stream, path)
     if is_object:
-        for start, _ in window.members():
+        for start in window.members():
             row = window.value()
             if isinstance(row, dict) and "split" in row:  # ScienceQA
                 problem = "is an object whose rows have a split"
@@ -239,7 +239,6 @@ def _element_spans(stream: BinaryIO, path: str, *, is_object: bool) -> Iterator[
                 raise DataError(path, problem, remedy)
             yield start, window.offset
     else:
-        for start, end, _ in window.elements():
-            yield start, end
+        yield from window.elements()
     if window.mark():
         raise window.error("Extra data")

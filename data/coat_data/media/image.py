@@ -8,7 +8,6 @@ faster, but gives different pixels from what published models were trained on.
 """
 
 import io
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ _WIDTH, _HEIGHT = 0x0100, 0x0101  # TIFF tags
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 rotate the image by 90 degrees
 
 
-def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = None) -> Image.Image:
+def open_image(media: Media, max_pixels: int | None = None) -> Image.Image:
     """Decode an image to RGB, rotated upright by its EXIF orientation.
 
     Transparent pixels are composited over white, as in transformers (VILA drops the
@@ -51,9 +50,7 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
         return _rgb(image, where)
 
 
-def image_size(
-    media: Media | str | os.PathLike[str], max_pixels: int | None = None
-) -> tuple[int, int]:
+def image_size(media: Media, max_pixels: int | None = None) -> tuple[int, int]:
     """Return width and height of :func:`open_image`'s result from the header; raises as it does."""
     with _opened(media, max_pixels) as (image, _):
         width, height = image.size
@@ -74,11 +71,7 @@ def is_animated(media: Media) -> bool:
 
 
 @contextmanager
-def _opened(
-    media: Media | str | os.PathLike[str], max_pixels: int | None
-) -> Iterator[tuple[Image.Image, str]]:
-    if not isinstance(media, Media):
-        media = Media(kind="image", path=str(media))
+def _opened(media: Media, max_pixels: int | None) -> Iterator[tuple[Image.Image, str]]:
     where = media.name
     try:
         source = _source(media)

@@ -174,11 +174,6 @@ class VideoReader:
             count = count if frames is None else min(count, frames)
             return count, middles(start - span.start_s, duration, count) if span.timed else None
 
-    def close(self) -> None:
-        """End decord's child process; the next video starts another one."""
-        if self._decord is not None:
-            self._decord.close()
-
     def _num_spans(self, duration: float | None) -> int:
         """Return the number of spans; the duration is None without times."""
         settings = self.settings

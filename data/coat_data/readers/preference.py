@@ -61,7 +61,7 @@ def with_chosen(row: Any) -> Any:
     return rest if is_missing(row.get(CHOSEN)) else rest | _answer(rest, row[CHOSEN])
 
 
-def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Pair:
+def split_pair(row: Mapping[str, Any], where: str, ignore: Collection[str]) -> Pair:
     """Split a preference row; DataError if it is not a pair of answers to one conversation."""
     swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
     worse = RESPONSE if swift else REJECTED
