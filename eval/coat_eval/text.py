@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError
 from coat_eval.adapter import name_precision
 from coat_eval.files import read_json, read_table
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 WINDOW = 2048
-_IGNORE = -100
 _ROW_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".ndjson")
 
 
@@ -40,7 +40,6 @@ def load_language_model(
 
     The default precision is as in :func:`load_run_or_model`.
     """
-    folder = Path(folder)
     config = read_json(folder / "config.json", "copy the model again")
     if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
         model, processor, _, found = load_run_or_model(folder, select_device(), precision)
@@ -55,7 +54,7 @@ def load_language_model(
     # Imported here because coat_vlm must be imported before transformers (torchvision_ops.py).
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = select_device()
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
     language: Any = load_auto(AutoModelForCausalLM, folder, dtype=dtype, local_files_only=True)
     tokenizer = load_auto(AutoTokenizer, folder, local_files_only=True)
@@ -67,7 +66,6 @@ def read_documents(path: Path, text_field: str = "text") -> list[str]:
 
     Rows with ``context`` and ``continuation`` (LAMBADA in llm-foundry) need no ``text_field``.
     """
-    path = Path(path)
     if path.suffix.lower() not in _ROW_FORMATS:
         try:
             documents = [path.read_text(encoding="utf-8")]
@@ -160,7 +158,7 @@ def _split_windows(
     for begin in range(0, len(ids) - 1, stride):
         end = min(begin + window, len(ids) - 1)
         skipped = counted - begin
-        yield ids[begin:end], [_IGNORE] * skipped + list(ids[counted + 1 : end + 1])
+        yield ids[begin:end], [IGNORE_INDEX] * skipped + list(ids[counted + 1 : end + 1])
         counted = end
         if end == len(ids) - 1:
             return
@@ -177,5 +175,5 @@ def _predict(
     for row, (_, ids, labels) in zip(logits, batch, strict=True):
         target = torch.tensor(labels, device=row.device)
         own = row[: len(ids)].float()
-        loss = F.cross_entropy(own, target, ignore_index=_IGNORE, reduction="sum")
-        yield loss.double().item(), (own.argmax(-1) == target)[target != _IGNORE].tolist()
+        loss = F.cross_entropy(own, target, ignore_index=IGNORE_INDEX, reduction="sum")
+        yield loss.double().item(), (own.argmax(-1) == target)[target != IGNORE_INDEX].tolist()

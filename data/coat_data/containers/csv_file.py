@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.json_file import BOM
 from coat_data.containers.rows import NO_ROW, IndexedFiles
 from coat_data.sample import DataError, row_name
-
-_BOM = "\ufeff"
 
 
 class CsvRows(IndexedFiles):
@@ -24,8 +23,8 @@ class CsvRows(IndexedFiles):
             raise DataError(str(path), "the file is empty", "write a header line and rows")
         self._header_end = header[1]
         with path.open("rb") as stream:
-            self.columns = self._record(stream.read(header[1]), row_name(str(path), 0))
-        self.columns[0] = self.columns[0].removeprefix(_BOM)
+            first = stream.read(header[1]).removeprefix(BOM)
+        self.columns = self._record(first, row_name(str(path), 0))
         if len(set(self.columns)) < len(self.columns):
             problem = f"the header names a column twice: {self.columns}"
             raise DataError(str(path), problem, "rename one")

@@ -61,7 +61,7 @@ def check_video(media: Media) -> None:
     for frame in media.frame_images():
         check_video(frame)
     media = fetch_media(media)
-    where = media.path or "<video bytes>"
+    where = media.name
     if media.data is not None:
         empty = not media.data
     elif not os.path.exists(where):  # noqa: PTH110 - a million paths

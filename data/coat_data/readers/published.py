@@ -16,6 +16,7 @@ table, which are tried in order below the media root.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from coat_data.readers.boxes import tag_box
@@ -27,7 +28,6 @@ from coat_data.sample import Media, Sample
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
 
 Row = Mapping[str, Any]
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _PERCENT = (100.0, 100.0)
 _SPEAKERS = re.compile(r"\[(USER|ASSISTANT)\]")
 _OTHER_CLIPS = "write one row per clip, with video, start, end and caption"  # Panda-70M
@@ -53,7 +53,7 @@ def _asked(question: str, answer: Any, place: Place) -> TurnTexts:
 
 def _choice(row: Row, place: Place) -> TurnTexts:
     choices = place.as_strings(row.get("choices"), "choices")
-    letters, answer = _LETTERS[: len(choices)], row.get("answer")
+    letters, answer = ascii_uppercase[: len(choices)], row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         answer = letters[answer]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:

@@ -207,7 +207,7 @@ class _JsonWriter:
         self._before = self._between
 
     def _add(self, media: Media) -> str:
-        where = media.path or f"<{media.kind} bytes>"
+        where = media.name
         folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
         name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
         self._count += 1
