@@ -64,7 +64,7 @@ class FolderLock:
                     if json.loads(file.read()).get("token") != self.token:
                         return
                     # By number, so that a lock that replaces this one meanwhile is not renewed.
-                    os.utime(file.fileno() if os.utime in os.supports_fd else self.path)
+                    os.utime(file.fileno())
             except (OSError, ValueError):
                 continue  # the file system may come back; check() reports what matters
 
@@ -171,7 +171,7 @@ def _wait_until_stale(path: Path, holder: Mapping[str, Any], own: Path, limit_s:
     """Return when the lock may be taken over or changed; raise LockError if its holder is alive."""
     here = _describe_self()
     alive: bool | None = None
-    if holder.get("host") == here["host"] and os.name == "posix":
+    if holder.get("host") == here["host"]:
         alive, stopped = _find_process(holder)
         if alive:
             pid = holder["pid"]

@@ -251,7 +251,7 @@ def _compare_set(
 
 def _shorten_names(paths: Sequence[Path]) -> list[str]:
     """Return the shortest endings of the paths that are unique."""
-    whole = [Path(path).resolve() for path in paths]
+    whole = [path.resolve() for path in paths]
     if len(set(whole)) != len(whole):
         raise ValueError(f"the same path is given twice: {', '.join(map(str, paths))}")
     lengths = range(1, max(len(path.parts) for path in whole) + 1)

@@ -351,6 +351,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def folder_sha256(folder: Path) -> str:
     """Return the SHA-256 over names and contents of a model folder's files, in hex."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder).as_posix()} {hash_file(path)}\n".encode())
     return digest.hexdigest()

@@ -341,7 +341,6 @@ def evaluate_run(
     BF16, or FP32 after training in FP32. ``limit`` is the number of questions per set.
     Returns on rank 0 a message for each ``require`` entry that the model does not reach.
     """
-    run_dir = Path(run_dir)
     recipe = load_run_recipe(run_dir / "recipe.yaml")
     if not recipe.eval_sets:
         raise ValueError(f"{run_dir / 'recipe.yaml'} has no eval_sets; add at least one")

@@ -69,7 +69,6 @@ class ScoredSet:
 
 def read_sets(path: Path) -> dict[str, ScoredSet]:
     """Read the scored sets by name of a run folder, a report or a folder of reports."""
-    path = Path(path)
     if path.is_file() or (path / REPORT_FILE).is_file():
         one = _read_report(path if path.is_file() else path / REPORT_FILE)
         return {one.task: one}

@@ -81,10 +81,9 @@ def score_tables(
     """Score predictions in memory, and return the report, see docs/reference/benchmarks.md.
 
     ``only`` are (category, id) of the questions to score. With ``submission_path``, references
-    without answers (a test split) are accepted. ValueError: the benchmark does not have the
-    profile, or references are missing. DataError: the first problem; an unusable judge.
+    without answers (a test split) are accepted. ValueError: references are missing. DataError: the
+    first problem; an unusable judge.
     """
-    _check_options(benchmark, settings, judge)
     _check_references(benchmark, references, predictions)
     warnings = [*warnings, *(note for one in (*predictions, *references) for note in one.notes)]
     settings = replace(settings, verdicts=benchmark.saved_verdicts(predictions))
@@ -249,7 +248,7 @@ def _ask_judge(
 
 
 def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:
-    for path in map(Path, paths):
+    for path in paths:
         found = sorted(path.rglob(benchmark.result_files)) if path.is_dir() else [path]
         if not found:
             problem = f"has no {benchmark.result_files}"

@@ -286,8 +286,6 @@ def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_s
     """Check that a batch splits into whole micro-batches; arguments as in :class:`TrainLoader`."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in 0 to world_size - 1 = {world_size - 1}")
-    if batch_size < 1 or micro_batch_size < 1:
-        raise ValueError(f"{batch_size=} and {micro_batch_size=} must be at least 1")
     unit = micro_batch_size * world_size
     if batch_size % unit == 0:
         return

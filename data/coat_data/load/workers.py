@@ -95,8 +95,7 @@ class _Workers:
     """Processes, each with a pipe; request n belongs to process n modulo their number."""
 
     def __init__(self, work: Callable[[Any], Any], number: int) -> None:
-        forks = "fork" in multiprocessing.get_all_start_methods()
-        context: Any = multiprocessing.get_context("fork" if forks else None)
+        context: Any = multiprocessing.get_context("fork")
         self._current = context.RawArray("q", [_IDLE] * number)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

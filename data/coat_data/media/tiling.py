@@ -30,7 +30,7 @@ def closest_grid(
     Grids are compared in the order of their number of tiles, then of their columns (as
     transformers' GOT-OCR2 and InternVL image processors do). A grid with the same distance as the
     best one replaces it if the image has more than half as many pixels as the grid, which limits
-    upscaling. ValueError if no grid has this number of tiles.
+    upscaling.
     """
     wanted, area = width / height, width * height
     best, best_distance = (0, 0), float("inf")
@@ -45,8 +45,6 @@ def closest_grid(
         fits = area > 0.5 * tile * tile * rows * columns
         if distance < best_distance or (distance == best_distance and fits):
             best, best_distance = (rows, columns), distance
-    if best == (0, 0):
-        raise ValueError(f"no grid has {min_tiles} to {max_tiles} tiles; raise max_tiles")
     return best
 
 

@@ -40,8 +40,6 @@ class SelectedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
         return self.dataset[int(self.rows[index])]
 
 

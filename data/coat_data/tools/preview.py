@@ -58,8 +58,6 @@ def preview(
 
     With the ``encoder`` of a ``model``, as it gets them; ``ids``: the page shows ids of tokens.
     """
-    if number < 1:
-        raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
     check_outputs([Path(out) if out is not None else None], dataset.paths)
     rows = sample_evenly(range(len(dataset)), number)
@@ -81,7 +79,7 @@ def preview(
     return cards
 
 
-def card_lines(card: Card, *, ids: bool = False) -> list[str]:
+def card_lines(card: Card, *, ids: bool) -> list[str]:
     """Return a sample for a terminal; see :func:`coat_data.load.readable.as_lines`."""
     lines = [", ".join([card.where, *([f"id {card.id}"] if card.id else []), *card.facts])]
     if card.problem:

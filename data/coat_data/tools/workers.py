@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 def count_workers(workers: int | None) -> int:
     """Return the number of processes: ``workers``, or one per usable core up to the limit."""
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}; give 1 or more")
     usable = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1
     return workers or min(MAX_WORKERS, cores)

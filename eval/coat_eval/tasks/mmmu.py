@@ -188,7 +188,7 @@ class Mmmu(Benchmark):
         choices = question.details["choices"]
         if isinstance(text, _ReadAnswer) or not choices:
             return str(text)
-        return parse_choice(text, choices, lmms=settings.profile.startswith("lmms"))
+        return parse_choice(text, choices, lmms=settings.profile == "lmms")
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
         """Return 1 for the letter (or one of several), or for an open answer that matches."""
@@ -214,9 +214,9 @@ class Mmmu(Benchmark):
             return scored
 
         def place(one: ScoredItem) -> tuple[bool, str, int]:
-            found = _ID.match(one.question.question_id)
-            subject, number = (found[1], int(found[2])) if found else ("", 0)
-            return subject not in SUBJECTS, subject, number
+            subject = one.question.tables["subject"]
+            number = one.question.question_id.rpartition("_")[2]
+            return subject not in SUBJECTS, subject, int(number)
 
         generator = random.Random(settings.seed)
         for one in sorted(scored, key=place):

@@ -79,12 +79,12 @@ class QuestionSet(Benchmark):
 
     def open(self, folder: Path) -> DataFolder:
         """Read the folder's table."""
-        path = Path(folder) / QUESTIONS_FILE
+        path = folder / QUESTIONS_FILE
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; an evaluation folder needs that file")
         rows = list(read_json_lines(path, _REMEDY))
         table = Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
-        return DataFolder(Path(folder), [table])
+        return DataFolder(folder, [table])
 
     def load(self, folder: Path) -> list[Question]:
         """Load the questions of a folder in file order; every image and video must exist."""
