@@ -338,15 +338,11 @@ def derive_family(config: Any) -> Family:
     )
 
 
-class ModelPart(nn.Module):
-    """The modules and parameters of one part of a model, which stay in the model as well."""
-
-
 def find_parts(model: PreTrainedModel, family: Family) -> dict[ModuleName, nn.Module]:
     """Return vision, projector and language; ValueError if a parameter is in none or in two."""
     parts: dict[ModuleName, nn.Module] = {}
     for role in MODULES:
-        part = parts[role] = ModelPart()
+        part = parts[role] = nn.Module()
         for name in family.parts[role]:
             owner, _, last = name.rpartition(".")
             child = getattr(model.get_submodule(owner), last, None)

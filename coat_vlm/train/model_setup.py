@@ -5,7 +5,6 @@ starting an engine.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -233,16 +232,17 @@ def load_initial_model(
     recipe: Recipe,
     name: StageName,
     run_dir: Path,
+    start: Path | None,
     dtype: torch.dtype,
     world: World,
     *,
     continues: bool,
 ) -> tuple[PreTrainedModel, AnyProcessor]:
-    """Load or build the model and processor from which a stage starts.
+    """Load or build the model and processor with which a stage starts.
 
-    If the stage continues from a checkpoint, a tokenizer that was trained for it is loaded.
+    ``start`` is the result of :func:`find_start`. If the stage continues from a checkpoint, a
+    tokenizer that was trained for it is loaded.
     """
-    start = world.run_on_rank0(partial(find_start, recipe, name, run_dir))
     if start is not None:
         named = NamedModel(path=start, folder=start)
         if start.parent.parent == run_dir:

@@ -223,10 +223,10 @@ def _open(stage: _Stage) -> _Opened:
     )
     torch.manual_seed(recipe.seed)
     arithmetic = arithmetic_of_recipe(recipe, world.device)
-    model, processor = load_initial_model(
-        recipe, stage.name, stage.run_dir, arithmetic.dtype, world, continues=continues
-    )
     start = world.run_on_rank0(partial(find_start, recipe, stage.name, stage.run_dir))
+    model, processor = load_initial_model(
+        recipe, stage.name, stage.run_dir, start, arithmetic.dtype, world, continues=continues
+    )
     check_initial_weights(model, recipe, start, world)
     if isinstance(processor, FamilyProcessor):
         if processor.notes:

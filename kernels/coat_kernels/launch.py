@@ -10,7 +10,6 @@ Some versions of ptxas miscompile kernels that write FP8 data in both layouts, s
 compared at the first launch of each compilation, which waits for the GPU.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -99,8 +98,6 @@ MAX_COMPILED = 1024
 _ALIGNMENT = 16
 """Bytes. Triton compiles separately for pointers that are multiples of it."""
 
-_Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
-
 
 class _Kernel:
     """Cached compilations of a kernel, for arguments whose tensors are all 16-byte aligned."""
@@ -113,9 +110,9 @@ class _Kernel:
         pointers = [name for name in names if name.endswith("_ptr")]
         rest = [name for name in names if not name.endswith("_ptr")]
         self.parameters = len(names)
-        self.in_order = _getter(names)
-        self.pointers = _getter(pointers)
-        self.rest = _getter(rest)
+        self.in_order = itemgetter(*names)
+        self.pointers = itemgetter(*pointers)
+        self.rest = itemgetter(*rest)
         self.ordered = itemgetter(*map([*pointers, *rest].index, names))
 
     def store(self, key: tuple[Any, ...], compiled: CompiledKernel) -> None:
@@ -144,13 +141,6 @@ def check_layouts(kernel: str, q: Tensor, qt: Tensor) -> None:
             "ptxas miscompiled it (https://github.com/triton-lang/triton/issues/11111); set "
             "TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 (docs/guides/troubleshooting.md)"
         )
-
-
-def _getter(names: Sequence[str]) -> _Getter:
-    """Return a function from arguments to the values with these names."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda args: tuple(args[name] for name in names)
 
 
 _kernels: dict[int, _Kernel] = {}
