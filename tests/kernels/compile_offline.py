@@ -1,7 +1,8 @@
 """Compiles every kernel for Hopper without a GPU. Run by test_compile.py, without the interpreter.
 
 The ops are called on the examples with Triton's launch replaced by a note of its arguments; from
-these come the signatures. Usage: ``python compile_offline.py REPORT.json``.
+these come the signatures. Usage: ``python compile_offline.py REPORT.json {two,every}``: two
+variants of each kernel, or every variant, and a few kernels for other GPUs as well.
 """
 
 import ast
@@ -154,36 +155,39 @@ def compiled_for(source: ASTSource, arguments: dict[str, Any], gpu: int = 90) ->
     }
 
 
-def main(report: Path) -> None:
-    """Write what every kernel compiled to."""
-    seen: set[str] = set()
-    compiled = []
-    others: list[dict[str, Any]] = []
-    variants: set[tuple[str, bool]] = set()
+def main(report: Path, *, every: bool) -> None:
+    """Write what kernels compiled to."""
+    launches: dict[str, dict[str, tuple[str, dict[str, Any], ASTSource]]] = {}
     reached: set[str] = set()
     for example, kernel, arguments in recorded_launches():
         source, key = source_of(kernel, arguments)
-        if key in seen:
-            continue
-        seen.add(key)
+        of_kernel = launches.setdefault(kernel.fn.__name__, {})
+        of_kernel.setdefault(key, (example, arguments, source))
         reached |= called_by(kernel)
-        types = list(source.signature.values())
-        row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
-        row["threads"] = 32 * arguments["num_warps"]
-        row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
-        row["writes_codes"] &= arguments.get("q_ptr", arguments) is not None
-        # One variant for each format of FP32 tiles that are cast or multiplied.
-        variant = (row["kernel"], "*fp8e5" in types)
-        chosen = row["kernel"] in {"quantize_tensor_kernel", "_low_rank_project_kernel"}
-        if chosen and "*bf16" not in types and variant not in variants:
-            variants.add(variant)
-            for gpu in OTHER_GPUS:
-                others.append(row | {"gpu": gpu} | compiled_for(source, arguments, gpu))
-        row |= compiled_for(source, arguments)
-        compiled.append(row)
+    compiled = []
+    others: list[dict[str, Any]] = []
+    variants: set[tuple[str, bool]] = set()
+    for name, of_kernel in launches.items():
+        distinct = [*of_kernel.values()]
+        chosen = distinct if every else [*distinct[:1], *distinct[1:][-1:]]
+        for example, arguments, source in chosen:
+            types = list(source.signature.values())
+            row: dict[str, Any] = {"kernel": name, "example": example, "types": types}
+            row["threads"] = 32 * arguments["num_warps"]
+            row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
+            row["writes_codes"] &= arguments.get("q_ptr", arguments) is not None
+            # One variant for each format of FP32 tiles that are cast or multiplied.
+            variant = (name, "*fp8e5" in types)
+            elsewhere = name in {"quantize_tensor_kernel", "_low_rank_project_kernel"}
+            if every and elsewhere and "*bf16" not in types and variant not in variants:
+                variants.add(variant)
+                for gpu in OTHER_GPUS:
+                    others.append(row | {"gpu": gpu} | compiled_for(source, arguments, gpu))
+            row |= compiled_for(source, arguments)
+            compiled.append(row)
     unreached = sorted(set(every_jit_function()) - reached)
     report.write_text(json.dumps({"compiled": compiled, "others": others, "unreached": unreached}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), every=sys.argv[2] == "every")

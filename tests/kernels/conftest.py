@@ -31,15 +31,16 @@ def run(request: pytest.FixtureRequest, poisoned_memory: None) -> Run:
 
 
 @pytest.fixture(scope="session")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """Runs a program next to the tests in which Triton compiles, and reads the report it writes."""
 
-    def report_of(script: str) -> dict[str, Any]:
+    def report_of(script: str, *options: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(script.removesuffix(".py"))
         environment = dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
         environment.pop("TRITON_INTERPRET", None)
+        program = Path(__file__).with_name(script)
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name(script)), str(folder / "report.json")],
+            [sys.executable, str(program), str(folder / "report.json"), *options],
             env=environment,
             capture_output=True,
             text=True,

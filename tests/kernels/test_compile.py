@@ -25,10 +25,10 @@ BIT_EXACT = {
 }
 
 
-@pytest.fixture(scope="module")
-def report(offline: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """What compile_offline.py found."""
-    return offline("compile_offline.py")
+@pytest.fixture(scope="module", params=["two", pytest.param("every", marks=pytest.mark.slow)])
+def report(request: pytest.FixtureRequest, offline: Callable[..., dict[str, Any]]) -> Any:
+    """What compile_offline.py found, of two variants of each kernel or of every one."""
+    return offline("compile_offline.py", request.param)
 
 
 def test_every_jit_function_is_compiled_by_some_example(report: dict[str, Any]):
@@ -52,6 +52,8 @@ def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report:
             assert "mul.f32" in instructions or not row["writes_codes"], row
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("report", ["every"], indirect=True)
 def test_other_gpus_cast_and_multiply_fp32_as_documented(report: dict[str, Any]):
     """Ada casts through FP16; Triton before 3.8 multiplies in TF32 on 10.0 (how_fp8_works.md)."""
     tf32 = Version(metadata.version("triton")) < Version("3.8")
