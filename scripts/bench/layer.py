@@ -12,7 +12,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -90,18 +90,17 @@ def _apply_liger(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def convert_to_torchao(module: nn.Module, pad: bool = False) -> nn.Module:
+def convert_to_torchao(module: nn.Module) -> nn.Module:
     """Convert the linear layers of a module to torchao's tensorwise FP8, in place.
 
-    LoRA adapters stay in BF16: FP8 does not pay for so few columns. ``pad``: the number of tokens
-    is not a multiple of 16, and has to be padded to it.
+    LoRA adapters stay in BF16: FP8 does not pay for so few columns.
     """
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
         convert_to_float8_training,
     )
 
-    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=pad)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
     return convert_to_float8_training(
         module, config=config, module_filter_fn=lambda _, name: "lora_" not in name
     )

@@ -7,9 +7,8 @@ of one batch size, and freed. Every micro-batch of a step is the same batch of r
 BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
 (torchao), these with Liger's kernels (liger, liger_torchao), and torchao's with only Liger's
 loss (liger_loss_torchao). The others have Liger's loss and compile the tower as well: torchao's
-FP8 in the decoder (tower), the same with max-autotune-no-cudagraphs (max_autotune), or in both
-(fp8_tower); BF16 in CUDA graphs, for small models (reduce_overhead). The last lines name the
-fastest.
+FP8 in the decoder (tower), or BF16 in CUDA graphs, for small models (reduce_overhead). The last
+lines name the fastest.
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps; the batch is on the GPU already. own runs DeepSpeed as training does, with the

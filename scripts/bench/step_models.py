@@ -43,9 +43,7 @@ from coat_vlm.config.stage import LoraTraining, PackingConfig
 from coat_vlm.fp8.blocks import (
     Fp8DecoderLayer,
     Fp8Encoder,
-    Fp8GatedPackedEncoderLayer,
     Fp8Layer,
-    Fp8PackedEncoderLayer,
     find_layer,
 )
 from coat_vlm.model import CoatVlm
@@ -366,24 +364,17 @@ def _find_blocks(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> li
     return [module for module, layer in found if layer and issubclass(layer, kind)]
 
 
-def _apply_torchao(model: nn.Module, kind: type[Fp8Layer] = Fp8DecoderLayer) -> None:
-    """Use torchao's tensorwise FP8 in the linear layers of the decoder, or of all blocks.
-
-    A sequence of packed images does not always have a multiple of 16 patches.
-    """
-    for block in _find_blocks(model, kind):
-        convert_to_torchao(block, pad=find_layer(block) in _PACKED_TOWERS)
-
-
-_PACKED_TOWERS = (Fp8PackedEncoderLayer, Fp8GatedPackedEncoderLayer)
+def _apply_torchao(model: nn.Module) -> None:
+    """Use torchao's tensorwise FP8 in the linear layers of the decoder."""
+    for block in _find_blocks(model):
+        convert_to_torchao(block)
 
 
 def _pad_tower(model: nn.Module) -> None:
     """Pad the width of the tower's MLPs to a multiple of 16 with zero channels.
 
     The widths of 3,420 in Qwen2.5-VL give rows of 6,840 bytes, which are not aligned to 16 bytes,
-    so cuBLAS cannot use its kernels for Hopper; FP8 GEMMs require a multiple of 16. Activations
-    and gradients of the channels are zero.
+    so cuBLAS cannot use its kernels for Hopper. Activations and gradients of the channels are zero.
     """
     linears = (m for block in _find_blocks(model, Fp8Encoder) for m in block.modules())
     for linear in linears:
@@ -426,18 +417,6 @@ BASELINES = {
     "tower": Baseline(
         "liger_loss_torchao_tensorwise_compile_tower",
         [*_TOWER, _apply_torchao, partial(_compile, kind=Fp8Layer)],
-    ),
-    "fp8_tower": Baseline(
-        "liger_loss_torchao_tensorwise_compile_fp8_tower",
-        [*_TOWER, partial(_apply_torchao, kind=Fp8Layer), partial(_compile, kind=Fp8Layer)],
-    ),
-    "max_autotune": Baseline(
-        "liger_loss_torchao_tensorwise_compile_max_autotune",
-        [
-            *_TOWER,
-            _apply_torchao,
-            partial(_compile, kind=Fp8Layer, mode="max-autotune-no-cudagraphs"),
-        ],
     ),
     "reduce_overhead": Baseline(
         "liger_loss_compile_reduce_overhead",

@@ -204,16 +204,17 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
 def test_compiled_towers(published: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths of 70, as 3,420 in Qwen2.5-VL, are padded to 80; results stay the same."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    padded: list[bool] = []
-    monkeypatch.setattr(step_models, "convert_to_torchao", lambda _, pad: padded.append(pad))
+    converted: list[nn.Module] = []
+    monkeypatch.setattr(step_models, "convert_to_torchao", converted.append)
     model = build_stage_model(tiny(size), CPU)
     loaded = make_step_batch(model, SIZES[size], 1, None, 0)
     expected = step.run_pass(model, loaded)
-    for part in step_models.BASELINES["fp8_tower"].parts[1:]:  # without Liger
+    for part in step_models.BASELINES["tower"].parts[1:]:  # without Liger
         part(model)
     assert step.run_pass(model, loaded) == pytest.approx(expected, rel=1e-5)
-    assert len(padded) >= 4
-    assert padded.count(True) == (0 if size == "tiny" else 2)
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    assert len(layers) == 2
+    assert converted == layers
     mlps = [p for n, p in model.named_parameters() if "vis" in n and ".mlp." in n]
     assert mlps
     assert not any(width % 16 for parameter in mlps for width in parameter.shape)
