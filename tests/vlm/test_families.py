@@ -40,8 +40,9 @@ ENDS |= dict.fromkeys(("llava", "llava_next", "mistral3"), "</s>")
 ENDS |= dict.fromkeys(("idefics3", "smolvlm"), "<end_of_utterance>")
 CPU = torch.device("cpu")
 
-
-folder = make_folders(FAMILIES)
+QUICK = FAMILIES.keys() - {"glm46v", "idefics3", "llava", "qwen2_vl", "qwen3_5", "qwen3_vl_moe"}
+"""One of the families that are alike."""
+folder = make_folders(FAMILIES, quick=[*QUICK])
 
 
 @pytest.fixture(scope="module")
