@@ -133,8 +133,7 @@ def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
 def _has_metadata_after_pixels(image: PngImageFile) -> bool:
     """Whether a PNG may have EXIF or XMP data after its pixels, where headers do not show it."""
     file = image.fp
-    if file is None:
-        return True
+    assert file is not None  # nothing has read the pixels yet
     before = file.tell()
     try:
         file.seek(8)

@@ -14,19 +14,12 @@ from coat_data.mixture.selection import describe_row
 from coat_data.sample import DataError, Sample
 
 MAX_WORKERS = 8
-"""Maximum number of worker processes by default."""
+"""Maximum number of worker processes by default, which is one per usable core."""
 
 _THREADS = 16  # links that one process reads at the same time
 
 Chunk = Iterable[Sample | DataError]
 T = TypeVar("T")
-
-
-def count_workers(workers: int | None) -> int:
-    """Return the number of processes: ``workers``, or one per usable core up to the limit."""
-    usable = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1
-    return workers or min(MAX_WORKERS, cores)
 
 
 def map_chunks(
@@ -43,7 +36,9 @@ def map_chunks(
     DataError if a worker process was killed, RuntimeError if ``work`` raised another exception;
     both name the rows.
     """
-    workers = count_workers(workers)
+    usable = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1
+    workers = workers or min(MAX_WORKERS, cores)
     total = len(dataset)
     with tqdm(desc=f"{job} {dataset.name}", total=total) as bar:
         ranges = [range(at, min(at + rows, total)) for at in range(0, max(1, total), rows)]
