@@ -19,7 +19,7 @@ ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MANY_ROWS = 1000 if torch.cuda.is_available() else 131  # the interpreter takes them one by one
 SIZES = [
     (21, 208, torch.bfloat16),
-    (6, 208, torch.float16),
+    pytest.param(6, 208, torch.float16, marks=pytest.mark.slow),
     (1, 48, torch.bfloat16),
     (MANY_ROWS, 80, torch.float32),
     (0, 48, torch.bfloat16),

@@ -120,7 +120,11 @@ def test_numbers_of_images(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("llava_onevision", "bf16"), ("qwen2_5_vl", "coat"), ("qwen3_vl", "bf16")],
+    [
+        ("llava_onevision", "bf16"),
+        ("qwen2_5_vl", "coat"),
+        pytest.param("qwen3_vl", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_tokens_divide_those_of_the_decoder(
     family: str, precision: str, tmp_path: Path
