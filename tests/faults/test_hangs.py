@@ -8,14 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tiny_run import ENV, TRAIN, tiny_recipe, wait_for, write_recipe
 
 from coat_vlm.report.run_folder import describe_run
 from coat_vlm.run.heartbeat import FOLDER
 
 
-@pytest.mark.faults
 def test_a_stopped_rank_ends_the_run_within_the_time_limit_and_is_named(
     tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -172,7 +172,6 @@ def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.faults
 def test_a_stopped_run_that_wakes_up_writes_nothing(
     text_data: Path, start: Start, tmp_path: Path
 ) -> None:
