@@ -116,7 +116,9 @@ class PromptEncoder:
         self.encode = encoder.prompt
         self.encode_choices = encoder.answered
         self.tokenizer = processor.tokenizer
+        # Limits of pixels and frames are set on these.
         self.image_processor = processor.image_processor
+        self.video_processor = getattr(processor, "video_processor", None)
         self.pad_token_id = processor.pad_token_id
         # Only the chat template defines the token at the end of an answer.
         turns = (Turn("user", (Part("text", "?"),)), Turn("assistant", (Part("text", "!"),)))
