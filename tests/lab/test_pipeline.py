@@ -38,9 +38,11 @@ def test_recipes_train_the_parts_that_the_runs_name(args: Any) -> None:
 def test_results_leave_out_the_first_steps(args: Any) -> None:
     entry = {"tokens": 100, "step_s": 0.5, "data_wait_s": 0.01, "peak_memory_mb": None}
     first = {**entry, "step_s": 9.0, "peak_memory_mb": 2000.0}
-    result = bench.summarize("qwen:coat", [first, entry, {**entry, "tokens": 300}], args)
-    assert (result.tok_s, result.step_tokens, result.steps) == (400, 200, 2)
-    assert (result.step_s, result.wait, result.peak_gb) == (0.5, 0.02, 2.0)
+    result = bench.summarize(
+        "qwen:coat", [first, entry, {**entry, "tokens": 300, "step_s": 1.0}], args
+    )
+    assert (result.tok_s, result.step_tokens, result.steps) == (400 / 1.5, 200, 2)
+    assert (result.step_s, result.wait, result.peak_gb) == (0.75, 0.02 / 1.5, 2.0)
 
 
 @pytest.mark.slow
