@@ -221,17 +221,17 @@ def _modules_of(blocks: Sequence[Any]) -> Iterator[nn.Module]:
 
 
 def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -> None:
-    """Store the frozen weights of FP8 blocks with LoRA adapters only in FP8 (``weights.py``).
+    """Store the frozen weights of FP8 blocks only in FP8 (``weights.py``).
 
     Blocks whose forward GEMMs are BF16 keep theirs. The stored weights go to ``device``, by default
     the weights'. Call it again after a change of the original weights, which are on the CPU from
     then on. Weights that DeepSpeed's ZeRO-3 partitions, and those that an adapter reads itself
-    (DoRA), or that an MLP pads (``mlp.py``), are left.
+    (DoRA), are left.
     """
     for block in model.modules():
         whole = _is_converted(block)
         known = whole or find_layer(block) is not None
-        if not known or not has_adapters(block) or any(map(reads_base_weight, block.modules())):
+        if not known or any(map(reads_base_weight, block.modules())):
             continue
         groups: dict[str, list[Any]] = {}
         linears = _linears_of(block)
@@ -244,7 +244,7 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
             in_fp8 = (whole or isinstance(layers[0], Fp8Linear)) and not layers[0].fp8_bf16_forward
             frozen = not any(layer.weight.requires_grad for layer in layers)
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
-            if in_fp8 and all(map(_fits_gemm, layers)) and frozen and not partitioned:
+            if in_fp8 and frozen and not partitioned:
                 store_weights(layers, device)
         experts = _experts_of(block) if whole else None
         own = () if experts is None else experts.parameters()

@@ -182,9 +182,10 @@ def collect(
 ) -> tuple[FusedLinear, LayerValues]:
     """Collect settings and parameters of layers that read the same input.
 
-    ``pad_rows`` zero rows are appended to each weight, bias and matrix B, ``pad_columns`` zero
-    columns to each weight and matrix A. Raises ValueError if a layer was wrapped after the
-    conversion, in something else than plain LoRA.
+    Weights that are stored in FP8 are views of the stored ones, which have the padding. Others, the
+    biases and matrices B get ``pad_rows`` zero rows, weights and matrices A ``pad_columns`` zero
+    columns. Raises ValueError if a layer was wrapped after the conversion, in something else than
+    plain LoRA.
     """
     adapters = [find_adapter(layer) for layer in layers]
     linears = [base_layer(layer) for layer in layers]
@@ -196,11 +197,12 @@ def collect(
                 "effect: wrap the layers first (peft.get_peft_model), then convert the model"
             )
     plain = [layer for layer in linears if isinstance(layer, nn.Linear)]
+    stored = weights.stored_weight(plain[0])
     fused = FusedLinear(
         weights.key_of(plain),
         vars(plain[0]).get("fp8_bf16_forward", False),
         tuple(0.0 if adapter is None else adapter.scale for adapter in adapters),
-        weights.stored_weight(plain),
+        stored,
     )
     values = LayerValues(
         [layer.weight for layer in plain],
@@ -209,10 +211,13 @@ def collect(
         [None if adapter is None else adapter.b for adapter in adapters],
     )
     if pad_rows or pad_columns:
-        values.weights = _pad(values.weights, (0, pad_columns, 0, pad_rows))
+        if stored is None:
+            values.weights = _pad(values.weights, (0, pad_columns, 0, pad_rows))
         values.biases = _pad(values.biases, (0, pad_rows))
         values.a = _pad(values.a, (0, pad_columns))
         values.b = _pad(values.b, (0, 0, 0, pad_rows))
+    if stored is not None:
+        values.weights = [*stored.q.split([layer.out_features + pad_rows for layer in plain])]
     return fused, values
 
 
@@ -236,7 +241,7 @@ def forward(
     parts, bias, scale = layers.weights, None, None
     if any(bias is not None for bias in layers.biases):
         given = [
-            weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
+            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.detach()
             for weight, bias in zip(parts, layers.biases, strict=True)
         ]
         bias = given[0] if len(given) == 1 else torch.cat(given)

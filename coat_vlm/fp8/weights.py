@@ -6,11 +6,11 @@ the forward GEMM is BF16). Inside, the first use writes both layouts, and later 
 (2 bytes per parameter): the weights must not change until the scope ends. Weights with the same
 input are one fused matrix with one scale.
 
-Frozen weights of blocks with LoRA adapters can be stored only in FP8 (:func:`store_weights`), with
-the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
-forward GEMM; the backward pass transposes a weight for its grad-input GEMM. The original weights go
-to host memory, block by block, so that the GPU never holds both completely: checkpoints and merged
-models are made from them. Experts (:func:`store_experts`) have one scale each.
+Frozen weights can be stored only in FP8 (:func:`store_weights`), with the bits that would be
+computed in every pass: 1 byte per parameter on the GPU, row-major for the forward GEMM; the
+backward pass transposes a weight for its grad-input GEMM. The original weights go to host memory,
+block by block, so that the GPU never holds both completely: checkpoints and merged models are made
+from them. Experts (:func:`store_experts`) have one scale each.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coat_kernels import TensorScaled, quantize_again, quantize_layouts, quantize_rows
+from coat_kernels.formats import pad_length
 from coat_vlm.fp8 import saturation
 
 Key = tuple[Hashable, ...]
@@ -66,17 +68,23 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
 def store_weights(layers: Sequence[nn.Linear], device: torch.device | None = None) -> None:
     """Store frozen weights of layers with the same input in FP8, and move the originals to the CPU.
 
-    Call it again after a change of the originals. On ``meta`` weights stay there. ``device``
-    defaults to where the weights are, or where the stored ones are.
+    Each is padded with zeros to the multiples that the GEMMs take. Call it again after a change of
+    the originals. On ``meta`` weights stay there. ``device`` defaults to where the weights are, or
+    where the stored ones are.
     """
-    before = stored_weight(layers)
+    before = stored_weight(layers[0])
     device = device or (layers[0].weight.device if before is None else before.q.device)
-    parts = [layer.weight.to(device).contiguous() for layer in layers]
+    parts = [_pad(layer.weight.to(device)) for layer in layers]
     stored, _ = quantize_layouts(parts, rows=True, transposed=False, dithered=True)
     for layer in layers:
         vars(layer)[_STORED] = stored
         if device.type == "cuda":
             layer.weight.data = layer.weight.data.cpu()
+
+
+def _pad(weight: Tensor) -> Tensor:
+    rows, columns = (pad_length(size) - size for size in weight.shape)
+    return F.pad(weight, (0, columns, 0, rows)) if rows or columns else weight.contiguous()
 
 
 @torch.no_grad()
@@ -114,11 +122,9 @@ def _list(stored: Any) -> list[TensorScaled]:
     return [stored] if isinstance(stored, TensorScaled) else [*stored]
 
 
-def stored_weight(layers: Sequence[nn.Linear]) -> TensorScaled | None:
-    """Return the fused weight [N, K] of layers that :func:`store_weights` stored together."""
-    stored = vars(layers[0]).get(_STORED)
-    assert stored is None or len(stored.q) == sum(layer.out_features for layer in layers)
-    return stored
+def stored_weight(layer: nn.Linear) -> TensorScaled | None:
+    """Return the fused weight [N, K] that :func:`store_weights` stored for a layer and others."""
+    return vars(layer).get(_STORED)
 
 
 def is_stored(layer: nn.Module) -> bool:

@@ -223,6 +223,45 @@ def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
     assert count_fp8_weights(model) == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [48, pytest.param(40, id="padded")])
+@pytest.mark.parametrize("trained", ["language", "projector"])
+def test_stored_weights_without_adapters(tiny: Any, trained: str, width: int, device: str) -> None:
+    """Of a frozen tower, and of a frozen language model that passes gradients on."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    ids = torch.tensor([[5, *4 * [2], 6, 7, *4 * [2], 8, 9]], device=device)  # 2: a placeholder
+    draw = torch.Generator().manual_seed(5)
+    images = torch.randn(2, 3, 28, 28, generator=draw).to(device, dtype)
+    results = []
+    for stores in (False, True):
+        model = tiny.model(
+            vision=tiny.vision(hidden_size=32, intermediate_size=width),
+            language=tiny.language("llama", hidden_size=32, intermediate_size=width),
+        )
+        stage = one_stage(trained)
+        set_trainable(model, stage)
+        set_train_mode(model, stage)
+        model.to(device, dtype)
+        convert(model, Fp8Config(bf16_forward=()))
+        if stores:
+            store_frozen_weights(model)
+            shapes = [size for weight in list_stored(model) for size in weight.q.shape]
+            assert shapes
+            assert all(size % 16 == 0 for size in shapes)
+            weights = [p for n, p in model.language_model.named_parameters() if "_proj" in n]
+            assert count_fp8_weights(model) == sum(p.numel() for p in weights if p.requires_grad)
+        loss = model(ids, pixel_values=images, labels=ids.masked_fill(ids == 2, -100)).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), grads))
+    (loss, grads), (stored_loss, stored_grads) = results
+    trains = "language_model" if trained == "language" else "projector"
+    assert all(name.startswith(trains) for name in grads)
+    assert torch.equal(loss, stored_loss)
+    assert grads.keys() == stored_grads.keys()
+    assert all(torch.equal(grad, stored_grads[name]) for name, grad in grads.items())
+
+
 def test_blocks_with_bf16_forward_gemms_keep_their_weights(tiny: Any) -> None:
     plain = run(adapted(tiny, None))
     in_fp8 = run(adapted(tiny, Fp8Config(vision="bf16")))
