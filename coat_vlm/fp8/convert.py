@@ -225,8 +225,9 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
 
     Blocks whose forward GEMMs are BF16 keep theirs. The stored weights go to ``device``, by default
     the weights'. Call it again after a change of the original weights, which are on the CPU from
-    then on. Weights that DeepSpeed's ZeRO-3 partitions, and those that an adapter reads itself
-    (DoRA), are left.
+    then on, and then :func:`graph_blocks`, whose graphs read what was stored before. Experts are
+    stored only in blocks with LoRA adapters. Weights that DeepSpeed's ZeRO-3 partitions, and those
+    that an adapter reads itself (DoRA), are left.
     """
     for block in model.modules():
         whole = _is_converted(block)
@@ -248,7 +249,9 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
                 store_weights(layers, device)
         experts = _experts_of(block) if whole else None
         own = () if experts is None else experts.parameters()
-        if experts and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
+        # Without adapters frozen experts compute in BF16, as trained ones do.
+        adapted = experts is not None and has_adapters(block)
+        if adapted and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
             store_experts(experts, device)
 
 

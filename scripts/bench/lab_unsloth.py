@@ -54,7 +54,7 @@ def measure(folder: Path, vocab: int, weights: str, args: argparse.Namespace) ->
         optimizer="adamw",
         batch=args.batch,
         tokens=args.batch * args.tokens,
-        note=f"attention default, accumulation 1; LoRA rank {args.lora}",
+        note=f"accumulation 1; LoRA rank {args.lora}",
     )
     options = {"model": folder, "weights": weights, "vocab": vocab, "rank": args.lora}
     options |= {name: getattr(args, name) for name in ("batch", "tokens", "steps", "warmup")}
@@ -72,6 +72,7 @@ def measure(folder: Path, vocab: int, weights: str, args: argparse.Namespace) ->
         result.tok_s = result.tokens / (found["ms"] / 1e3)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     first, last = (found["losses"][i] for i in (0, -1))
+    result.note = f"attention {found['attention']}, {result.note}"
     result.note += f"; loss {first:.4f} -> {last:.4f}; {versions}"
     return result
 

@@ -14,6 +14,9 @@ import unsloth  # pyright: ignore[reportMissingImports] - before torch and trans
 
 # isort: split
 import torch
+from unsloth.utils.attention_dispatch import (  # pyright: ignore[reportMissingImports]
+    select_attention_backend,
+)
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -36,7 +39,9 @@ def main(args: argparse.Namespace) -> None:
     shape = (args.batch, args.tokens)
     ids = torch.randint(args.vocab, shape, generator=generator).to(model.device)
     losses, times = [], []
-    for _ in range(args.warmup + args.steps):
+    for number in range(args.warmup + args.steps):
+        if number == args.warmup:
+            torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         with torch.autocast(model.device.type, torch.bfloat16):  # as its trainer with bf16=True
             loss = model(input_ids=ids, labels=ids).loss
@@ -51,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
         "ms": median(times[args.warmup :]) * 1e3,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "losses": losses,
-        "trained": sum(p.numel() for p in trained),
+        "attention": select_attention_backend(),
         "versions": {name: importlib.metadata.version(name) for name in names},
     }))  # fmt: skip
 

@@ -35,7 +35,7 @@ from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import convert, fp8_blocks, store_frozen_weights
 from coat_vlm.fp8 import experts as fp8_experts
 from coat_vlm.fp8.block_error import BlockError, block_error
-from coat_vlm.fp8.weights import list_stored, store_experts
+from coat_vlm.fp8.weights import is_stored, list_stored, store_experts
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
 from coat_vlm.optim import CoatAdamW
@@ -248,6 +248,14 @@ def test_errors_are_those_of_other_families(lora: bool, device: str) -> None:
     error = measure(model, batch)
     assert 0.01 < (error.output_error or 0) < 0.11
     assert 0.01 < (error.input_gradient_error or 0) < 0.16
+
+
+def test_frozen_experts_without_adapters_stay_in_bf16() -> None:
+    model, _ = build(FAMILY)
+    convert(model.requires_grad_(False), Fp8Config(bf16_forward=()))
+    store_frozen_weights(model)
+    assert len(list_stored(model)) == 2 * 2 + 2 * 4  # heads and output, layers of images
+    assert not any("experts" in name and is_stored(m) for name, m in model.named_modules())
 
 
 @pytest.mark.usefixtures("without_rounding")
