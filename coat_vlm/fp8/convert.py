@@ -247,11 +247,10 @@ def store_frozen_weights(model: nn.Module, device: torch.device | None = None) -
             partitioned = any(hasattr(layer.weight, "ds_id") for layer in layers)
             if in_fp8 and frozen and not partitioned:
                 store_weights(layers, device)
-        experts = _experts_of(block) if whole else None
-        own = () if experts is None else experts.parameters()
         # Without adapters frozen experts compute in BF16, as trained ones do.
-        adapted = experts is not None and has_adapters(block)
-        if adapted and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
+        experts = _experts_of(block) if whole and has_adapters(block) else None
+        own = () if experts is None else experts.parameters()
+        if experts and not any(p.requires_grad or hasattr(p, "ds_id") for p in own):
             store_experts(experts, device)
 
 
