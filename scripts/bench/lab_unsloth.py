@@ -2,8 +2,9 @@
 
 Unsloth needs an older transformers than coat-vlm, so it runs in an environment of its own, whose
 Python is given: a virtual environment after pip install unsloth. The model has random weights.
-Rows have the columns of step.csv; compare them with rows of step.py from the same GPU. Frozen
-weights are in BF16, or with 4bit in NF4 (QLoRA). Nothing is recomputed in the backward pass.
+Rank, sequences and steps are in unsloth_steps.py. Rows have the columns of step.csv; compare them
+with rows of step.py from the same GPU. Frozen weights are in BF16, or with 4bit in NF4 (QLoRA).
+Nothing is recomputed in the backward pass.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import torch
 import transformers
 
 import harness
-from coat_cli.command import at_least
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.plan.published import LANGUAGES
 from step import StepResult, check_training, format_steps
@@ -29,51 +29,43 @@ from step import StepResult, check_training, format_steps
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 
-def write_model(folder: Path, tiny: bool) -> int:
-    """Write the model with random weights and a tokenizer; returns the vocabulary size."""
-    config = {**LANGUAGES[MODEL]}
-    if tiny:
-        config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    kind: Any = transformers.AutoConfig.for_model(**config)
+def write_model(folder: Path) -> None:
+    """Write the model with random weights, and a tokenizer."""
+    kind: Any = transformers.AutoConfig.for_model(**LANGUAGES[MODEL])
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="50GB")
     train_tokenizer(["a few words"] * 4, 300).save_pretrained(folder)
-    return kind.vocab_size
 
 
-def measure(folder: Path, vocab: int, weights: str, args: argparse.Namespace) -> StepResult:
+def measure(python: Path, folder: Path, weights: str) -> StepResult:
     """Train in Unsloth's environment; the result names a failure, whose error is printed."""
+    script = Path(__file__).with_name("unsloth_steps.py")
+    command = [str(python), str(script), f"--model={folder}", f"--weights={weights}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, check=False)
+    failed = done.returncode != 0
+    found: dict[str, Any] = {} if failed else json.loads(done.stdout.splitlines()[-1])
     result = StepResult(
         *harness.get_origin()[:3],
         gpus=1,
         zero=0,
-        model="qwen2.5-7b" + "-tiny" * args.tiny,
+        model="qwen2.5-7b",
         implementation="unsloth" + f"_{weights}" * (weights != "bf16"),
         checkpointing=False,
         optimizer="adamw",
-        batch=args.batch,
-        tokens=args.batch * args.tokens,
-        note=f"accumulation 1; LoRA rank {args.lora}",
+        batch=found.get("batch", 0),
+        tokens=found.get("tokens", 0),
     )
-    options = {"model": folder, "weights": weights, "vocab": vocab, "rank": args.lora}
-    options |= {name: getattr(args, name) for name in ("batch", "tokens", "steps", "warmup")}
-    command = [str(args.python), str(Path(__file__).with_name("unsloth_steps.py"))]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode:
+    if failed:
         result.problem = f"status {done.returncode}; the error is above"
         return result
-    found = json.loads(lines[-1])
-    result.problem = check_training(found["losses"], None)
+    losses = found["losses"]
+    result.note = f"{found['settings']}; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    result.note += f"; {found['versions']}"
+    result.problem = check_training(losses, None)
     if not result.problem:
         result.ms, result.peak_gb = found["ms"], found["peak_gb"]
-        result.tok_s = result.tokens / (found["ms"] / 1e3)
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    first, last = (found["losses"][i] for i in (0, -1))
-    result.note = f"attention {found['attention']}, {result.note}"
-    result.note += f"; loss {first:.4f} -> {last:.4f}; {versions}"
+        result.tok_s = found["tokens"] / (found["ms"] / 1e3)
     return result
 
 
@@ -85,30 +77,21 @@ EXAMPLES = """\
 def build_parser() -> argparse.ArgumentParser:
     """Build the script's parser."""
     parser = harness.make_parser(__doc__, EXAMPLES)
-    add, positive = parser.add_argument, at_least(1)
-    # fmt: off
+    add = parser.add_argument
     add("--python", type=Path, required=True, help="Python of the environment with Unsloth")
-    add("--weights", nargs="+", choices=("bf16", "4bit"), default=["bf16"], metavar="NAME",
-        help="bf16 or 4bit; default bf16")
-    add("--lora", type=positive, default=64, metavar="RANK", help="default 64")
-    add("--batch", type=positive, default=2, help="sequences; default 2")
-    add("--tokens", type=positive, default=4096, help="of a sequence; default 4096")
-    add("--steps", type=positive, default=9, help="measured steps; default 9")
-    add("--warmup", type=positive, default=3, help="steps before them; default 3")
-    add("--tiny", action="store_true", help="a tiny model, to try the script")
-    # fmt: on
+    names = ("bf16", "4bit")
+    add("--weights", nargs="+", choices=names, default=["bf16"], help="default bf16")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """Write the model and measure each kind of weights in a process of its own."""
+    results: list[StepResult] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        vocab = write_model(folder, args.tiny)
+        write_model(Path(name))
         torch.cuda.empty_cache()
-        results = []
         for weights in args.weights:
-            results.append(measure(folder, vocab, weights, args))
+            results.append(measure(args.python, Path(name), weights))
             harness.append_results(args.csv, results[-1:])
     harness.say(f"\n{format_steps(results)}")
 
