@@ -382,13 +382,9 @@ def _fp8_class(mixin: type[Fp8Layer], original: type[nn.Module]) -> type[nn.Modu
     return type(name, (mixin, original), {"__module__": original.__module__})
 
 
-def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return the converted blocks with their names; ``adapted``: with LoRA adapters too."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if _is_converted(module) and (adapted or not has_adapters(module))
-    ]
+def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the converted blocks with their names."""
+    return [(name, module) for name, module in model.named_modules() if _is_converted(module)]
 
 
 def _is_converted(module: Any) -> bool:

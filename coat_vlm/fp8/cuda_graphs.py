@@ -8,9 +8,9 @@ eager ones, and replayed afterwards:
     later           hidden -> [static input -> graph -> static output] -> copy; the same backward
 
 Tensors saved for backward are statically allocated, in the same memory for all shapes, so a
-captured model occupies its activations' peak memory also during the optimizer's step. Weights are
-quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run eagerly until
-:mod:`coat_vlm.fp8.memory_choices` has chosen the blocks for which the GPU waits.
+captured model occupies its activations' peak memory also during the optimizer's step. Weights that
+are not stored in FP8 are quantized in every replay. With ``fp8.cuda_graphs: auto`` all passes run
+eagerly until :mod:`coat_vlm.fp8.memory_choices` has chosen the blocks for which the GPU waits.
 
 Bounds of packed sequences are padded, and their longest length is rounded up, to share graphs.
 
@@ -163,11 +163,7 @@ class _Forward:
 
 def find_known_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the FP8 blocks whose passes can be captured, by name."""
-    return {
-        name: block
-        for name, block in fp8_blocks(model, adapted=False)
-        if not isinstance(block, _EAGER)
-    }
+    return {name: block for name, block in fp8_blocks(model) if not isinstance(block, _EAGER)}
 
 
 def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGraphs]":
@@ -180,7 +176,7 @@ def graph_blocks(model: nn.Module, enabled: CudaGraphs = True) -> "list[BlockGra
             del vars(module)[FORWARD]
     of_parent: dict[str, list[nn.Module]] = {}
     known = find_known_blocks(model)
-    eager = [name for name, _ in fp8_blocks(model, adapted=False) if name not in known]
+    eager = [name for name, _ in fp8_blocks(model) if name not in known]
     if eager and enabled is True:
         logger.warning(
             "CUDA graphs: the %d blocks from %s on run eagerly; they compute the longest of their "

@@ -1,6 +1,7 @@
 """FP8 blocks as CUDA graphs: the same losses and gradients, whatever comes in between."""
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,10 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import (
     SpareMemory,
     convert,
+    gemm,
     graph_blocks,
     reused_weights,
+    store_frozen_weights,
     watching,
     weights,
 )
@@ -42,7 +45,8 @@ CUDA = torch.device("cuda")
 VOCABULARY = 128
 
 
-def llama(device: torch.device = CUDA, recompute_qkv: bool = True) -> Any:
+def llama(device: torch.device = CUDA, recompute_qkv: bool = True, lora: bool = False) -> Any:
+    """A Llama; ``lora``: random adapters on frozen weights that are stored in FP8."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,
@@ -53,8 +57,14 @@ def llama(device: torch.device = CUDA, recompute_qkv: bool = True) -> Any:
         vocab_size=VOCABULARY,
     )
     model: Any = LlamaForCausalLM(config)
+    if lora:
+        import peft
+
+        chosen = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, chosen)
     model.to(device, torch.bfloat16)
     convert(model, Fp8Config(recompute_qkv=recompute_qkv))
+    store_frozen_weights(model)
     return model.train()
 
 
@@ -68,7 +78,8 @@ def passed(model: Any, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return loss.detach(), {n: p.grad.clone() for n, p in trained}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], most: float = 5e-3) -> None:
@@ -79,8 +90,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], most: fl
         assert error < most, (name, float(error))
 
 
-def test_without_a_gpu_blocks_run_as_ever() -> None:
-    model = llama(torch.device("cpu"))
+@pytest.mark.parametrize("lora", [False, True])
+def test_without_a_gpu_blocks_run_as_ever(lora: bool) -> None:
+    model = llama(torch.device("cpu"), lora=lora)
     batch = torch.arange(64).view(2, 32)
     plain = model(input_ids=batch, labels=batch).loss
     (graphs,) = graph_blocks(model)
@@ -89,7 +101,7 @@ def test_without_a_gpu_blocks_run_as_ever() -> None:
         assert model(input_ids=batch, labels=batch).loss == plain
     assert graphs.captures == graphs.replays == 0
     assert graph_blocks(model, enabled=False) == []
-    assert all("forward" not in vars(block) for block in model.model.layers)
+    assert all("forward" not in vars(block) for block in graphs.blocks)
 
 
 ROWS = {
@@ -199,6 +211,29 @@ def test_packed_rows_of_a_published_model_share_graphs(tmp_path: Path) -> None:
     passes = [number - EAGER_PASSES for number in seen.values() if number > EAGER_PASSES]
     assert passes
     assert (graphs.captures, graphs.replays) == (len(passes), sum(passes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("appended", [False, True])
+def test_replays_of_adapters_on_stored_weights(
+    appended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters' outputs are added, or part of the FP8 GEMMs."""
+    monkeypatch.setattr(gemm, "LAUNCHES", -math.inf if appended else math.inf)
+    plain, graphed = (llama(lora=True) for _ in range(2))
+    (graphs,) = graph_blocks(graphed)
+    trained = [[p for p in m.parameters() if p.requires_grad] for m in (plain, graphed)]
+    for step in range(EAGER_PASSES + 4):
+        loss, expected = passed(plain, ids(step))
+        found_loss, found = passed(graphed, ids(step))
+        assert found_loss == loss, step
+        assert_close(found, expected)
+        with torch.no_grad():  # weights move, in their place, and alike
+            for p, other in zip(*trained, strict=True):
+                assert p.grad is not None
+                p -= 0.5 * p.grad
+                other.copy_(p)
+    assert (graphs.captures, graphs.replays) == (1, 4)
 
 
 @pytest.mark.gpu
