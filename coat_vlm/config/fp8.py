@@ -57,7 +57,7 @@ class Fp8Config:
     """Launch each block as one CUDA graph, with static memory. ``auto`` decides after two steps: it
     captures blocks if the GPU waits for their launches in at least 3% of the second step, and half
     of the memory that a step leaves free suffices. ``true`` captures all blocks, and pads packed
-    sequences to one length. ZeRO 0 to 2; no effect on a CPU, on frozen parts or with
+    sequences to one length. ZeRO 0 to 2; no effect on a CPU, on a frozen tower or with
     recomputation."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments (the second one rounded stochastically); ``adamw``:

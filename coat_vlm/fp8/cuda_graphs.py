@@ -1,4 +1,4 @@
-"""CUDA graphs of FP8 blocks: the CPU launches one graph instead of 20 to 30 kernels.
+"""CUDA graphs of FP8 blocks: the CPU launches one graph instead of dozens of kernels.
 
 Passes of all FP8 blocks of the tower, and of the language model, are captured per shape after a few
 eager ones, and replayed afterwards:
@@ -18,7 +18,8 @@ Passes run eagerly in Qwen-VL's towers, whose longest image differs from batch t
 further shapes, with arguments that are neither tensors nor constants, in evaluation, with gradient
 checkpointing, in a scope of reused weights, and under a monitor. Weights must keep their addresses
 (ZeRO 0, 1, 2). A graph repeats the computation at the time of capture: call :func:`graph_blocks`
-again after changing ``requires_grad``, dropout or the attention implementation.
+again after changing ``requires_grad``, an adapter's scale, dropout or the attention implementation,
+and after merging adapters.
 """
 
 import gc

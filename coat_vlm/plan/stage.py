@@ -54,8 +54,9 @@ GRAPH_OVERHEAD = 0.33
 """Extra memory of CUDA graphs, as a share of the saved activations."""
 
 LAUNCH_S = 4.4e-3
-"""Seconds in which the CPU launches both passes of a block: 0.24 to 0.28 s for a tower of 27 blocks
-and a language model of 28, on the host of an H200 (docs/experiments/balance.md)."""
+"""Seconds in which the CPU launches both passes of a block without adapters: 0.24 to 0.28 s for a
+tower of 27 blocks and a language model of 28, on the host of an H200
+(docs/experiments/balance.md)."""
 
 FLOPS_PER_S = 850e12
 """Linear layers of both passes on an H200, other kernels included: a Llama-2-7B layer."""

@@ -46,7 +46,7 @@ VOCABULARY = 128
 
 
 def llama(device: torch.device = CUDA, recompute_qkv: bool = True, lora: bool = False) -> Any:
-    """A Llama; ``lora``: random adapters on frozen weights that are stored in FP8."""
+    """A Llama; ``lora``: random adapters, and frozen weights in FP8 but in the first block."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,
@@ -63,7 +63,8 @@ def llama(device: torch.device = CUDA, recompute_qkv: bool = True, lora: bool = 
         chosen = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(model, chosen)
     model.to(device, torch.bfloat16)
-    convert(model, Fp8Config(recompute_qkv=recompute_qkv))
+    in_bf16 = ("first",) if lora else None
+    convert(model, Fp8Config(recompute_qkv=recompute_qkv, bf16_forward=in_bf16))
     store_frozen_weights(model)
     return model.train()
 
