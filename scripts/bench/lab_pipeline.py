@@ -52,7 +52,7 @@ from harness import VersionedResult
 from step_models import apply_liger
 
 RUNS = ("qwen:coat", "qwen:trl_liger", "vila:coat")
-TOKENS, PIXELS = 8192, 602112  # per sequence and per image, as in README's recipe
+TOKENS, PIXELS = 8192, 602112  # per sequence and per image
 TRL_BATCH = 6
 """Samples of a micro-batch, padded to the longest, that fit without gradient checkpointing."""
 SIDES, ASPECTS = range(480, 1601, 16), (1.0, 3 / 4, 4 / 3, 3 / 2, 16 / 9)
