@@ -158,7 +158,7 @@ class _AttentionOutput(torch.autograd.Function):
         hp = out if fused.bf16_forward else None
         y, of_layer = gemm.forward(o8, fused, layers, query.dtype, hp)
         needs = Needs.find(ctx, fused, 3, 7)
-        output = out if kernel is not None else o8.q if needs.input_transposed else None
+        output = out if kernel is not None else o8.q if needs.input_again else None
         gemm.save(ctx, [output, o8.scale], of_layer.flat, source, statistics.tensors)
         ctx.shape, ctx.dtype, ctx.sizes = query.shape, query.dtype, statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused

@@ -194,8 +194,10 @@ class _NormExperts(torch.autograd.Function):
         if needs_gate and a is not None:
             grad_gate = (grad_logits.t() @ a).to(gate.dtype)
         residual = None if grad_residual is None else matrix(grad_residual)
-        grad_x, grad_norm, _ = norm_bwd(grad_a, of_norm, norm_weight, residual)
+        frozen = not ctx.needs_input_grad[2]
+        grad_x, grad_norm, _ = norm_bwd(grad_a, of_norm, norm_weight, residual, frozen=frozen)
         return (
-            *norms.grads_of_sum(grad_x.view(ctx.shape), ctx), grad_norm.to(norm_weight.dtype), None,
-            None, None, None, None, grad_gate, grad_in, grad_down,
+            *norms.grads_of_sum(grad_x.view(ctx.shape), ctx),
+            None if frozen else grad_norm.to(norm_weight.dtype), None, None, None, None, None,
+            grad_gate, grad_in, grad_down,
         )  # fmt: skip

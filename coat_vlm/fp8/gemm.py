@@ -20,7 +20,8 @@ the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
 
     forward       y += s P B^T                  P [M, r] = x A^T; saved
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
-    grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
+    grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x: in FP8 with x^T as above, or in
+                                                the model's dtype if x is at hand row-major
 
 Where the result is much wider than the operands (y of gate and up, grad_x of down), reading and
 writing it for the sum takes longer than a GEMM of longer FP8 operands:
@@ -172,8 +173,8 @@ class Needs(NamedTuple):
         return self.input or self.adapters
 
     @property
-    def input_transposed(self) -> bool:
-        """Whether the input of the forward GEMM is read again, transposed."""
+    def input_again(self) -> bool:
+        """Whether the input of the forward GEMM is read again."""
         return self.weight or self.adapters
 
 
@@ -245,37 +246,37 @@ def forward(
             for weight, bias in zip(parts, layers.biases, strict=True)
         ]
         bias = given[0] if len(given) == 1 else torch.cat(given)
-    adapters, inner = _adapters(fused, layers), None
+    adapters, product = _adapters(fused, layers), None
     if adapters:
         matrices = [adapter.a.to(dtype).contiguous() for adapter in adapters]
         if hp is None:
-            inner = low_rank_project(x, matrices, transposed=True)
+            p = low_rank_project(x, matrices, transposed=True)
         else:
-            inner = F.linear(hp.to(dtype), torch.cat(matrices)).to(dtype)
-    outer = [_Outer(each.b, each.scale, each.columns, each.ranks) for each in adapters]
+            p = F.linear(hp.to(dtype), torch.cat(matrices)).to(dtype)
+        outer = [adapter.b.to(dtype).contiguous() for adapter in adapters]
+        starts, scales = [x.start for x in adapters], [x.scale for x in adapters]
+        product = _Product(p, outer, starts, scales)
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))
-        y = _add(y.to(dtype), inner, outer)  # autocast may return another dtype
+        y = _add(y.to(dtype), product)  # autocast may return another dtype
     else:
         quantized = fused.stored
         if quantized is None:
             quantized = weights.quantize_weight(fused.key, parts, weight_scale)
         scale = quantized.scale
-        y = _multiply(x, quantized, dtype, bias, inner, outer)
-    return y, Saved(scale, inner, layers)
+        y = _multiply(x, quantized, dtype, bias, product)
+    return y, Saved(scale, None if product is None else product.p, layers)
 
 
-class _Outer(NamedTuple):
-    """The second matrix of a product that adapters add to columns of a result."""
+class _Product(NamedTuple):
+    """P U^T, which adapters add to a result; as in ``append_low_rank``."""
 
-    matrix: Tensor
-    """[n, r]."""
-    scale: float
-    columns: slice
-    """Columns of the result."""
-    ranks: slice
-    """Columns of P, or of its gradient."""
+    p: Tensor
+    matrices: Sequence[Tensor]
+    starts: Sequence[int]
+    factors: Sequence[float]
+    transposed: bool = False
 
 
 def _multiply(
@@ -283,24 +284,27 @@ def _multiply(
     b: TensorScaled,
     dtype: torch.dtype,
     bias: Tensor | None,
-    inner: Tensor | None,
-    outer: Sequence[_Outer],
+    product: _Product | None,
 ) -> Tensor:
-    """Multiply a [M, K] with b [N, K] and add the bias, and the adapters' products."""
-    if inner is not None and _is_wide(a, b, inner):
-        narrow = inner.new_zeros(len(b.q), inner.shape[1])
-        for matrix, scale, columns, ranks in outer:
-            narrow[columns, ranks] = scale * matrix
-        a, b = append_low_rank(a, inner, b, narrow)
-        outer = ()
-    return _add(scaled_mm(a, b, dtype, bias, fast=True), inner, outer)
+    """Multiply a [M, K] with b [N, K] and add the bias, and the adapters' product."""
+    if product is not None and _is_wide(a, b, product.p):
+        p, matrices, starts, factors, transposed = product
+        a, b = append_low_rank(a, p, b, matrices, starts, factors, transposed=transposed)
+        product = None
+    return _add(scaled_mm(a, b, dtype, bias, fast=True), product)
 
 
-def _add(y: Tensor, inner: Tensor | None, outer: Sequence[_Outer]) -> Tensor:
-    """Add the adapters' products to y in place."""
-    for matrix, scale, columns, ranks in outer:
-        assert inner is not None
-        y[:, columns].addmm_(inner[:, ranks], matrix.to(y.dtype).t(), alpha=scale)
+def _add(y: Tensor, product: _Product | None) -> Tensor:
+    """Add the adapters' product to y in place."""
+    if product is None:
+        return y
+    p, matrices, starts, factors, transposed = product
+    if transposed:  # all matrices A have all columns of y
+        return y.addmm_(p, torch.cat([*matrices]))
+    ranks = p.split([matrix.shape[1] for matrix in matrices], 1)
+    for inner, matrix, start, factor in zip(ranks, matrices, starts, factors, strict=True):
+        columns = y[:, start : start + len(matrix)]
+        columns.addmm_(inner, matrix.t(), alpha=factor)
     return y
 
 
@@ -320,33 +324,26 @@ class _Adapter(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-    columns: slice
-    """Columns of the fused output that the layer computes."""
-    ranks: slice
-    """Columns of P."""
+    start: int
+    """First column of the fused output that the layer computes."""
 
 
 def _adapters(fused: FusedLinear, layers: LayerValues) -> list[_Adapter]:
     """List the layers' adapters; a layer without one is left out."""
-    start, rank = 0, 0
-    adapters: list[_Adapter] = []
+    start, adapters = 0, list[_Adapter]()
     for weight, a, b, scale in zip(layers.weights, layers.a, layers.b, fused.scales, strict=True):
-        end = start + weight.shape[0]
         if a is not None:
-            ranks = slice(rank, rank + a.shape[0])
-            adapters.append(_Adapter(a.detach(), b.detach(), scale, slice(start, end), ranks))
-            rank = ranks.stop
-        start = end
+            adapters.append(_Adapter(a.detach(), b.detach(), scale, start))
+        start += weight.shape[0]
     return adapters
 
 
 def _adapters_backward(
-    rows: TensorScaled, inner: Tensor, fused: FusedLinear, layers: LayerValues
+    rows: TensorScaled, inner: Tensor, adapters: Sequence[_Adapter]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute gradients of P [M, R] and of the matrices B from the gradient of the output."""
-    adapters = _adapters(fused, layers)
     matrices = [adapter.b.to(inner.dtype).contiguous() for adapter in adapters]
-    starts, scales = [x.columns.start for x in adapters], [x.scale for x in adapters]
+    starts, scales = [x.start for x in adapters], [x.scale for x in adapters]
     sizes, ranks = zip(*(b.shape for b in matrices), strict=True)
     grads = low_rank_gradient(rows, inner, starts, sizes, ranks, scales)
     return low_rank_project(rows, matrices, starts, scales), grads
@@ -365,45 +362,52 @@ def backward(
     saved: Saved,
     needs: Needs,
     dtype: torch.dtype,
-    input_transposed: Callable[[Tensor | None], TensorScaled],
+    input_again: Callable[[Tensor | None], TensorScaled],
+    *,
+    input_rows: bool = False,
 ) -> tuple[Tensor | None, LayerValues]:
     """Run the grad-input GEMM, then the grad-weight GEMM; return [M, K] or None, and the others.
 
     ``grad_output`` is the gradient of :func:`forward`'s result, [..., N] in high precision, or a
-    function that returns it in FP8; each layout is freed after its GEMM. ``input_transposed``
-    returns x^T, E4M3 [K, M'], given the input's gradient; it is called at most once, for gradients
-    of weights or adapters.
+    function that returns it in FP8; each layout is freed after its GEMM. ``input_again`` returns
+    x^T, E4M3 [K, M'], given the input's gradient; it is called at most once, for gradients of
+    weights or adapters. If ``input_rows``, it returns x [M, K], for adapters of frozen weights.
     """
     layers, inner, parts = saved.layers, saved.inner, saved.layers.weights
     if isinstance(grad_output, Tensor):
         rows, transposed, grad_bias = quantize_grad([matrix(grad_output)], needs)
     else:
         rows, transposed, grad_bias = grad_output()
-    grads, grad_inner = LayerValues.empty(fused), None
+    grads, product = LayerValues.empty(fused), None
     if inner is not None and needs.rows:
-        grad_inner, grads_b = _adapters_backward(rows, inner, fused, layers)
+        adapters = _adapters(fused, layers)
+        grad_inner, grads_b = _adapters_backward(rows, inner, adapters)
         grads.b = _fill(layers.b, grads_b)
+        matrices = [adapter.a.to(dtype).contiguous() for adapter in adapters]
+        zeros, ones = [0] * len(adapters), [1.0] * len(adapters)
+        product = _Product(grad_inner, matrices, zeros, ones, True)
     grad_input = None
     if needs.input:
         if fused.stored is None:
             weight = weights.quantize_weight_transposed(fused.key, parts, saved.scale)
         else:
             weight = transpose_quantized(fused.stored)
-        outer: list[_Outer] = []
-        if grad_inner is not None:
-            a = torch.cat([adapter.a.to(dtype) for adapter in _adapters(fused, layers)])
-            outer = [_Outer(a.t(), 1.0, slice(None), slice(None))]
-        grad_input = _multiply(rows, weight, dtype, None, grad_inner, outer)
+        grad_input = _multiply(rows, weight, dtype, None, product)
         del weight
     del rows
-    x = input_transposed(grad_input) if needs.input_transposed else None
+    x = input_again(grad_input) if needs.input_again else None
     if needs.weight and x is not None:
         grads.weights = [*_split(scaled_mm(transposed, x, parts[0].dtype, fast=True), parts)]
-    if grad_inner is not None and x is not None:
-        # E4M3: the sums over the outputs have no such outliers as grad_y.
-        inner8 = quantize_gradient([grad_inner], E4M3, rows=False).transposed
-        matrices = [a for a in layers.a if a is not None]
-        grads.a = _fill(layers.a, _split(scaled_mm(inner8, x, dtype), matrices))
+    if product is not None and x is not None:
+        p, matrices, starts, factors, _ = product
+        if input_rows:
+            ranks, sizes = zip(*(a.shape for a in matrices), strict=True)
+            grads_a = low_rank_gradient(x, p, starts, sizes, ranks, factors, transposed=True)
+        else:
+            # E4M3: the sums over the outputs have no such outliers as grad_y.
+            inner8 = quantize_gradient([p], E4M3, rows=False).transposed
+            grads_a = _split(scaled_mm(inner8, x, dtype), matrices)
+        grads.a = _fill(layers.a, grads_a)
     if grad_bias is not None:
         grads.biases = [
             None if bias is None else piece.to(bias.dtype)

@@ -35,7 +35,7 @@ class _Linear(torch.autograd.Function):
         x8 = quantize_tensor(rows)
         saturation.observe("linear input", x8.q, rows)
         y, saved = gemm.forward(x8, fused, layers, x.dtype, rows if fused.bf16_forward else None)
-        q = x8.q if Needs.find(ctx, fused, 1, 2).input_transposed else None
+        q = x8.q if Needs.find(ctx, fused, 1, 2).input_again else None
         gemm.save(ctx, [q, x8.scale], saved.flat)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype
         return y.view(*x.shape[:-1], y.shape[-1])

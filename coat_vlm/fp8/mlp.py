@@ -23,12 +23,14 @@ from coat_kernels import (
     QuantizedGradient,
     TensorScaled,
     activation_bwd,
+    activation_bwd_once,
     activation_bwd_stats,
     activation_fwd,
     dequantize_group,
 )
 from coat_kernels.formats import pad_length
 from coat_kernels.reference import activation_gradient, activation_values
+from coat_kernels.shared_scales import are_shared
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.gemm import FusedLinear, LayerValues, Needs, Saved
@@ -118,30 +120,45 @@ class _NormMlp(torch.autograd.Function):
         flags_in, flags_out = gemm.unpack(ctx.needs_input_grad[8:], fused_in, fused_out)
         needs_in = Needs.of(ctx.needs_input_grad[:4], flags_in)
         needs_out = Needs.of(needs_in, flags_out)
-        grad_scale = None
+        grad_scale, made = None, None
+        # Without gradients of weights and biases, no GEMM reads the transposed layouts.
+        trained = needs_in.weight or needs_in.bias or needs_out.weight
+        frozen = needs_in.rows and not (trained or are_shared())
 
-        def activation_transposed(grad_act: Tensor | None) -> TensorScaled:
-            nonlocal grad_scale
+        def once(grad: Tensor) -> tuple[TensorScaled, TensorScaled]:
+            return activation_bwd_once(grad, saved, ctx.activation, recompute=needs_out.adapters)
+
+        def output_again(grad_act: Tensor | None) -> TensorScaled:
+            nonlocal grad_scale, made
             grad = grad_act
             if grad is None:  # no preceding layer trains, and the scale is not used
                 grad = grad_y.new_zeros(len(q), saved_out.layers.weights[0].shape[1])
             # Both results need one read of the gradient and of the saved input.
-            grad_scale, transposed = activation_bwd_stats(grad, saved, ctx.activation)
-            return transposed
+            if frozen:
+                made, output = once(grad)
+            else:
+                grad_scale, output = activation_bwd_stats(grad, saved, ctx.activation)
+            return output
 
         def quantize_grad_h() -> QuantizedGradient:
-            nonlocal grad_act
+            nonlocal grad_act, made
             grad, grad_act = grad_act, None  # the GEMMs need its memory
             assert grad is not None
-            quantized = activation_bwd(
-                grad,
-                saved,
-                ctx.activation,
-                rows=needs_in.rows,
-                transposed=needs_in.weight,
-                bias=needs_in.bias,
-                scale=grad_scale,
-            )
+            if frozen:
+                rows, made = made or once(grad)[0], None
+                quantized = QuantizedGradient(
+                    rows, TensorScaled(grad.new_empty(0), rows.scale), None
+                )
+            else:
+                quantized = activation_bwd(
+                    grad,
+                    saved,
+                    ctx.activation,
+                    rows=needs_in.rows,
+                    transposed=needs_in.weight,
+                    bias=needs_in.bias,
+                    scale=grad_scale,
+                )
             saturation.observe_gradient(
                 quantized,
                 lambda: activation_gradient(grad, dequantize_group(saved.a), ctx.activation),
@@ -149,7 +166,7 @@ class _NormMlp(torch.autograd.Function):
             return quantized
 
         grad_act, grads_out = gemm.backward(
-            grad_y, fused_out, saved_out, needs_out, ctx.dtype, activation_transposed
+            grad_y, fused_out, saved_out, needs_out, ctx.dtype, output_again, input_rows=frozen
         )
         of_norm, grads_in = (None, None, None, None), LayerValues.empty(fused_in)
         if grad_act is not None:

@@ -136,10 +136,13 @@ def backward(
     if grad_a is None:
         return (None, None, None, None), grads
     residual = None if grad_residual is None else matrix(grad_residual)
-    grad_x, grad_weight, grad_bias = norm_bwd(grad_a, of_norm, weight, residual)
-    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-    grad_sum = grads_of_sum(grad_x.view(ctx.shape), ctx)
-    return (*grad_sum, grad_weight.to(weight.dtype), grad_bias), grads
+    trained = ctx.needs_input_grad[2:4]
+    grad_x, *sums = norm_bwd(grad_a, of_norm, weight, residual, frozen=not any(trained))
+    of_parameters = (
+        grad.to(parameter.dtype) if needed else None
+        for grad, parameter, needed in zip(sums, (weight, bias), trained, strict=True)
+    )
+    return (*grads_of_sum(grad_x.view(ctx.shape), ctx), *of_parameters), grads
 
 
 def grads_of_sum(grad: Tensor | None, ctx: Any) -> tuple[Tensor | None, Tensor | None]:

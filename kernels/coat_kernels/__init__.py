@@ -9,6 +9,7 @@ from coat_kernels.activation import (
     ACTIVATIONS,
     ActivationSaved,
     activation_bwd,
+    activation_bwd_once,
     activation_bwd_stats,
     activation_fwd,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "QuantizedGradient",
     "TensorScaled",
     "activation_bwd",
+    "activation_bwd_once",
     "activation_bwd_stats",
     "activation_fwd",
     "adamw_step",

@@ -26,6 +26,9 @@ Backward: the gradient is quantized for the preceding layer's GEMMs and exists i
 grad-weight GEMM. ``activation_bwd`` writes da in FP8 in both layouts and, for a bias, sums da over
 tokens, in FP32 and a fixed order. Both read dh and group-scaled a.
 
+``activation_bwd_once`` is for frozen layers, whose GEMMs read no transposed data: it reads dh and a
+once, with da's scale guessed as above, and writes da and, for an adapter, h row-major.
+
 Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Slopes:
 ``kernels/README.md``. Reference: ``reference/activation.py``.
 """
@@ -38,15 +41,14 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_kernels import reference
+from coat_kernels.activation_tiles import NUM_GATED, gradients, value_and_slope
 from coat_kernels.device import (
     block_amax_bits,
     inverse_scale,
-    load_grouped,
     load_tile,
     magnitude_bits,
     publish_scale,
     row_offsets,
-    sigmoid_base2,
     store_grouped,
     store_quantized,
     word_offsets,
@@ -72,12 +74,12 @@ from coat_kernels.shared_scales import are_shared, finish_scale
 ACTIVATIONS = reference.ACTIVATIONS
 is_gated = reference.is_gated
 
-NUM_GATED = tl.constexpr(2)
-"""Activations whose input is [gate | up]: the first ones of ACTIVATIONS."""
-
 ROWS_TILE = Tile(16, 256, 4)
 """Tile of passes that write row-major data or only compute a scale: the fastest of three on an H200
 for the MLPs of SigLIP and Llama."""
+
+FROZEN_TILE = Tile(4, 512, 4)
+"""Tile of ``activation_bwd_once``: the fastest of nine on an H200 for SwiGLU."""
 
 ONE_PASS = 2**25
 """Elements of h from which a tensor is read once: below, a third launch takes as long as a read."""
@@ -87,30 +89,6 @@ MARGIN = reference.MARGIN
 
 GRADIENT_TILE = 4096
 """Elements of a tile of the gradient pass: with 8192 of SwiGLU one program fills an SM."""
-
-
-@triton.jit
-def value_and_slope(a, KIND: tl.constexpr):
-    """Compute an activation and its derivative; KIND is the index in ACTIVATIONS."""
-    tl.static_assert(KIND >= 0 and KIND < 5, "an activation without a formula")
-    if KIND == 2:
-        cdf = 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476))
-        return a * cdf, cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
-    else:
-        # a * s with s = sigmoid(inner): the derivative is s + h (1 - s) inner'. The constants
-        # include log2(e) to save instructions, which bound these kernels as much as bytes.
-        slope = 1.0
-        if KIND == 1 or KIND == 3:
-            squared = a * a
-            s = sigmoid_base2(a * (-2.302208198144325 + -0.10294323460783883 * squared))
-            slope = 1.5957691216057308 + 0.21406443847843341 * squared
-        elif KIND == 4:
-            s = sigmoid_base2(-2.4554669595930156 * a)
-            slope = 1.702
-        else:
-            s = sigmoid_base2(-1.4426950408889634 * a)
-        h = a * s
-        return h, s + (h - h * s) * slope
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -209,44 +187,24 @@ def _activation_again_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def gradients(
-    dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
-    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Compute FP32 tiles of da (gate and up of gated kinds, else the same tile twice) and of h."""
-    dh = load_tile(dh_ptr, o_m, i_n + tl.arange(0, BLOCK_N), m_mn, F)
-    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-    h, slope = value_and_slope(a, KIND)
-    da = dh * slope
-    dup = da
-    output = h
-    if KIND < NUM_GATED:
-        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-        da = dh * up * slope
-        dup = dh * h
-        output = h * up
-    return da, dup, output
-
-
 @triton.jit(do_not_specialize=TOKENS)
 def _activation_bwd_stats_kernel(
     dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
-    output_scale_ptr, ht_ptr,  # (), (F, M_PADDED) FP8
+    output_scale_ptr, ht_ptr,  # (), (F, M_PADDED) FP8; null without h
     M, F, W, M_PADDED, tiles_n,
-    KIND: tl.constexpr, INVERSE_MAX: tl.constexpr, RECOMPUTE: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr, EVERY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
-    o_m = word_offsets(i_m, BLOCK_M)
+    o_m = word_offsets(i_m, BLOCK_M) * EVERY
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     da, dup, h = gradients(
         dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
     )
-    if RECOMPUTE:
+    if ht_ptr is not None:
         store_quantized(
             h * inverse_scale(output_scale_ptr), ht_ptr, ht_ptr, o_m, i_m, o_n, o_n < F, M,
             M_PADDED, F, M_PADDED, False, True, BLOCK_M, BLOCK_N,
@@ -257,39 +215,78 @@ def _activation_bwd_stats_kernel(
     publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
 
-@triton.jit(do_not_specialize=TOKENS)
-def _activation_bwd_apply_kernel(
-    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
-    q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
-    M, F, W, M_PADDED, tiles_n,
-    KIND: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def _bwd_tile(
+    pid, dh_ptr, a_ptr, e_ptr, scale_ptr, q_ptr, qt_ptr, sums_ptr, output_scale_ptr, h_ptr,
+    M, F, W, M_PADDED, tiles_n, KIND: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    i_m = pid // tiles_n
+    """Store what is not None of a tile; return the bits of da's largest magnitude."""
+    i_m = pid // tiles_n  # tiles are counted along the row first
     o_m = word_offsets(i_m, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_n = o_n < F
     m_mn = (o_m[:, None] < M) & m_n[None, :]
-    da, dup, _ = gradients(
+    da, dup, h = gradients(
         dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
     )
+    if h_ptr is not None:
+        store_quantized(
+            h * inverse_scale(output_scale_ptr), h_ptr, h_ptr, o_m, i_m, o_n, m_n, M, M, F, M,
+            True, False, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     inverse = inverse_scale(scale_ptr)
     store_quantized(
         da * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
         TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
+    bits = block_amax_bits(da)
     o = i_m.to(tl.int64) * W + o_n
-    if BIAS:
+    if sums_ptr is not None:
         tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
     if KIND < NUM_GATED:
         store_quantized(
             dup * inverse, q_ptr, qt_ptr, o_m, i_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
             TRANSPOSED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if BIAS:
+        bits = tl.maximum(bits, block_amax_bits(dup))
+        if sums_ptr is not None:
             tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
+    return bits
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_bwd_apply_kernel(
+    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
+    q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
+    exact_ptr, output_scale_ptr, h_ptr,  # (), (), (M, F) FP8; null unless in one read
+    M, F, W, M_PADDED, tiles_n,
+    KIND: tl.constexpr, INVERSE_MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    bits = _bwd_tile(
+        tl.program_id(0), dh_ptr, a_ptr, e_ptr, scale_ptr, q_ptr, qt_ptr, sums_ptr,
+        output_scale_ptr, h_ptr, M, F, W, M_PADDED, tiles_n, KIND, ROWS, TRANSPOSED, GROUP,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if exact_ptr is not None:
+        publish_scale(bits, exact_ptr, INVERSE_MAX)
+
+
+@triton.jit(do_not_specialize=(*TOKENS, "tiles"))  # both depend on the number of tokens
+def _activation_bwd_again_kernel(
+    dh_ptr, a_ptr, e_ptr, guess_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), (), ()
+    q_ptr,  # (M, W) FP8
+    M, F, W, tiles, tiles_n, KIND: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    if _finish_guess(scale_ptr, guess_ptr):
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _bwd_tile(
+                tile, dh_ptr, a_ptr, e_ptr, scale_ptr, q_ptr, q_ptr, None, None, None, M, F, W, M,
+                tiles_n, KIND, True, False, GROUP, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
 
 def _shape(a: Tensor, kind: str) -> tuple[int, int, int]:
@@ -392,6 +389,24 @@ def _gradient_tile(kind: str, group: int) -> Tile:
     return Tile(GRADIENT_TILE // columns, columns, warps)
 
 
+def _launch_bwd_stats(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, scale: Tensor, fmt: str,
+    output_scale: Tensor | None = None, ht: Tensor | None = None, every: int = 1,
+) -> None:  # fmt: skip
+    """Raise ``scale`` to da's, or to a guess from a sample; write ht if it is given."""
+    M, F, W = _shape(a, kind)
+    group = W // exponents.shape[1]
+    rows, tile = (M, ROWS_TILE) if ht is None else (pad_length(M), _recompute_tile(kind, group))
+    grid, options = tile_grid(cdiv(rows, every), F, tile)
+    launch(
+        _activation_bwd_stats_kernel, grid,
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, output_scale_ptr=output_scale,
+        ht_ptr=ht, M=M, F=F, W=W, M_PADDED=pad_length(M), KIND=ACTIVATIONS.index(kind),
+        INVERSE_MAX=(1.0 if every == 1 else MARGIN) / get_format(fmt).max, GROUP=group,
+        EVERY=every, **options,
+    )  # fmt: skip
+
+
 @register(
     fake=lambda dh, a, _exponents, kind, output_scale, fmt, _: (
         dh.new_empty((), dtype=torch.float32),
@@ -402,20 +417,45 @@ def _activation_bwd_stats(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
     output_fmt: str, fmt: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, F, W = _shape(a, kind)
-    recompute = output_scale is not None
-    _, ht = empty_layouts(M, F, dh, output_fmt, False, recompute)
-    group = W // exponents.shape[1]
-    rows, tile = (pad_length(M), _recompute_tile(kind, group)) if recompute else (M, ROWS_TILE)
-    grid, options = tile_grid(rows, F, tile)
+    M, F, _ = _shape(a, kind)
+    _, ht = empty_layouts(M, F, dh, output_fmt, False, output_scale is not None)
     scale = new_scale(dh.device)
-    launch(
-        _activation_bwd_stats_kernel, grid,
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, output_scale_ptr=output_scale,
-        ht_ptr=ht, M=M, F=F, W=W, M_PADDED=pad_length(M), KIND=ACTIVATIONS.index(kind),
-        INVERSE_MAX=1.0 / get_format(fmt).max, RECOMPUTE=recompute, GROUP=group, **options,
-    )  # fmt: skip
+    written = None if output_scale is None else ht
+    _launch_bwd_stats(dh, a, exponents, kind, scale, fmt, output_scale, written)
     return finish_scale(scale), ht
+
+
+@register(
+    fake=lambda dh, a, _exponents, _kind, output_scale, output_fmt, fmt: (
+        a.new_empty(a.shape, dtype=get_format(fmt).dtype),
+        dh.new_empty((), dtype=torch.float32),
+        a.new_empty(0 if output_scale is None else dh.shape, dtype=get_format(output_fmt).dtype),
+    ),
+)
+def _activation_bwd_once(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
+    output_fmt: str, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    M, F, W = _shape(a, kind)
+    q, _ = empty_layouts(M, W, a, fmt, True, False)
+    h, _ = empty_layouts(M, F, a, output_fmt, output_scale is not None, False)
+    guess, scale = new_scale(a.device), new_scale(a.device)
+    _launch_bwd_stats(dh, a, exponents, kind, guess, fmt, every=SAMPLE_EVERY)
+    (tiles,), options = tile_grid(M, F, FROZEN_TILE)
+    options |= {"KIND": ACTIVATIONS.index(kind), "GROUP": W // exponents.shape[1]}
+    launch(
+        _activation_bwd_apply_kernel, (tiles,),
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=guess, q_ptr=q, qt_ptr=q, sums_ptr=None,
+        exact_ptr=scale, output_scale_ptr=output_scale, h_ptr=None if output_scale is None else h,
+        M=M, F=F, W=W, M_PADDED=M, INVERSE_MAX=1.0 / get_format(fmt).max, ROWS=True,
+        TRANSPOSED=False, **options,
+    )  # fmt: skip
+    launch(
+        _activation_bwd_again_kernel, (min(tiles, 8 * count_sms(a.device)),),
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, guess_ptr=guess, scale_ptr=scale, q_ptr=q,
+        M=M, F=F, W=W, tiles=tiles, **options,
+    )  # fmt: skip
+    return q, scale, h
 
 
 @register(
@@ -429,14 +469,15 @@ def _activation_bwd(
     q, qt, sums = allocate_gradient(M, W, a, fmt, rows, transposed, bias)
     group = W // exponents.shape[1]
     grid, options = tile_grid(pad_length(M) if transposed else M, F, _gradient_tile(kind, group))
-    partial = sums.new_empty((grid[0] // options["tiles_n"], W)) if bias else sums
+    partial = sums.new_empty((grid[0] // options["tiles_n"], W)) if bias else None
     launch(
         _activation_bwd_apply_kernel, grid,
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
-        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=pad_length(M), KIND=ACTIVATIONS.index(kind),
-        ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group, **options,
+        sums_ptr=partial, exact_ptr=None, output_scale_ptr=None, h_ptr=None, M=M, F=F, W=W,
+        M_PADDED=pad_length(M), KIND=ACTIVATIONS.index(kind), INVERSE_MAX=1.0, ROWS=rows,
+        TRANSPOSED=transposed, GROUP=group, **options,
     )  # fmt: skip
-    return q, qt, partial.sum(0) if bias else sums
+    return q, qt, sums if partial is None else partial.sum(0)
 
 
 class ActivationSaved(NamedTuple):
@@ -509,6 +550,20 @@ def activation_bwd(
         grad_output, *saved.a, kind, E5M2.name, rows, transposed, bias, scale
     )
     return to_quantized_gradient(q, qt, scale, sums, bias=bias)
+
+
+def activation_bwd_once(
+    grad_output: Tensor, saved: ActivationSaved, kind: str, *, recompute: bool
+) -> tuple[TensorScaled, TensorScaled]:
+    """Compute the gradient of the input and ``recompute`` the output in one read, row-major.
+
+    Takes a contiguous gradient of h [M, F]. Returns the gradient in E5M2 [M, W], and h in E4M3
+    [M, F], else empty. Not for processes that share scales: they would repeat it unequally.
+    """
+    _check("activation_bwd_once", grad_output, saved, kind)
+    of_output = saved.scale if recompute else None
+    q, scale, h = _activation_bwd_once(grad_output, *saved.a, kind, of_output, E4M3.name, E5M2.name)
+    return TensorScaled(q, scale), TensorScaled(h, saved.scale)
 
 
 def _check_kind(kind: str) -> None:

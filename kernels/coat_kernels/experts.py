@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_kernels import reference
-from coat_kernels.activation import ACTIVATIONS, gradients, is_gated
+from coat_kernels.activation import ACTIVATIONS, is_gated
+from coat_kernels.activation_tiles import gradients
 from coat_kernels.device import SMALLEST_NORMAL, load_tile, magnitude_bits, row_offsets
 from coat_kernels.formats import E4M3, GroupScaled, TensorScaled, check_matrix
 from coat_kernels.launch import TOKENS, cdiv, launch

@@ -4,8 +4,16 @@
     low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
     append_low_rank     [a | P] [b | U]^T = a b^T + P U^T         one FP8 GEMM with an adapter
 
-x is FP8 with one scale. U and P have the model's dtype, and sums are FP32. Up to a rank r of about
-100 memory limits these GEMMs, which read an adapter's columns of x once for every 64 columns of P.
+x is FP8 with one scale. U and P have the model's dtype. Up to a rank r of about 100 memory limits
+these GEMMs, which read an adapter's columns of x once for every 64 columns of P.
+
+P is computed by FP8 tensor cores, so that no element of x is converted. A BF16 number has 8 bits,
+and is the sum of two E4M3 numbers of 4 bits each (FP16: of three). Each tile of U has an exponent
+e, so that its largest value fits; values below 2^-14 of it have errors of up to 2^-17 of it:
+
+    U = 2^e (U0 + U1 / 16),   U0 = round(U / 2^e) to 4 bits,   U1 = 16 (U / 2^e - U0)
+
+The products of 128 columns are added as FP8 tensor cores do, with about 14 bits, then in FP32.
 
 Layers with the same input (q, k, v; gate, up) have one FP8 matrix and one P: one launch computes
 up to three adapters. Each reads some columns of x, and has some of P. Where the rows or columns of
@@ -30,9 +38,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels.device import INTERPRETED, row_offsets
+from coat_kernels.device import (
+    INTERPRETED,
+    block_amax_bits,
+    exponent_inverse,
+    exponent_scale,
+    get_exponent,
+    row_offsets,
+)
 from coat_kernels.formats import (
+    E4M3,
     FORMATS,
+    Format,
     TensorScaled,
     check_dtype,
     check_matrix,
@@ -62,8 +79,11 @@ multiple of 16 and are loaded one by one: registers do not suffice for more."""
 _ALIGNED = 16
 """Triton loads several elements at once if it knows that an offset is a multiple of this."""
 
-APPEND_TILE = Tile(128, 128, 8)
-"""Tile of ``append_low_rank``, which copies, as ``transpose_quantized`` does."""
+APPEND_TILE = Tile(32, 128, 4)
+"""Tile of ``append_low_rank``: the fastest of six on an H200."""
+
+_TERMS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""Terms of U in ``low_rank_project``: FP32 itself, or E4M3 numbers of 4 bits each."""
 
 PROGRAMS = 256
 """With fewer programs sums are divided: about two per multiprocessor of an H200."""
@@ -97,26 +117,58 @@ def _select(part, x0, x1, x2):
 
 @triton.jit
 def _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED: tl.constexpr):
-    """Load a tile [N, R] of a matrix (size, rank), or (rank, size) if TRANSPOSED."""
+    """Load a tile [N, R] of a matrix (size, rank), or (rank, size) if TRANSPOSED; zeros outside."""
     o = o_n[:, None] * rank + o_r[None, :]
     if TRANSPOSED:
         o = o_r[None, :] * size + o_n[:, None]
-    return tl.load(u_ptr + o, mask=(o_n < size)[:, None] & (o_r < rank)[None, :], other=0.0)
+    m_n = (o_n >= 0) & (o_n < size)
+    m_r = (o_r >= 0) & (o_r < rank)
+    return tl.load(u_ptr + o, mask=m_n[:, None] & m_r[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=TOKENS)
-def _low_rank_project_kernel(
-    q_ptr, scale_ptr,  # (M, N), ()
-    u0_ptr, u1_ptr, u2_ptr, sums_ptr,  # three times (size, rank), (pieces, M, R)
-    M, N, R, blocks, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
-    first0, first1, first2, factor0, factor1, factor2,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit
+def _low_rank_terms_kernel(
+    u0_ptr, u1_ptr, u2_ptr, terms_ptr, e_ptr,  # three times (size, rank), (TERMS, rows, S), (tiles)
+    S, blocks, size0, size1, size2, rank0, rank1, rank2,
+    TERMS: tl.constexpr, MAX_EXPONENT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    part, u_ptr = tl.program_id(2) // blocks, u0_ptr
+    part, u_ptr = tl.program_id(1) // blocks, u0_ptr
     if u1_ptr is not None and part == 1:
         u_ptr = u1_ptr
     if u2_ptr is not None and part == 2:
         u_ptr = u2_ptr
+    size = _select(part, size0, size1, size2)
+    rank = _select(part, rank0, rank1, rank2)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_r = tl.arange(0, BLOCK_R)
+    u = _narrow_tile(u_ptr, o_n, tl.program_id(1) % blocks * BLOCK_R + o_r, size, rank, TRANSPOSED)
+    rest = u.to(tl.float32)
+    if TERMS > 1:
+        e = get_exponent(block_amax_bits(rest), MAX_EXPONENT)
+        tl.store(e_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), e)
+        rest *= exponent_inverse(e)
+    terms_ptr += (tl.program_id(1) * BLOCK_R + o_r)[None, :] * S + o_n[:, None]
+    for _ in tl.static_range(TERMS):
+        term = rest
+        if TERMS > 1:
+            # Rounded to 4 bits by integers: ptxas 12.8 reads the result of a cast to FP8 too early.
+            bits = rest.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+            term = bits.to(tl.float32, bitcast=True)
+        tl.store(terms_ptr, term.to(terms_ptr.dtype.element_ty))
+        terms_ptr += tl.num_programs(1) * BLOCK_R * S
+        rest = (rest - term) * 16.0
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _low_rank_project_kernel(
+    q_ptr, scale_ptr, terms_ptr, e_ptr, sums_ptr,  # (M, N), (), as above, (pieces, M, R)
+    M, N, R, S, blocks, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
+    first0, first1, first2, factor0, factor1, factor2,
+    TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(2) // blocks
     start = _select(part, start0, start1, start2)
     size = _select(part, size0, size1, size2)
     rank = _select(part, rank0, rank1, rank2)
@@ -124,17 +176,27 @@ def _low_rank_project_kernel(
     if i_r >= rank:
         return  # the grid covers the highest rank
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
-    o_r = i_r + tl.arange(0, BLOCK_R)
-    columns = tl.cdiv(tl.cdiv(size, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    tiles = tl.cdiv(size, BLOCK_N)
+    steps = tl.cdiv(tiles, tl.num_programs(1))
+    first = tl.program_id(1) * steps
     acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for i_n in range(0, columns, BLOCK_N):
-        o_n = tl.program_id(1) * columns + i_n + tl.arange(0, BLOCK_N)
+    for i in range(first, tl.minimum(first + steps, tiles)):
+        o_n = i * BLOCK_N + tl.arange(0, BLOCK_N)
         o = o_m[:, None] * N + (start + o_n)[None, :]
         q = tl.load(q_ptr + o, mask=(o_m < M)[:, None] & (o_n < size)[None, :], other=0.0)
-        u = _narrow_tile(u_ptr, o_n, o_r, size, rank, TRANSPOSED)
-        acc = _dot(q.to(u_ptr.dtype.element_ty), u, acc)
+        o_u = rows[None, :] * S + o_n[:, None]
+        if TERMS > 1:
+            product = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for t in tl.static_range(TERMS - 1, -1, -1):
+                u = tl.load(terms_ptr + t * tl.num_programs(2) * BLOCK_R * S + o_u)
+                product = _dot(q, u, product * 0.0625)
+            acc += product * exponent_scale(tl.load(e_ptr + tl.program_id(2) * (S // BLOCK_N) + i))
+        else:
+            acc = _dot(q.to(tl.float32), tl.load(terms_ptr + o_u), acc)
     acc *= tl.load(scale_ptr) * _select(part, factor0, factor1, factor2)
     sums_ptr += tl.program_id(1).to(tl.int64) * M * R
+    o_r = i_r + tl.arange(0, BLOCK_R)
     o = o_m[:, None] * R + (_select(part, first0, first1, first2) + o_r)[None, :]
     mask = (o_m < M)[:, None] & (o_r < rank)[None, :]
     tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
@@ -145,7 +207,7 @@ def _low_rank_gradient_kernel(
     q_ptr, scale_ptr, p_ptr, sums_ptr,  # (M, N), (), (M, R), (pieces, length)
     M, N, R, length, blocks, start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
     first0, first1, first2, offset0, offset1, offset2, factor0, factor1, factor2,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(2) // blocks
     start = _select(part, start0, start1, start2)
@@ -172,42 +234,76 @@ def _low_rank_gradient_kernel(
     acc *= tl.load(scale_ptr) * _select(part, factor0, factor1, factor2)
     sums_ptr += tl.program_id(1).to(tl.int64) * length + _select(part, offset0, offset1, offset2)
     o = o_n[None, :] * rank + o_r[:, None]
+    if TRANSPOSED:
+        o = o_r[:, None] * size + o_n[None, :]
     mask = (o_r < rank)[:, None] & (o_n < size)[None, :]
     tl.store(sums_ptr + o, acc.to(sums_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=TOKENS)
+@triton.jit
+def _copy_tile(q_ptr, wide_ptr, smaller, o_m, o_n, M, N, W):
+    """Copy a tile of a matrix [M, N] into the wide one, made smaller."""
+    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
+    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=mask, other=0.0)
+    if smaller > 1.0:
+        q = (q.to(tl.float32) * tl.math.div_rn(1.0, smaller)).to(q_ptr.dtype.element_ty)
+    tl.store(wide_ptr + o_m[:, None] * W + o_n[None, :], q, mask=mask)
+
+
+@triton.jit
+def _store_columns(u, share, scale, wide_ptr, o_m, o_n, M, N, W):
+    """Store a tile of the appended columns, which begin at column N."""
+    factor = tl.math.div_rn(share, scale)
+    u *= tl.where(factor > LARGEST, LARGEST, factor)  # zero stays zero, NaN NaN
+    mask = (o_m[:, None] < M) & (o_n[None, :] >= N) & (o_n[None, :] < W)
+    o = o_m[:, None] * W + o_n[None, :]
+    tl.store(wide_ptr + o, u.to(wide_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=(*TOKENS, "tiles"))  # both depend on the number of tokens
 def _append_low_rank_kernel(
-    q_ptr, scale_ptr, u_ptr, u_scale_ptr,  # (M, N), (), (M, R), ()
-    other_scale_ptr, other_u_scale_ptr, wide_ptr, wide_scale_ptr,  # (), (), (M, W), ()
-    M, N, R, W, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    a_ptr, a_scale_ptr, p_ptr, p_scale_ptr,  # (M, K), (), (M, R), ()
+    b_ptr, b_scale_ptr, u0_ptr, u1_ptr, u2_ptr, u_scale_ptr,  # (N, K), (), three (size, rank), ()
+    wide_a_ptr, wide_a_scale_ptr, wide_b_ptr, wide_b_scale_ptr,  # (M, W), (), (N, W), ()
+    M, N, K, R, W, tiles, tiles_n, largest,
+    start0, start1, start2, size0, size1, size2, rank0, rank1, rank2,
+    first0, first1, first2, factor0, factor1, factor2,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = wide_ptr.dtype.element_ty
-    scale, u_scale = tl.load(scale_ptr), tl.load(u_scale_ptr)
-    share = tl.sqrt_rn(u_scale) * tl.sqrt_rn(tl.load(other_u_scale_ptr))
-    share = tl.math.div_rn(share, tl.sqrt_rn(scale) * tl.sqrt_rn(tl.load(other_scale_ptr)))
+    a_scale, p_scale = tl.load(a_scale_ptr), tl.load(p_scale_ptr)
+    b_scale, u_scale = tl.load(b_scale_ptr), tl.load(u_scale_ptr) * largest
+    share = tl.sqrt_rn(p_scale) * tl.sqrt_rn(u_scale)
+    share = tl.math.div_rn(share, tl.sqrt_rn(a_scale) * tl.sqrt_rn(b_scale))
     power = (share.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     smaller = tl.where(share > 1.0, power.to(tl.float32, bitcast=True), 1.0)
-    if tl.program_id(0) == 0:
-        tl.store(wide_scale_ptr, scale * smaller)
-    o_m = row_offsets(tl.program_id(0) // tiles_n, BLOCK_M)
-    i_n = tl.program_id(0) % tiles_n * BLOCK_N
+    share = tl.math.div_rn(share, smaller)
+    pid = tl.program_id(0)
+    i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
-    m_m = o_m[:, None] < M
-    m_n = m_m & (o_n[None, :] < N)
-    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=m_n, other=0.0)
-    if smaller > 1.0:
-        q = (q.to(tl.float32) * tl.math.div_rn(1.0, smaller)).to(dtype)
-    o_wide = o_m[:, None] * W + o_n[None, :]
-    tl.store(wide_ptr + o_wide, q, mask=m_n)
-    if i_n + BLOCK_N > N:
-        m_r = m_m & (o_n[None, :] >= N)
-        o_r = o_n[None, :] - N
-        u = tl.load(u_ptr + o_m[:, None] * R + o_r, mask=m_r & (o_r < R), other=0.0)
-        factor = tl.math.div_rn(tl.math.div_rn(share, smaller), u_scale)
-        factor = tl.where(factor > LARGEST, LARGEST, factor)  # zero stays zero, NaN NaN
-        u = (u.to(tl.float32) * factor).to(dtype)
-        tl.store(wide_ptr + o_wide, u, mask=m_r & (o_r < W - N))
+    o_r = o_n - K
+    if pid < tiles:
+        if pid == 0:
+            tl.store(wide_a_scale_ptr, a_scale * smaller)
+        o_m = row_offsets(pid // tiles_n, BLOCK_M)
+        _copy_tile(a_ptr, wide_a_ptr, smaller, o_m, o_n, M, K, W)
+        if i_n + BLOCK_N > K:
+            p = _narrow_tile(p_ptr, o_m, o_r, M, R, False).to(tl.float32)
+            _store_columns(p, share, p_scale, wide_a_ptr, o_m, o_n, M, K, W)
+    else:
+        if pid == tiles:
+            tl.store(wide_b_scale_ptr, b_scale * smaller)
+        o_m = row_offsets((pid - tiles) // tiles_n, BLOCK_M)
+        _copy_tile(b_ptr, wide_b_ptr, smaller, o_m, o_n, N, K, W)
+        if i_n + BLOCK_N > K:
+            u = _narrow_tile(u0_ptr, o_m - start0, o_r - first0, size0, rank0, TRANSPOSED)
+            u = u.to(tl.float32) * factor0
+            if u1_ptr is not None:
+                more = _narrow_tile(u1_ptr, o_m - start1, o_r - first1, size1, rank1, TRANSPOSED)
+                u += more.to(tl.float32) * factor1
+            if u2_ptr is not None:
+                more = _narrow_tile(u2_ptr, o_m - start2, o_r - first2, size2, rank2, TRANSPOSED)
+                u += more.to(tl.float32) * factor2
+            _store_columns(u, share, u_scale, wide_b_ptr, o_m, o_n, N, K, W)
 
 
 def _parts(**lists: Sequence[float]) -> dict[str, Any]:
@@ -274,18 +370,31 @@ def _low_rank_project(
 ) -> Tensor:
     (M, N), R = q.shape, _total_rank(matrices, transposed)
     sizes, ranks = zip(*(_sizes(matrix, transposed) for matrix in matrices), strict=True)
-    columns, block = _tile(matrices[0].dtype, ranks, sizes, starts)
-    tiles, blocks = cdiv(M, ROWS), cdiv(max(ranks), block)
-    pieces = _count_pieces(tiles * len(matrices) * blocks, cdiv(max(sizes), columns))
-    sums = _allocate_sums(matrices[0], pieces, (M, R))
+    dtype = matrices[0].dtype
+    columns, block = _tile(dtype, ranks, sizes, starts)
+    tiles, blocks = cdiv(max(sizes), columns), cdiv(max(ranks), block)
+    count, parts = _TERMS[dtype], len(matrices) * blocks
+    shape = (count, parts * block, tiles * columns)
+    terms = q.new_empty(shape, dtype=E4M3.dtype if count > 1 else dtype)
+    exponents = q.new_empty((parts, tiles), dtype=torch.int32)
     u0, u1, u2 = pad_to_three(matrices)
+    of_parts = _parts(size=sizes, rank=ranks)
+    options = {"S": tiles * columns, "blocks": blocks, "TERMS": count}
+    options |= {"BLOCK_N": columns, "BLOCK_R": block}
     launch(
-        _low_rank_project_kernel, (tiles, pieces, len(matrices) * blocks), num_warps=4,
-        q_ptr=q, scale_ptr=scale, u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, sums_ptr=sums, M=M, N=N, R=R,
-        blocks=blocks, TRANSPOSED=transposed, BLOCK_M=ROWS, BLOCK_N=columns, BLOCK_R=block,
-        **_parts(start=starts, size=sizes, rank=ranks, first=_starts_of(ranks), factor=factors),
+        _low_rank_terms_kernel, (tiles, parts), num_warps=4,
+        u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, terms_ptr=terms, e_ptr=exponents,
+        MAX_EXPONENT=E4M3.max_exponent, TRANSPOSED=transposed, **options, **of_parts,
     )  # fmt: skip
-    return _add_pieces(sums, pieces, matrices[0].dtype)
+    pieces = _count_pieces(cdiv(M, ROWS) * parts, tiles)
+    sums = _allocate_sums(matrices[0], pieces, (M, R))
+    launch(
+        _low_rank_project_kernel, (cdiv(M, ROWS), pieces, parts), num_warps=4,
+        q_ptr=q, scale_ptr=scale, terms_ptr=terms, e_ptr=exponents, sums_ptr=sums,
+        M=M, N=N, R=R, BLOCK_M=ROWS, **options, **of_parts,
+        **_parts(start=starts, first=_starts_of(ranks), factor=factors),
+    )  # fmt: skip
+    return _add_pieces(sums, pieces, dtype)
 
 
 def _lengths(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
@@ -294,7 +403,7 @@ def _lengths(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 @register(
-    fake=lambda _, _scale, p, _starts, sizes, ranks, _factors: p.new_empty(
+    fake=lambda _, _scale, p, _starts, sizes, ranks, *_rest: p.new_empty(
         sum(_lengths(sizes, ranks))
     ),
 )
@@ -306,6 +415,7 @@ def _low_rank_gradient(
     sizes: Sequence[int],
     ranks: Sequence[int],
     factors: Sequence[float],
+    transposed: bool,
 ) -> Tensor:
     (M, N), lengths = q.shape, _lengths(sizes, ranks)
     columns, block = _tile(p.dtype, ranks, sizes, starts)
@@ -316,7 +426,8 @@ def _low_rank_gradient(
     launch(
         _low_rank_gradient_kernel, (cdiv(max(sizes), columns), pieces, len(sizes) * blocks),
         num_warps=4, q_ptr=q, scale_ptr=scale, p_ptr=p, sums_ptr=sums, M=M, N=N, R=p.shape[1],
-        length=sum(lengths), blocks=blocks, BLOCK_M=ROWS, BLOCK_N=columns, BLOCK_R=block,
+        length=sum(lengths), blocks=blocks, TRANSPOSED=transposed, BLOCK_M=ROWS, BLOCK_N=columns,
+        BLOCK_R=block,
         **_parts(
             start=starts, size=sizes, rank=ranks, first=_starts_of(ranks),
             offset=_starts_of(lengths), factor=factors,
@@ -326,30 +437,36 @@ def _low_rank_gradient(
 
 
 @register(
-    fake=lambda q, scale, u, *_: (
-        q.new_empty((q.shape[0], q.shape[1] + pad_length(u.shape[1]))),
-        torch.empty_like(scale),
+    fake=lambda a, a_scale, p, _p_scale, b, *_: (
+        a.new_empty((a.shape[0], a.shape[1] + pad_length(p.shape[1]))),
+        torch.empty_like(a_scale),
+        b.new_empty((b.shape[0], b.shape[1] + pad_length(p.shape[1]))),
+        torch.empty_like(a_scale),
     ),
 )
 def _append_low_rank(
-    q: Tensor,
-    scale: Tensor,
-    u: Tensor,
-    u_scale: Tensor,
-    other_scale: Tensor,
-    other_u_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    (M, N), R = q.shape, u.shape[1]
-    wide = q.new_empty((M, N + pad_length(R)))
-    wide_scale = torch.empty_like(scale)
-    grid, options = tile_grid(max(1, M), wide.shape[1], APPEND_TILE)
+    a: Tensor, a_scale: Tensor, p: Tensor, p_scale: Tensor, b: Tensor, b_scale: Tensor,
+    matrices: Sequence[Tensor], u_scale: Tensor, starts: Sequence[int], factors: Sequence[float],
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (M, K), N, R = a.shape, len(b), p.shape[1]
+    W = K + pad_length(R)
+    sizes, ranks = zip(*(_sizes(matrix, transposed) for matrix in matrices), strict=True)
+    wide_a, wide_b = a.new_empty((M, W)), b.new_empty((N, W))
+    wide_a_scale, wide_b_scale = torch.empty_like(a_scale), torch.empty_like(a_scale)
+    (tiles,), options = tile_grid(max(1, M), W, APPEND_TILE)
+    (more,), _ = tile_grid(N, W, APPEND_TILE)
+    u0, u1, u2 = pad_to_three(matrices)
     launch(
-        _append_low_rank_kernel, grid,
-        q_ptr=q, scale_ptr=scale, u_ptr=u, u_scale_ptr=u_scale, other_scale_ptr=other_scale,
-        other_u_scale_ptr=other_u_scale, wide_ptr=wide, wide_scale_ptr=wide_scale,
-        M=M, N=N, R=R, W=wide.shape[1], **options,
+        _append_low_rank_kernel, (tiles + more,),
+        a_ptr=a, a_scale_ptr=a_scale, p_ptr=p, p_scale_ptr=p_scale, b_ptr=b, b_scale_ptr=b_scale,
+        u0_ptr=u0, u1_ptr=u1, u2_ptr=u2, u_scale_ptr=u_scale, wide_a_ptr=wide_a,
+        wide_a_scale_ptr=wide_a_scale, wide_b_ptr=wide_b, wide_b_scale_ptr=wide_b_scale,
+        M=M, N=N, K=K, R=R, W=W, tiles=tiles, largest=max(map(abs, factors)) or 1.0,
+        TRANSPOSED=transposed, **options,
+        **_parts(start=starts, size=sizes, rank=ranks, first=_starts_of(ranks), factor=factors),
     )  # fmt: skip
-    return wide, wide_scale
+    return wide_a, wide_a_scale, wide_b, wide_b_scale
 
 
 def low_rank_project(
@@ -376,7 +493,7 @@ def low_rank_project(
         name, shape = f"matrix {number}", (matrix.shape[0], matrix.shape[-1])
         _check_narrow(op, name, matrix, shape, matrices[0].dtype)
         size = _sizes(matrix, transposed)[0]
-        _check_columns(op, name, start, size, columns)
+        _check_range(op, name, "columns of x", start, size, columns)
         if starts is None and size != columns:
             raise ValueError(
                 f"{op}: {name} multiplies {size} columns, and x has {columns}; give starts to "
@@ -392,41 +509,59 @@ def low_rank_gradient(
     sizes: Sequence[int],
     ranks: Sequence[int],
     factors: Sequence[float],
+    *,
+    transposed: bool = False,
 ) -> list[Tensor]:
     """Compute the gradients of one to three narrow matrices, ``sizes`` n_i by ``ranks`` r_i.
 
     x is FP8 [M, N]; p [M, sum of r_i], contiguous, has the P_i side by side. Returns
-    s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i] in p's dtype; parts of one tensor.
+    s_i x[:, start_i : start_i + n_i]^T P_i, [n_i, r_i], or [r_i, n_i] if ``transposed``, in p's
+    dtype; parts of one tensor.
     """
     op = "low_rank_gradient"
     check_quantized(op, "x", x.q)
     _check_counts(op, starts, sizes, ranks, factors)
     _check_narrow(op, "p", p, (x.q.shape[0], sum(ranks)))
     for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        _check_columns(op, f"matrix {number}", start, size, x.q.shape[1])
-    flat = _low_rank_gradient(x.q, x.scale, p, starts, sizes, ranks, factors)
+        _check_range(op, f"matrix {number}", "columns of x", start, size, x.q.shape[1])
+    flat = _low_rank_gradient(x.q, x.scale, p, starts, sizes, ranks, factors, transposed)
     parts = zip(flat.split(_lengths(sizes, ranks)), sizes, ranks, strict=True)
-    return [part.view(size, rank) for part, size, rank in parts]
+    return [part.view((rank, size) if transposed else (size, rank)) for part, size, rank in parts]
 
 
 def append_low_rank(
-    a: TensorScaled, p: Tensor, b: TensorScaled, u: Tensor
+    a: TensorScaled,
+    p: Tensor,
+    b: TensorScaled,
+    matrices: Sequence[Tensor],
+    starts: Sequence[int],
+    factors: Sequence[float],
+    *,
+    transposed: bool = False,
 ) -> tuple[TensorScaled, TensorScaled]:
-    """Append p [M, R] to a [M, K], and u [N, R] to b [N, K], for a b^T + p u^T in one GEMM.
+    """Append P [M, R] to a [M, K], and U [N, R] to b [N, K], for a b^T + P U^T in one GEMM.
 
-    p and u are contiguous, FP32, BF16 or FP16. Returns FP8 data [M, K + R'] and [N, K + R'] in the
-    formats of a and b, R' = R padded with zeros to a multiple of 16.
+    U has up to three blocks s_i U_i, and is zero outside: U_i, of one dtype, is [n_i, r_i], or
+    [r_i, n_i] if ``transposed``. Rows of block i begin at ``starts[i]``, and columns where block
+    i - 1 ends; R is the sum of r_i. P and U_i are contiguous. Returns FP8 data [M, K + R'] and
+    [N, K + R'] in the formats of a and b, R' = R padded with zeros to a multiple of 16.
     """
     op = "append_low_rank"
-    scales: list[Tensor] = []
-    for name, x, of_x, narrow in (("a", a, "p", p), ("b", b, "u", u)):
+    for name, x in (("a", a), ("b", b)):
         check_quantized(op, name, x.q)
-        check_matrix(op, of_x, narrow, (x.q.shape[0], p.shape[1]))
-        fmt = next(fmt for fmt in FORMATS.values() if fmt.dtype == x.q.dtype)
-        scales.append(tensor_scale(narrow, fmt))
-    wide_a = _append_low_rank(a.q, a.scale, p, scales[0], b.scale, scales[1])
-    wide_b = _append_low_rank(b.q, b.scale, u, scales[1], a.scale, scales[0])
-    return TensorScaled(*wide_a), TensorScaled(*wide_b)
+    _check_counts(op, matrices, starts, factors)
+    for number, (matrix, start) in enumerate(zip(matrices, starts, strict=True)):
+        name, shape = f"matrix {number}", (matrix.shape[0], matrix.shape[-1])
+        _check_narrow(op, name, matrix, shape, matrices[0].dtype)
+        _check_range(op, name, "rows of b", start, _sizes(matrix, transposed)[0], len(b.q))
+    check_matrix(op, "p", p, (len(a.q), _total_rank(matrices, transposed)))
+    p_scale, u_scale = tensor_scale([p], _format(a)), tensor_scale(matrices, _format(b))
+    wide = _append_low_rank(*a, p, p_scale, *b, matrices, u_scale, starts, factors, transposed)
+    return TensorScaled(*wide[:2]), TensorScaled(*wide[2:])
+
+
+def _format(x: TensorScaled) -> Format:
+    return next(fmt for fmt in FORMATS.values() if fmt.dtype == x.q.dtype)
 
 
 def _check_narrow(
@@ -450,8 +585,8 @@ def _check_counts(op: str, *lists: Sequence[Any]) -> None:
         )
 
 
-def _check_columns(op: str, name: str, start: int, size: int, columns: int) -> None:
-    if start < 0 or start + size > columns:
+def _check_range(op: str, name: str, what: str, start: int, size: int, count: int) -> None:
+    if start < 0 or start + size > count:
         raise ValueError(
-            f"{op}: {name} multiplies {size} columns from column {start} on, and x has {columns}"
+            f"{op}: {name} takes {size} {what} from number {start} on, and there are {count}"
         )

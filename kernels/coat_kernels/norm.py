@@ -282,7 +282,7 @@ def _store_gradient(
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
 def _norm_bwd_kernel(  # noqa: C901 - constexpr branches
     dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
-    dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
+    dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums or null
     M, N, programs,
     HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, TAIL: tl.constexpr,
@@ -325,9 +325,10 @@ def _norm_bwd_kernel(  # noqa: C901 - constexpr branches
         )
         g_h = dy_h * weight_h.to(tl.float32)
         projection, total = _average(g_h, xhat_h, N, CENTERED)
-        dweight_h += dy_h * xhat_h
-        if CENTERED:
-            dbias_h += dy_h
+        if dweight_ptr is not None:
+            dweight_h += dy_h * xhat_h
+            if CENTERED:
+                dbias_h += dy_h
         if TAIL:
             dy_t = next_dy_t.to(tl.float32)
             xhat_t = _normalize(next_q_t, next_e_t, rstd, mean, GROUP, TAIL)
@@ -338,9 +339,10 @@ def _norm_bwd_kernel(  # noqa: C901 - constexpr branches
             projection_t, total_t = _average(g_t, xhat_t, N, CENTERED)
             projection += projection_t
             total += total_t
-            dweight_t += dy_t * xhat_t
-            if CENTERED:
-                dbias_t += dy_t
+            if dweight_ptr is not None:
+                dweight_t += dy_t * xhat_t
+                if CENTERED:
+                    dbias_t += dy_t
             residual_t = 0.0
             if HAS_RESIDUAL:
                 residual_t = load_row(residual_ptr, row, o_t, M, N)
@@ -356,14 +358,15 @@ def _norm_bwd_kernel(  # noqa: C901 - constexpr branches
         _store_gradient(
             g_h, xhat_h, projection, total, rstd, residual_h, dx_ptr, row, o_h, N, HAS_RESIDUAL
         )
-    row = tl.program_id(0)
-    store_row(dweight_h, dweight_ptr, row, o_h, N)
-    if CENTERED:
-        store_row(dbias_h, dbias_ptr, row, o_h, N)
-    if TAIL:
-        store_row(dweight_t, dweight_ptr, row, o_t, N)
+    if dweight_ptr is not None:
+        row = tl.program_id(0)
+        store_row(dweight_h, dweight_ptr, row, o_h, N)
         if CENTERED:
-            store_row(dbias_t, dbias_ptr, row, o_t, N)
+            store_row(dbias_h, dbias_ptr, row, o_h, N)
+        if TAIL:
+            store_row(dweight_t, dweight_ptr, row, o_t, N)
+            if CENTERED:
+                store_row(dbias_t, dbias_ptr, row, o_t, N)
 
 
 def split_row(columns: int) -> tuple[int, int]:
@@ -447,7 +450,8 @@ def _norm_recompute(
 
 def _empty_bwd(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the results of ``norm_bwd``."""
-    N, centered = grad_output.shape[1], rest[4].numel() > 0
+    *_, mean, _, sums = rest
+    N, centered = grad_output.shape[1] * sums, mean.numel() > 0
     dweight, dbias = (grad_output.new_empty((n,), dtype=torch.float32) for n in (N, N * centered))
     return torch.empty_like(grad_output), dweight, dbias
 
@@ -455,22 +459,26 @@ def _empty_bwd(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]
 @register(fake=_empty_bwd)
 def _norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
-    residual: Tensor | None,
+    residual: Tensor | None, sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
     programs, options = _persistent("bwd", max(1, M), N, dy.device)  # M = 0: one writes zero sums
     dx = torch.empty_like(dy)
-    sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
+    partial = dy.new_empty((sums * (1 + centered), programs, N), dtype=torch.float32)
     launch(
         _norm_bwd_kernel, (programs,),
         dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
-        residual_ptr=residual, dx_ptr=dx, dweight_ptr=sums[0], dbias_ptr=sums[-1], M=M, N=N,
-        programs=programs, HAS_RESIDUAL=residual is not None, CENTERED=centered,
-        GROUP=N // exponents.shape[1], **options,
+        residual_ptr=residual, dx_ptr=dx, dweight_ptr=partial[0] if sums else None,
+        dbias_ptr=partial[-1] if sums else None, M=M, N=N, programs=programs,
+        HAS_RESIDUAL=residual is not None, CENTERED=centered, GROUP=N // exponents.shape[1],
+        **options,
     )  # fmt: skip
     # Two sums, not two views of one sum: results of an op may not share memory.
-    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
+    dweight, dbias = (
+        partial[i].sum(0) if i < len(partial) else partial.new_empty(0) for i in range(2)
+    )
+    return dx, dweight, dbias
 
 
 class NormSaved(NamedTuple):
@@ -524,17 +532,24 @@ def norm_recompute(saved: NormSaved, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def norm_bwd(
-    grad_output: Tensor, saved: NormSaved, weight: Tensor, grad_residual: Tensor | None = None
+    grad_output: Tensor,
+    saved: NormSaved,
+    weight: Tensor,
+    grad_residual: Tensor | None = None,
+    *,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`norm_fwd` from ``grad_output`` [M, N], contiguous.
 
     ``grad_residual`` is the gradient of the norm's input through the residual path, which is added.
     Returns gradients of the input [M, N] in grad_output's dtype, of the weight, FP32 [N], and of
-    the bias, FP32 [N] (empty for RMSNorm).
+    the bias, FP32 [N] (empty for RMSNorm); the last two are empty if the norm is ``frozen``.
     """
     M, N = saved.x.q.shape
     check_matrix("norm_bwd", "grad_output", grad_output, (M, N))
     check_vector("norm_bwd", "weight", weight, N)
     if grad_residual is not None:
         check_like("norm_bwd", "grad_residual", grad_residual, "grad_output", grad_output)
-    return _norm_bwd(grad_output, *saved.x, weight, saved.rstd, saved.mean, grad_residual)
+    return _norm_bwd(
+        grad_output, *saved.x, weight, saved.rstd, saved.mean, grad_residual, not frozen
+    )

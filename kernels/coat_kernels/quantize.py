@@ -349,9 +349,9 @@ def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def tensor_scale(x: Tensor, fmt: Format) -> Tensor:
-    """Compute the scale of x, FP32 []; every process has its own."""
-    return _tensor_scale([x], fmt.name, False)
+def tensor_scale(parts: Sequence[Tensor], fmt: Format) -> Tensor:
+    """Compute one scale of up to three tensors, FP32 []; every process has its own."""
+    return _tensor_scale(parts, fmt.name, False)
 
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:

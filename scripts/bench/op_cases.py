@@ -199,7 +199,7 @@ def _build_norm_cases(shape: LayerShape) -> list[Case]:
 
     def backward(draw: Draw) -> Arguments:
         q, exponents, weight, _, rstd, mean, *_ = from_saved(draw)
-        return (draw.matrix(t, h), q, exponents, weight, rstd, mean, draw.matrix(t, h))
+        return (draw.matrix(t, h), q, exponents, weight, rstd, mean, draw.matrix(t, h), True)
 
     return [
         Case("norm_fwd", "of x", of_x),
@@ -244,6 +244,7 @@ def _build_activation_cases(shape: LayerShape) -> list[Case]:
         Case("activation_apply", f"{kind}, rows, from a", from_a),
         Case("activation_bwd_stats", kind, before),
         Case("activation_bwd", f"{kind}, both", backward),
+        Case("activation_bwd_once", kind, before),
         Case("expert_gradient", "silu_mul, quantized", of_experts),
     ]
 
@@ -257,11 +258,16 @@ def _build_adapter_cases(shape: LayerShape) -> list[Case]:
         q, _ = OPS["quantize_tensor"].reference([x], scale, "e4m3", True, False)
         return (q, scale, [draw.matrix(r, f)], [0], [1.0], True)
 
-    def weight(draw: Draw) -> Arguments:
-        x, b = draw.matrix(2 * f, shape.hidden), draw.matrix(2 * f, 2 * r)
-        scale, of_b = (OPS["tensor_scale"].reference([m], "e4m3") for m in (x, b))
-        q, _ = OPS["quantize_tensor"].reference([x], scale, "e4m3", True, False)
-        return (q, scale, b, of_b, scale, of_b)
+    def gate_up_forward(draw: Draw) -> Arguments:
+        a, b = draw.matrix(t, shape.hidden), draw.matrix(2 * f, shape.hidden)
+        p, u = draw.matrix(t, 2 * r), [draw.matrix(f, r), draw.matrix(f, r)]
+        scales = [OPS["tensor_scale"].reference(m, "e4m3") for m in ([a], [b], [p], u)]
+        of_a, of_b = (
+            OPS["quantize_tensor"].reference([m], scale, "e4m3", True, False)[0]
+            for m, scale in zip((a, b), scales, strict=False)
+        )
+        given = (of_a, scales[0], p, scales[2], of_b, scales[1])
+        return (*given, u, scales[3], [0, f], [1.0, 1.0], False)
 
     def gradient(draw: Draw) -> Arguments:
         layout = ("e5m2", True, False, False)
@@ -273,13 +279,13 @@ def _build_adapter_cases(shape: LayerShape) -> list[Case]:
         return (*gradient(draw), b, [0, f], [1.0, 1.0], False)
 
     def of_gate_up(draw: Draw) -> Arguments:
-        return (*gradient(draw), draw.matrix(t, 2 * r), [0, f], [f, f], [r, r], [1.0, 1.0])
+        return (*gradient(draw), draw.matrix(t, 2 * r), [0, f], [f, f], [r, r], [1.0, 1.0], False)
 
     return [
         Case("low_rank_project", "A of down", down),
         Case("low_rank_project", "B of gate, up", gate_up),
         Case("low_rank_gradient", "B of gate, up", of_gate_up),
-        Case("append_low_rank", "B to gate, up", weight),
+        Case("append_low_rank", "B of gate, up", gate_up_forward),
     ]
 
 

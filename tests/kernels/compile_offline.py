@@ -179,7 +179,8 @@ def main(report: Path, *, every: bool) -> None:
             # One variant for each format of FP32 tiles that are cast or multiplied.
             variant = (name, "*fp8e5" in types)
             elsewhere = name in {"quantize_tensor_kernel", "_low_rank_project_kernel"}
-            if every and elsewhere and "*bf16" not in types and variant not in variants:
+            fp32 = arguments.get("TERMS", 1) == 1 and "*bf16" not in types
+            if every and elsewhere and fp32 and variant not in variants:
                 variants.add(variant)
                 for gpu in OTHER_GPUS:
                     others.append(row | {"gpu": gpu} | compiled_for(source, arguments, gpu))

@@ -140,7 +140,10 @@ def _norm_bwd(i: _Inputs) -> Examples:
         delta = args[1]
         _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*args)
         residual = None if delta is None else i.matrix()
-        examples[name] = (i.matrix(), q, exponents, args[2], rstd, mean, residual)
+        examples[name] = (i.matrix(), q, exponents, args[2], rstd, mean, residual, True)
+    for name in ("rms", "layer"):
+        *given, _ = examples[name]
+        examples[f"{name}-frozen"] = (*given, False)
     return examples
 
 
@@ -190,6 +193,11 @@ def _activation_bwd_stats(i: _Inputs) -> Examples:
     return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
 
 
+def _activation_bwd_once(i: _Inputs) -> Examples:
+    examples = _activation_bwd_stats(i)
+    return {"gradient" if name == "scale" else name: given for name, given in examples.items()}
+
+
 def _expert_gradient(i: _Inputs) -> Examples:
     examples: Examples = {}
     for kind in ("silu_mul", "gelu_tanh_mul"):
@@ -235,20 +243,31 @@ def _low_rank_gradient(i: _Inputs) -> Examples:
         sizes = [m.shape[transposed] for m in matrices]
         ranks = [m.shape[not transposed] for m in matrices]
         p = i.normal(i.rows, sum(ranks))
-        examples[name] = (q, scale, p, starts, sizes, ranks, factors)
+        examples[name] = (q, scale, p, starts, sizes, ranks, factors, transposed)
     return examples
 
 
 def _append_low_rank(i: _Inputs) -> Examples:
-    x, examples = i.matrix(), {}
+    examples: Examples = {}
+    b, half = i.normal(48, i.columns, dtype=torch.float32), 24
+    b_scale = reference.tensor_scale([b], "e4m3")
+    b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
     for fmt in FORMATS:
+        x = i.matrix()
         scale = reference.tensor_scale([x], fmt)
         q, _ = reference.quantize_tensor([x], scale, fmt, True, False)
-        # Narrow matrices whose product is small, and one that is larger than the matrices'.
-        for rank, other in ((16, 3e-7), (5, 3e-7), (16, 30.0)):
-            u = 0.1 * i.normal(i.rows, rank)
-            scales = (reference.tensor_scale([u], fmt), torch.tensor(0.02), torch.tensor(other))
-            examples[f"{fmt}-{rank}-{other}"] = (q, scale, u, *scales)
+        # Narrow matrices whose product is small, one that is larger than the matrices', and zeros.
+        for name, u, starts, factors in (
+            ("b", [i.normal(half, 5), i.normal(half, 72)], [0, half], [-2.0, 0.5]),
+            ("a", [i.normal(16, 48), i.normal(1, 48)], [0, 0], [1.0, 1.0]),
+            ("large", [i.normal(48, 16)], [0], [100.0]),
+            ("zero", [0 * i.normal(48, 16)], [0], [0.25]),
+        ):
+            transposed = name == "a"
+            p = i.normal(i.rows, sum(m.shape[not transposed] for m in u))
+            p_scale, u_scale = reference.tensor_scale([p], fmt), reference.tensor_scale(u, "e4m3")
+            given = (q, scale, p, p_scale, b_q, b_scale, u, u_scale, starts, factors, transposed)
+            examples[f"{fmt}-{name}"] = given
     return examples
 
 
@@ -351,6 +370,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_apply": _activation_apply,
     "activation_bwd": _activation_bwd,
     "activation_bwd_stats": _activation_bwd_stats,
+    "activation_bwd_once": _activation_bwd_once,
     "activation_once": _activation_stats,
     "scaled_mm": _scaled_mm,
     "cross_entropy_": _cross_entropy,

@@ -190,6 +190,31 @@ def test_the_scale_is_the_guess_or_the_exact_one(
 
 
 @TWO_KINDS
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_of_frozen_layers(kind: str, place: str, run: Run, exact_activation: Exact):
+    leaf = make_input(kind, "nowhere").double().requires_grad_()
+    h64 = exact_activation(leaf, kind)
+    dh, row = torch.rand(h64.shape, generator=torch.Generator().manual_seed(5)) + 0.5, PLACES[place]
+    if row is not None:
+        dh[row] *= FACTORS[place]
+    (da64,) = torch.autograd.grad(h64, leaf, dh.double())
+    whole = da64.abs().amax() / 57344
+    *copy, h_scale = reference.activation_stats(leaf.detach().float(), kind, 16, "e4m3")
+    for body in (run, run_reference):
+        given = (dh, *copy, kind)
+        q, scale, h = body("activation_bwd_once", (*given, h_scale, "e4m3", "e5m2"))
+        torch.testing.assert_close(scale.double(), expected_scale(da64, 57344), rtol=3e-6, atol=0)
+        assert (scale > 1.01 * whole) == (place in ("nowhere", "in the sample"))
+        half_step = torch.maximum(da64.abs() * 2**-3, scale.double() * 2**-17)
+        assert ((q.double() * scale - da64).abs() <= half_step + 3e-6 * da64.abs().amax()).all()
+        _, h_t = body("activation_bwd_stats", (*given, h_scale, "e4m3", "e5m2"))
+        assert_same_bits("output", h, h_t[:, :40].t().contiguous())
+        alone, _, nothing = body("activation_bwd_once", (*given, None, "e4m3", "e5m2"))
+        assert_same_bits("without the output", alone, q)
+        assert not nothing.numel()
+
+
+@TWO_KINDS
 @pytest.mark.parametrize("row", [16, 17])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_element_of_the_sample_or_beside_it_spoils_all(
@@ -197,8 +222,11 @@ def test_a_bad_element_of_the_sample_or_beside_it_spoils_all(
 ):
     a = make_input(kind, "nowhere")
     a[row, 3] = bad
-    *_, h, scale = run("activation_once", (a, kind, 16, "e4m3"))
+    *copy, h, scale = run("activation_once", (a, kind, 16, "e4m3"))
     assert (h.float() * scale).isnan().all()
+    dh = torch.ones(h.shape)
+    q, scale, _ = run("activation_bwd_once", (dh, *copy, kind, None, "e4m3", "e5m2"))
+    assert (q.float() * scale).isnan().all()
 
 
 @TWO_KINDS

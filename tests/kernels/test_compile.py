@@ -16,12 +16,15 @@ WRITES_CODES = {
     "_activation_apply_kernel",
     "_activation_bwd_apply_kernel",
     "_activation_again_kernel",
+    "_activation_bwd_again_kernel",
+    "_append_low_rank_kernel",
     "_rope_gradient_kernel",
     "_logit_gradient_kernel",
     "adamw_kernel",
 }
 BIT_EXACT = {
     *("quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"),
+    "_append_low_rank_kernel",
 }
 
 

@@ -109,7 +109,7 @@ def test_gradients(centered: bool, has_bias: bool, dtype: torch.dtype, columns: 
     args = (x, None, weight, bias, EPS, centered, 16, "e4m3")
     _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*args)
     for body in (run, run_reference):
-        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
+        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None, True))
         # One rounding to dtype: at most half a unit in the last place of each element.
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         assert relative_rms(dx, dx64) < rounding + TOLERANCE["norm_bwd", torch.float32]
@@ -137,7 +137,7 @@ def test_rows_of_zeros_give_the_bias_and_no_nan(centered: bool, run: Run):
     torch.testing.assert_close(rstd, torch.full((3,), 1000.0))
     error = (codes.float() * scale - 0.5).abs()
     assert (error <= 0.5 * 2**-4).all()
-    dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean, None))
+    dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean, None, True))
     assert not dx.any()
 
 
@@ -153,7 +153,9 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
         assert y[1].isnan().all()
         assert y[[0, 2, 3]].isfinite().all()
     assert not transposed[:, 4:].float().any()
-    dx, dweight, _ = run("norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean, None))
+    dx, dweight, _ = run(
+        "norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean, None, True)
+    )
     assert dx[1].isnan().all()
     assert dx[[0, 2, 3]].isfinite().all()
     assert dweight.isnan().all()
@@ -174,7 +176,7 @@ def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.Monke
     x, weight, _ = inputs(has_bias=False, rows=60, columns=144)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
     _, q, exponents, rstd, mean, *_ = reference.norm_fwd(*stats)
-    args = (torch.randn(x.shape), q, exponents, weight, rstd, mean, None)
+    args = (torch.randn(x.shape), q, exponents, weight, rstd, mean, None, True)
     dx, dweight, dbias = run("norm_bwd", args)
     for actual, expected in zip((dx, dweight, dbias), reference.norm_bwd(*args), strict=True):
         assert relative_rms(actual, expected) < TOLERANCE["norm_bwd", torch.float32]
@@ -204,8 +206,8 @@ def test_a_residual_connection_is_added_before_and_its_gradient_after(
                 assert_same_bits("copy of the sum", actual, expected)
         q, exponents, rstd, mean, *_ = summed
         args = (q, exponents, weight, rstd, mean)
-        with_residual = body("norm_bwd", (dy, *args, residual))[0]
-        plain = body("norm_bwd", (dy.float(), *args, None))[0]  # not rounded to dtype
+        with_residual = body("norm_bwd", (dy, *args, residual, True))[0]
+        plain = body("norm_bwd", (dy.float(), *args, None, True))[0]  # not rounded to dtype
         # On a GPU the last product and this sum are one instruction.
         expected = (plain + residual.float()).to(dtype)
         assert with_residual.dtype == dtype
@@ -215,3 +217,6 @@ def test_a_residual_connection_is_added_before_and_its_gradient_after(
     _, y_of_sum, _ = norm_fwd(x + delta, weight, None, EPS, centered=centered, group_size=16)
     assert_same_bits("y", y.q, y_of_sum.q)
     assert_same_bits("dx", norm_bwd(dy, saved, weight, residual)[0], with_residual)
+    frozen, *sums = norm_bwd(dy, saved, weight, residual, frozen=True)
+    assert_same_bits("dx of a frozen norm", frozen, with_residual)
+    assert not any(map(len, sums))

@@ -14,6 +14,7 @@ from coat_kernels import (
     dequantize_tensor,
     quantize_gradient,
     quantize_tensor,
+    share_scales,
     transpose_quantized,
 )
 from coat_vlm.config import Fp8Config
@@ -174,6 +175,18 @@ def test_layers_with_the_same_input_have_adapters_of_their_own(
         is_close(grads.a[number], grad_p.t() @ x, 2.0**-4)  # the gradient of P in E4M3
         of_input += grad_p @ of_a
     is_close(grad_input, grad_without + of_input, product)
+
+
+def test_frozen_layers_in_one_read_or_with_shared_scales(tiny: Any) -> None:
+    """Processes that share scales compute the transposed layouts, and exact scales."""
+    loss, grads = run(adapted(tiny, Fp8Config(vision="bf16")))
+    with share_scales(lambda _: None):
+        same, others = run(adapted(tiny, Fp8Config(vision="bf16")))
+    assert loss == same
+    for name, grad in grads.items():
+        # Both round elements to E5M2, to at most 2^-3 of them.
+        assert (grad - others[name]).norm() < 2 * 2.0**-3 * grad.norm(), name
+    assert any(not torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
 def test_adapters_learn_from_zero(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

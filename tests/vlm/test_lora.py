@@ -145,7 +145,7 @@ def test_what_trains_and_what_does_not(tiny: Any) -> None:
 def test_frozen_layers_are_those_without_adapters(
     tiny: Any, precision: Precision, dropout: float
 ) -> None:
-    """With B = 0 the language model computes what it does without adapters, to the bit.
+    """With B = 0 the language model computes what a frozen one does without adapters, to the bit.
 
     The forward GEMMs of its first and last block are not BF16. With dropout it is under fp8_linear.
     """
@@ -154,7 +154,8 @@ def test_frozen_layers_are_those_without_adapters(
     results = []
     for of_lora in (True, False):
         model = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
-        set_trainable(model, stage if of_lora else replace(stage, lora=None))
+        frozen = replace(stage, lora=None, language=ModuleTraining(train=False))
+        set_trainable(model, stage if of_lora else frozen)
         fp8 = Fp8Config(language="fp8_linear") if separate and not of_lora else Fp8Config()
         report = arithmetic_of(precision, fp8, torch.device("cpu")).apply(model)
         if of_lora:

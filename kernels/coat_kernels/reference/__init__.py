@@ -16,6 +16,7 @@ from coat_kernels.reference.activation import (
     SAMPLE_EVERY,
     activation_apply,
     activation_bwd,
+    activation_bwd_once,
     activation_bwd_stats,
     activation_gradient,
     activation_once,

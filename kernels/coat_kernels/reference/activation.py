@@ -115,3 +115,18 @@ def activation_bwd(
     da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
     sums = da.sum(0) if bias else da.new_empty(0)
     return *make_layouts(da, scale, get_format(fmt), rows, transposed), sums
+
+
+def activation_bwd_once(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
+    output_fmt: str, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute da in ``fmt`` [M, W], its scale [] and, with h's, h in ``output_fmt`` [M, F]."""
+    a32, form = dequantize_group(a, exponents, torch.float32), get_format(output_fmt)
+    da = activation_gradient(dh, a32, kind)
+    guess = tensor_scale([da[::SAMPLE_EVERY]], fmt, margin=MARGIN)
+    scale = torch.maximum(guess, tensor_scale([da], fmt))  # NaN if one is
+    h = a.new_empty(0, dtype=form.dtype)
+    if output_scale is not None:
+        h, _ = make_layouts(activation_values(a32, kind), output_scale, form, True, False)
+    return make_layouts(da, scale, get_format(fmt), True, False)[0], scale, h

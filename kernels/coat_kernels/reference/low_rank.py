@@ -34,33 +34,51 @@ def low_rank_gradient(
     sizes: Sequence[int],
     ranks: Sequence[int],
     factors: Sequence[float],
+    transposed: bool,
 ) -> Tensor:
     """Compute s_i x_i^T P_i, each [n_i, r_i] flattened, one after the other in P's dtype."""
     gradients = []
     parts = zip(starts, sizes, p.float().split(list(ranks), 1), factors, strict=True)
     for start, size, inner, factor in parts:
         columns = to_float(q[:, start : start + size])
-        gradients.append((columns.t() @ inner).mul_(scale * factor).flatten())
+        product = (columns.t() @ inner).mul_(scale * factor)
+        gradients.append((product.t() if transposed else product).flatten())
     return torch.cat(gradients).to(p.dtype)
 
 
 def append_low_rank(
-    q: Tensor,
-    scale: Tensor,
-    u: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    p: Tensor,
+    p_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    matrices: Sequence[Tensor],
     u_scale: Tensor,
-    other_scale: Tensor,
-    other_u_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Quantize u [M, R] as further columns of q [M, N]; return both and their scale."""
-    fmt = next(fmt for fmt in FORMATS.values() if fmt.dtype == q.dtype)
-    share = u_scale.sqrt() * other_u_scale.sqrt() / (scale.sqrt() * other_scale.sqrt())
+    starts: Sequence[int],
+    factors: Sequence[float],
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize P [M, R] as further columns of a, and blocks s_i U_i as b's; return their scales."""
+    blocks = [(matrix.t() if transposed else matrix).float() for matrix in matrices]
+    u, first = torch.zeros(len(b), p.shape[1], device=p.device), 0
+    for block, start, factor in zip(blocks, starts, factors, strict=True):
+        u[start : start + len(block), first : first + block.shape[1]] = block * factor
+        first += block.shape[1]
+    u_scale = u_scale * (max(map(abs, factors)) or 1.0)
+    share = p_scale.sqrt() * u_scale.sqrt() / (a_scale.sqrt() * b_scale.sqrt())
     power = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     smaller = torch.where(share > 1.0, power, 1.0)
-    factor = (share / smaller / u_scale).clamp(max=torch.finfo(torch.float32).max)
+    wide_a = _append(a, p.float(), smaller, share / smaller / p_scale)
+    wide_b = _append(b, u, smaller, share / smaller / u_scale)
+    return wide_a, a_scale * smaller, wide_b, b_scale * smaller
+
+
+def _append(q: Tensor, u: Tensor, smaller: Tensor, factor: Tensor) -> Tensor:
+    fmt = next(fmt for fmt in FORMATS.values() if fmt.dtype == q.dtype)
     columns = q.new_zeros((len(q), pad_length(u.shape[1])), dtype=torch.uint8)
-    columns[:, : u.shape[1]] = cast(u.float() * factor, fmt).view(torch.uint8)
+    factor = factor.clamp(max=torch.finfo(torch.float32).max)
+    columns[:, : u.shape[1]] = cast(u * factor, fmt).view(torch.uint8)
     if smaller > 1.0:
         q = cast(to_float(q) * (1.0 / smaller), fmt)
-    wide = torch.cat([q.view(torch.uint8), columns], 1).view(q.dtype)
-    return wide, scale * smaller
+    return torch.cat([q.view(torch.uint8), columns], 1).view(q.dtype)

@@ -62,11 +62,12 @@ def norm_recompute(
 
 def norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
-    residual: Tensor | None,
+    residual: Tensor | None, sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of a norm from its group-scaled input; formulas: ``norm.py``.
 
-    Returns dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
+    Returns dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm); the last
+    two are empty without ``sums``.
     """
     centered = mean.numel() > 0
     x32 = dequantize_group(x, exponents, torch.float32)
@@ -79,5 +80,6 @@ def norm_bwd(
     dx = dx * rstd[:, None]
     if residual is not None:
         dx += residual.float()
-    dbias = dy32.sum(0) if centered else dy32.new_empty(0)
-    return dx.to(dy.dtype), (dy32 * xhat).sum(0), dbias
+    nothing = dy32.new_empty(0)
+    dweight = (dy32 * xhat).sum(0) if sums else nothing
+    return dx.to(dy.dtype), dweight, dy32.sum(0) if sums and centered else nothing.clone()
