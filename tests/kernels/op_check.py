@@ -33,7 +33,6 @@ _ROUNDED = (  # then to 16 bits: some results lie on different sides of a tie
     *("norm_bwd", "head_norm", "head_norm_bwd", "low_rank_gradient"),
     *("rope", "cross_entropy_", "adamw_step", "expert_gradient"),
 )
-_GEMMS = ("scaled_mm", "low_rank_project")
 _NORMS = ("norm_fwd", "norm_recompute")
 _ONCE = ("activation_once", "activation_bwd_once")
 _E4M3 = (*_NORMS, "activation_apply", "activation_bwd_stats", *_ONCE)
@@ -49,8 +48,11 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     # Tensor cores align the products of a step to the largest and keep about 14 bits of them
     # (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     ("scaled_mm", torch.float32): 1e-3,
-    **{(op, torch.bfloat16): 2e-3 for op in _GEMMS},
-    **{(op, torch.float16): 1e-3 for op in _GEMMS},
+    ("scaled_mm", torch.bfloat16): 2e-3,
+    ("scaled_mm", torch.float16): 1e-3,
+    # The same sums, and the rounding: RMS of up to eps / (2 sqrt(3)).
+    ("low_rank_project", torch.bfloat16): 3e-3,
+    ("low_rank_project", torch.float16): 1.3e-3,
 }
 """(op, dtype of the result) -> largest relative RMS error. All other results are exact."""
 
