@@ -15,13 +15,13 @@ step 5% shorter and leaves weight gradients of a trained model as close to FP32'
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 In some blocks the forward GEMM is not FP8 (``fp8.bf16_forward``).
 
-Plain LoRA adapters of the layers are computed here, in the model's dtype, from the FP8 tensors of
-the GEMMs above (``coat_kernels/low_rank.py``); with s the scale:
+Plain LoRA adapters of the layers, of rank r and scale s, are computed here from the FP8 tensors of
+the GEMMs above (``coat_kernels/low_rank.py``); results have the model's dtype:
 
     forward       y += s P B^T                  P [M, r] = x A^T; saved
     grad-input    grad_P = s grad_y B           grad_x += grad_P A
     grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x: in FP8 with x^T as above, or in
-                                                the model's dtype if x is at hand row-major
+                                                the model's dtype with x (down of a frozen MLP)
 
 Where the result is much wider than the operands (y of gate and up, grad_x of down), reading and
 writing it for the sum takes longer than a GEMM of longer FP8 operands:

@@ -7,8 +7,8 @@
     quick_gelu      h = a * sigmoid(1.702 a)
 
 Forward: ``activation_stats`` reads a once and computes group-scaled a (saved: W + W / G bytes per
-token for a's width W) and h's amax. ``activation_apply`` reads a again and writes h in per-tensor
-FP8: h is never stored in high precision.
+token for a's width W and groups of G) and h's amax. ``activation_apply`` reads a again and writes h
+in per-tensor FP8: h is never stored in high precision.
 
 Forward, ``activation_once``: large inputs (``ONE_PASS``) are read once, unless processes share
 scales. h's scale is guessed from a sample, every 16th row, with a margin of 2: normal FP8 numbers

@@ -4,12 +4,13 @@
     low_rank_gradient   grad_U [n, r] = s x^T [n, M] P [M, r]     grad_B = s grad_y^T P
     append_low_rank     [a | P] [b | U]^T = a b^T + P U^T         one FP8 GEMM with an adapter
 
-x is FP8 with one scale. U and P have the model's dtype. Up to a rank r of about 100 memory limits
-these GEMMs, which read an adapter's columns of x once for every 64 columns of P.
+x is FP8 with one scale; s is an adapter's factor times this scale. U and P have the model's dtype.
+An adapter's columns of x are read once for every 64 columns of P.
 
 P is computed by FP8 tensor cores, so that no element of x is converted. A BF16 number has 8 bits,
 and is the sum of two E4M3 numbers of 4 bits each (FP16: of three). Each tile of U has an exponent
-e, so that its largest value fits; values below 2^-14 of it have errors of up to 2^-17 of it:
+e, so that its largest value u fits; values below u 2^-14, which are subnormal in E4M3, have errors
+of up to u 2^-17:
 
     U = 2^e (U0 + U1 / 16),   U0 = round(U / 2^e) to 4 bits,   U1 = 16 (U / 2^e - U0)
 
@@ -20,11 +21,12 @@ up to three adapters. Each reads some columns of x, and has some of P. Where the
 the result make too few programs, pieces of the sums get programs of their own; pieces are added in
 a fixed order.
 
-P and U are appended in the formats and with the scales of a and b, their largest values at the same
-share h of the formats' largest. If h > 1, all of a and b becomes smaller, by a power of two:
+P and U are appended in the formats and with the scales of a and b: FP8 data a8 become [a8 | P8].
+The largest values of P8 and U8 are the same share h of the formats' largest numbers. If h > 1, all
+of a8 and b8 becomes smaller, by a power of two h':
 
     h^2 = scale(P) scale(U) / (scale(a) scale(b)),   h' = max(1, h rounded up to a power of two)
-    P8 = cast(P h / (scale(P) h')),   a8' = cast(a8 / h'),   scale(a)' = h' scale(a);   so U and b
+    P8 = cast(P h / (scale(P) h')),   a8' = cast(a8 / h'),   scale(a)' = h' scale(a)
 
 Reference: ``reference/low_rank.py``.
 """
