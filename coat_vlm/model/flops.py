@@ -171,7 +171,8 @@ def _describe_unit(model: Any, tower: nn.Module) -> tuple[int, int, Fraction | i
     """
     config, vision = model.config, model.config.vision_config
     if getattr(getattr(model, "family", None), "reads_patches", False):
-        merged = getattr(vision, "spatial_merge_size", None)
+        outer = getattr(config, "spatial_merge_size", None)  # where Mistral 3 has it
+        merged = getattr(vision, "spatial_merge_size", outer)
         return 1, 0, None if merged is None else Fraction(1, merged**2)
     sides = (vision.image_size, vision.patch_size)
     image, patch = (side if isinstance(side, int) else side[0] for side in sides)

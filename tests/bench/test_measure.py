@@ -92,7 +92,7 @@ def test_two_processes_measure_one_step() -> None:
     command += ["-m", "coat_vlm.cli", "plan", "quickstart", "--stage", "sft", "--images", "2"]
     command += ["--measure", *SMALL, "zero_stage=2"]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
-    assert "2 GPU(s), 2 micro-batch(es) of 2 row(s)" in done.stdout
+    assert "2 GPU(s), 2 micro-batch(es) of 2 sequence(s)" in done.stdout
     tokens, _, ms, speed = read_speed(done.stdout)
     assert tokens == 2 * 2 * 2 * 64
     assert speed == pytest.approx(256e3 / ms, rel=0.01)

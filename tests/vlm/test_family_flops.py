@@ -1,6 +1,7 @@
 """Model FLOPs of published models, compared with what torch counts in transformers' own passes."""
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ def seen(model: Any, loaded: LoadedBatch, within: str = "") -> Counter[str]:
     return found
 
 
+def padded_shape(loaded: LoadedBatch) -> tuple[int, int]:
+    """Images or frames of a family in :data:`PADDED`, and patches of each."""
+    pixels = loaded.batch.get("extras", {}).get("pixel_values_videos", loaded.batch["pixel_values"])
+    return pixels.shape[0], pixels.shape[1]
+
+
 def count(model: Any, work: Work, monkeypatch: pytest.MonkeyPatch) -> list[Counter[ModuleName]]:
     """FLOPs by part of the model: without attention, and of attention."""
     whole = Counter(count_flops(model).count(work))
@@ -119,7 +126,7 @@ def test_gemms(
     work = work_of(model, loaded)
     work = dataclasses.replace(work, supervised_tokens=sum(work.lengths))  # all get logits
     if folder.name in PADDED:
-        patches = loaded.batch["pixel_values"].shape[:2].numel()
+        patches = math.prod(padded_shape(loaded))
         assert work.units < patches
         work = dataclasses.replace(work, units=patches)
     expected = seen(model, loaded)
@@ -148,7 +155,7 @@ def test_attention(
     work = work_of(model, loaded)
     images = patches = 0
     if folder.name in PADDED:
-        images, patches = loaded.batch["pixel_values"].shape[:2]
+        images, patches = padded_shape(loaded)
         assert work.pairs < 2 * images * patches**2
         work = dataclasses.replace(work, pairs=2 * images * patches**2)
     tower, language = (model.family.parts[part][0].split(".")[1] for part in ("vision", "language"))
@@ -156,6 +163,8 @@ def test_attention(
     expected = seen(model, loaded, f".{tower}")["attention"]
     if folder.name == "gemma4":  # which pools by a product of 70 x 280 ones per image
         expected -= 2 * images * patches * patches // 4 * 32
+    if folder.name == "mistral3":  # which also computes pairs of two frames, and masks them
+        expected //= len(loaded.batch["pixel_values"])  # frames of one size
     used = 1 if folder.name in ("llava", "llava_next") else 2  # of two blocks
     assert found["vision"] * 2 == expected * used
     if folder.name not in WINDOWED:

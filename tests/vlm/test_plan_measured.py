@@ -97,12 +97,17 @@ def test_recipes(row: Row) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_with_adapters() -> None:
-    """Frozen weights in FP8, blocks in FP8 next to adapters, low bits."""
+    """Frozen weights in FP8, blocks in FP8 next to adapters, low bits.
+
+    Until c3a9b8d3 weights without adapters, as those of the frozen tower, stayed in BF16.
+    """
     (row,) = (row for row in rows_of("recipe") if row["commit"] == "35630a9")
     name, *changes = row["recipe"].split()
     changes += ["fp8.bf16_forward=[]"]  # as it was then
     recipe = load_recipe(name, changes, unset_variables=True)
     planned = plan_peak_gb(recipe, "sft", 13)
+    # SigLIP-so400m's blocks, of which select_layer -2 leaves out the last: attention, and MLP.
+    planned += 26 * (4 * 1152**2 + 2 * 1152 * 4304) / 1e9  # a byte per weight
     assert planned == pytest.approx(float(row["plan_gb"]), rel=1e-3)
     assert planned == pytest.approx(float(row["peak_gb"]), rel=0.01)
 
