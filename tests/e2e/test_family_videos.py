@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 import torch
 from clips import write_clip
-from family_folders import MAKERS
+from family_folders import MAKERS, settings_of
 from official_files import make_videomme
 from PIL import Image
 from safetensors.torch import load_file
@@ -61,7 +61,7 @@ def make_recipe(data: Path, source: Path, run: Path, **changes: Any) -> dict[str
         "precision": "fp32",
         "num_workers": 0,
         "tracking": {"tensorboard": False},
-        "model": {"pretrained": str(source), "max_length": 1024},
+        "model": settings_of(source),
         "stages": {"sft": stage},
     }
     return recipe | changes
@@ -82,12 +82,12 @@ def test_two_ranks_with_mixed_rows(family: str, stage: int, mixed: Path, tmp_pat
 
     At an epsilon far above the gradients, AdamW's steps are proportional to them.
     """
-    MAKERS[family](tmp_path / "model")
-    before, changes, steps = read_weights(tmp_path / "model"), {}, {}
+    MAKERS[family](tmp_path / family)
+    before, changes, steps = read_weights(tmp_path / family), {}, {}
     for ranks in (1, 2):
         run = tmp_path / f"run{ranks}"
         zero = {"zero_stage": stage} if ranks > 1 else {}
-        recipe = make_recipe(mixed, tmp_path / "model", run, **zero)
+        recipe = make_recipe(mixed, tmp_path / family, run, **zero)
         parts = {part: {"train": True, "lr": 10.0} for part in ("vision", "projector", "language")}
         recipe["stages"]["sft"] |= {**parts, "eps": 100.0, "weight_decay": 0.0}
         train(recipe, tmp_path / str(ranks), ranks)
