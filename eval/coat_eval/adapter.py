@@ -57,7 +57,9 @@ class ModelAdapter(ABC):
     def identity(self) -> dict[str, Any]:
         """What answers depend on, as JSON; may hash all weights, so only one rank reads it."""
         images = getattr(self.encoder, "image_processor", None)  # of a published model
-        size = dict(getattr(images, "size", None) or {})  # Gemma 4 has none
+        size = dict(getattr(images, "size", None) or {})
+        if tokens := getattr(images, "max_soft_tokens", None):  # in place of a size, in Gemma 4
+            size["max_soft_tokens"] = tokens
         return self._describe() | ({"image_size": size} if size else {})
 
     def with_identity(self, describe: Callable[[], dict[str, Any]]) -> Self:

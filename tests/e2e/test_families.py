@@ -192,6 +192,7 @@ def test_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "yes_no" in capsys.readouterr().out
     answers = (run / "eval" / "q" / "predictions.jsonl").read_text().splitlines()
     assert len(answers) == 3
+    assert json.loads((run / "eval" / "q" / "report.json").read_text())["image_size"]
 
 
 def ask(image: Path, question: str) -> Sample:
