@@ -100,9 +100,9 @@ def measured(
     ids = torch.arange(TOKENS)[None] + 5
     ids[:, :4] = 3
     pixels = torch.randn(IMAGES, 3, 16, 16).to(dtype)
-    steps = []
-    for _ in range(8 if accumulation < 9 else 3):  # the first step makes the states
-        passes = 0
+    steps, ends = [], []
+    for _ in range(8 if accumulation < 9 else 6):  # the first step makes the states
+        passes = []
         for number in range(1, accumulation + 1):
             model_setup.set_train_mode(model, stage)
             with memory:
@@ -111,10 +111,11 @@ def measured(
                 with sums.adding(len(steps) + 1, number):
                     engine.backward(loss)
                 del loss
-                passes = max(passes, memory.peak)
+                passes.append(memory.peak)
                 memory.peak = memory.live
                 engine.step()
         steps.append(passes)
+        ends.append(memory.peak)
     engine.destroy()
     return {
         "zero_stage": zero_stage,
@@ -122,7 +123,7 @@ def measured(
         "planned_building": planned.master_weights + planned.states
         + planned.gradients + 2 * bucket,
         # Between two ranks, gloo's threads may hold for a moment what they have reduced.
-        "passes": min(steps[1:]), "step": memory.peak,
+        "passes": max(min(peaks) for peaks in zip(*steps[1:], strict=True)), "step": min(ends[1:]),
         "planned_passes": planned.backward_peak, "planned_step": planned.step_peak,
     }  # fmt: skip
 
