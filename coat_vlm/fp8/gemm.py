@@ -254,8 +254,8 @@ def forward(
         else:
             p = F.linear(hp.to(dtype), torch.cat(matrices)).to(dtype)
         outer = [adapter.b.to(dtype).contiguous() for adapter in adapters]
-        starts, scales = [x.start for x in adapters], [x.scale for x in adapters]
-        product = _Product(p, outer, starts, scales)
+        starts = [adapter.start for adapter in adapters]
+        product = _Product(p, outer, starts, [adapter.scale for adapter in adapters])
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))

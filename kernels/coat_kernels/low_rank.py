@@ -9,8 +9,8 @@ An adapter's columns of x are read once for every 64 columns of P.
 
 P is computed by FP8 tensor cores, so that no element of x is converted. A BF16 number has 8 bits,
 and is the sum of two E4M3 numbers of 4 bits each (FP16: of three). Each tile of U has an exponent
-e, so that its largest value u fits; values below u 2^-14, which are subnormal in E4M3, have errors
-of up to u 2^-17:
+e, so that its largest value u fits. Values below u 2^-14 are subnormal in E4M3, and their errors
+reach u 2^-17:
 
     U = 2^e (U0 + U1 / 16),   U0 = round(U / 2^e) to 4 bits,   U1 = 16 (U / 2^e - U0)
 
@@ -22,8 +22,8 @@ the result make too few programs, pieces of the sums get programs of their own; 
 a fixed order.
 
 P and U are appended in the formats and with the scales of a and b: FP8 data a8 become [a8 | P8].
-The largest values of P8 and U8 are the same share h of the formats' largest numbers. If h > 1, all
-of a8 and b8 becomes smaller, by a power of two h':
+The largest values of P8 and U8 are the same share h of the formats' largest numbers. If h > 1, a8
+and b8 are divided by a power of two h':
 
     h^2 = scale(P) scale(U) / (scale(a) scale(b)),   h' = max(1, h rounded up to a power of two)
     P8 = cast(P h / (scale(P) h')),   a8' = cast(a8 / h'),   scale(a)' = h' scale(a)

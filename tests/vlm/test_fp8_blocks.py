@@ -180,3 +180,34 @@ def test_the_monitor_counts_each_kind_of_tensor() -> None:
         linear(torch.exp2(-torch.arange(32.0))[None], layer)
     expected = int((torch.exp2(-torch.arange(32.0)) * 448 <= 2**-10).sum())
     assert counts.rates()["linear input"]["underflowed"] == pytest.approx(expected / 32)
+
+
+@pytest.mark.parametrize(
+    "trained",
+    ["norm.weight", "norm.bias", "into.weight", "into.bias", "out.weight", "out.bias", "nothing"],
+)
+def test_gradients_of_partly_frozen_mlps(trained: str) -> None:
+    """As if all trained, up to the rounding to E5M2 with another scale: at most 2^-3 each."""
+    torch.manual_seed(0)
+    norm, into, out = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+    mlp = nn.ModuleDict({"norm": norm, "into": into, "out": out})
+    parameters = dict(mlp.named_parameters())
+    x, grad = torch.randn(24, 32), torch.randn(24, 32)
+
+    def gradients() -> dict[str, Tensor | None]:
+        leaf = x.clone().requires_grad_()
+        y, _ = norm_mlp(leaf, norm, [into], out, "gelu_tanh", 16)
+        mlp.zero_grad(set_to_none=True)
+        y.backward(grad)
+        return {"x": leaf.grad} | {name: p.grad for name, p in parameters.items()}
+
+    expected = gradients()
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name == trained)
+    found = gradients()
+    assert {name for name, g in found.items() if g is not None} == {"x", trained} - {"nothing"}
+    for name in {"x", trained} - {"nothing"}:
+        wanted, actual = expected[name], found[name]
+        assert wanted is not None
+        assert actual is not None
+        assert (actual - wanted).norm() < 2 * 2.0**-3 * wanted.norm(), name
